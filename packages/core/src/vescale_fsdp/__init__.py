@@ -1,0 +1,87 @@
+"""veScale-FSDP: fully-sharded data parallelism that respects the structure of the model.
+
+The names below load what they need at first use, so that ``vescale_fsdp.planner`` (integers
+only) can be imported without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vescale_fsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    NonFiniteError,
+    PlanError,
+    RankMismatchError,
+    VeScaleError,
+)
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        Granularity,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        UnshardHandle,
+        clip_grad_norm_,
+        combine,
+        fully_shard,
+        register_fsdp_forward_method,
+        unsharded,
+    )
+    from vescale_fsdp.ragged import RaggedShard, RaggedTensor
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "CPUOffloadPolicy": "engine",
+    "FSDPModule": "engine",
+    "Granularity": "engine",
+    "MixedPrecisionPolicy": "engine",
+    "OffloadPolicy": "engine",
+    "UnshardHandle": "engine",
+    "clip_grad_norm_": "engine",
+    "combine": "engine",
+    "fully_shard": "engine",
+    "register_fsdp_forward_method": "engine",
+    "unsharded": "engine",
+    "RaggedShard": "ragged",
+    "RaggedTensor": "ragged",
+}
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CheckpointCorruptError",
+    "CheckpointIncompleteError",
+    "FSDPModule",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "NonFiniteError",
+    "OffloadPolicy",
+    "PlanError",
+    "RaggedShard",
+    "RaggedTensor",
+    "RankMismatchError",
+    "UnshardHandle",
+    "VeScaleError",
+    "clip_grad_norm_",
+    "combine",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "unsharded",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"vescale_fsdp.{_HOME[name]}"), name)
+    if name in ("checkpoint", "planner"):
+        return import_module(f"vescale_fsdp.{name}")
+    raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,134 @@
+"""Moving a DBuffer between ranks: even all-gather one way, even reduction the other.
+
+Every collective here is asynchronous, on CUDA and on CPU. The caller keeps a handle and waits
+for it when the data is needed; from issue to wait nobody may resize or reuse the buffers.
+
+Reduction, two ways with the same numbers:
+
+* ``native``: one reduce-scatter, in the reduce dtype, as FSDP2 does.
+* ``all_to_all``: each rank sends every other rank its part, then sums what it received in rank
+  order. gloo's reduce-scatter is an all-reduce inside and moves 2 (at 2 ranks) to 6 (at 4) times
+  the buffer; this moves (m-1)/m of it. What travels keeps the dtype of the gradients (bf16) and
+  is summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
+
+``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer.buffer import DBuffer
+
+__all__ = ["Comm", "PendingReduce", "choose_reduction"]
+
+Reduction = Literal["native", "all_to_all"]
+
+
+@dataclass
+class Comm:
+    """The communicators of one mesh axis.
+
+    Gathers and reductions have one each: gloo serves a group with two threads and NCCL with one
+    stream, so sharing would make each wait for the other.
+    """
+
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    rank: int
+    size: int
+    reduction: Reduction
+
+    def start_gather(self, buffer: DBuffer) -> dist.Work | None:
+        """Fill the full face from all shards. Returns what to wait for (None: it is done).
+
+        Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
+        place. One cast of the own shard where the faces differ in dtype, otherwise no copy.
+        """
+        full = buffer.full.flat
+        buffer.full.materialize()
+        if full.numel() == 0:
+            return None
+        if self.size == 1:
+            full.copy_(buffer.shard)
+            return None
+        own = buffer.shard
+        if own.dtype != full.dtype:
+            own = buffer.own_slice()
+            own.copy_(buffer.shard)
+        return compat.all_gather_single(full, own, self.gather_group)
+
+    def start_reduce(self, full: torch.Tensor, reduce_dtype: torch.dtype) -> PendingReduce:
+        """Start averaging the full gradient buffers of all ranks into one shard each.
+
+        Args:
+            full: this rank's gradients, flat, ``size * shard_size`` elements, gaps zero. It is
+                read until `PendingReduce.finish` and must not be touched before.
+            reduce_dtype: in which the sum is made, and the result.
+
+        Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
+        more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
+        """
+        if self.size == 1 or full.numel() == 0:
+            done = full.to(reduce_dtype, copy=True)
+            return PendingReduce(full, done, None, self.size, "average")
+        shard_size = full.numel() // self.size
+        if self.reduction == "all_to_all":
+            received = torch.empty_like(full)
+            work = compat.all_to_all_single(received, full, self.reduce_group)
+            pending = PendingReduce(full, received, work, self.size, "parts")
+            pending.reduce_dtype = reduce_dtype
+            return pending
+        sent = full.to(reduce_dtype)
+        output = sent.new_empty(shard_size)
+        # gloo has no average; NCCL divides inside its kernel.
+        average = dist.get_backend(self.reduce_group) == "nccl"
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        work = compat.reduce_scatter_single(output, sent, op, self.reduce_group)
+        return PendingReduce(sent, output, work, self.size, "average" if average else "sum")
+
+
+@dataclass
+class PendingReduce:
+    """A reduction in flight. Holds its buffers until it is finished."""
+
+    sent: torch.Tensor | None
+    received: torch.Tensor | None
+    work: dist.Work | None
+    size: int
+    holds: Literal["sum", "average", "parts"]
+    reduce_dtype: torch.dtype = field(default=torch.float32)
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and return the average over ranks: flat, ``shard_size`` elements."""
+        if self.work is not None:
+            self.work.wait()
+        result = self.received
+        assert result is not None, "a reduction is finished once"
+        if self.holds == "parts":
+            parts = result.view(self.size, -1)
+            result = parts[0].to(self.reduce_dtype, copy=True)
+            for part in parts[1:]:  # in rank order, so that the sum is the same on every run
+                result.add_(part)
+        if self.holds != "average":
+            result.mul_(1.0 / self.size)
+        self.sent = self.received = self.work = None
+        return result
+
+
+def choose_reduction(backend: str) -> Reduction:
+    """The way to reduce on a backend, as ``VESCALE_FSDP_REDUCE`` says (``auto`` by default)."""
+    choice = os.environ.get("VESCALE_FSDP_REDUCE", "auto")
+    if choice == "auto":
+        return "all_to_all" if backend == "gloo" else "native"
+    if choice == "native" or choice == "all_to_all":
+        return choice  # type: ignore[return-value]
+    raise ValueError(
+        f"VESCALE_FSDP_REDUCE must be auto, native or all_to_all, got {choice!r}"
+    )

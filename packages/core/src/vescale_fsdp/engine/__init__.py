@@ -1,0 +1,28 @@
+"""The engine: ``fully_shard`` and what happens around each forward and backward.
+
+`api` makes a `unit` of a module; a unit owns `group` s (one buffer each) and has a `boundary` in
+the autograd graph; the units of a model share a `schedule`. `agreement` compares ranks through
+the store, `granularity` says what must not be cut, `clip` clips, `methods` are FSDP2's.
+"""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from vescale_fsdp.engine.api import fully_shard, register_fsdp_forward_method
+from vescale_fsdp.engine.clip import clip_grad_norm_
+from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
+from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "Granularity",
+    "GranularityPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "combine",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "unsharded",
+]

@@ -1,0 +1,110 @@
+"""Ranks agree through the store, before any collective that a disagreement would hang.
+
+A collective between ranks that have different plans hangs, aborts a process from a foreign
+thread, or returns garbage. The store (a small key-value server that ``init_process_group`` has
+set up) does none of that: each rank writes what it has, the first rank compares, all read the
+verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from vescale_fsdp import compat
+from vescale_fsdp.errors import RankMismatchError
+
+__all__ = ["agree", "exchange"]
+
+_PREFIX = "vescale_fsdp"
+_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
+
+
+def exchange(
+    topic: str,
+    payload: bytes,
+    group: dist.ProcessGroup,
+    merge: Callable[[list[bytes]], bytes],
+) -> bytes:
+    """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
+
+    Returns what ``merge`` returned, on every rank. Blocking; one write and one read per rank,
+    one read per rank more on the first. Every rank must call it the same number of times.
+
+    Raises:
+        RankMismatchError: some rank did not come within 600 s.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
+    if len(ranks) == 1:
+        return merge([payload])
+    store = compat.default_store()
+    place = f"{_PREFIX}/{topic}/{'-'.join(map(str, _ends(ranks)))}"
+    # The store counts, so that a restarted process group starts from zero on every rank.
+    turn = store.add(f"{place}/turn/{me}", 1)
+    store.set(f"{place}/{turn}/{me}", payload)
+    if me == ranks[0]:
+        payloads = [_read(store, f"{place}/{turn}/{rank}", topic, rank) for rank in ranks]
+        store.set(f"{place}/{turn}/result", merge(payloads))
+    return _read(store, f"{place}/{turn}/result", topic, ranks[0])
+
+
+def agree(topic: str, entries: list[str], group: dist.ProcessGroup) -> None:
+    """Raise on every rank unless all ranks of ``group`` have the same entries, in order.
+
+    Digests are compared first; entries travel only to name the first difference.
+
+    Raises:
+        RankMismatchError: with the first entry that differs, and what two ranks have there.
+    """
+    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+    def first_other(digests: list[bytes]) -> bytes:
+        others = [i for i, d in enumerate(digests) if d != digests[0]]
+        return json.dumps(others[:1]).encode()
+
+    found = json.loads(exchange(topic, digest.encode(), group, first_other))
+    if not found:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    first, other = ranks[0], ranks[found[0]]
+    speaks = dist.get_rank() in (first, other)
+    payload = json.dumps(entries).encode() if speaks else b"null"
+
+    def difference(payloads: list[bytes]) -> bytes:
+        mine, theirs = json.loads(payloads[0]), json.loads(payloads[found[0]])
+        return _first_difference(first, mine, other, theirs).encode()
+
+    text = exchange(f"{topic} difference", payload, group, difference).decode()
+    raise RankMismatchError(
+        f"ranks disagree about the {topic}: {text}. Build the same model, with the same arguments "
+        "of fully_shard, on every rank"
+    )
+
+
+def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> str:
+    for i in range(max(len(a), len(b))):
+        left = a[i] if i < len(a) else "nothing more"
+        right = b[i] if i < len(b) else "nothing more"
+        if left != right:
+            return f"at entry {i}, rank {rank_a} has {left} and rank {rank_b} has {right}"
+    return "no entry differs"
+
+
+def _ends(ranks: list[int]) -> tuple[int, int, int]:
+    """Enough of a group to tell it from the others of a mesh: first, last, size."""
+    return ranks[0], ranks[-1], len(ranks)
+
+
+def _read(store: dist.Store, key: str, topic: str, rank: int) -> bytes:
+    try:
+        compat.store_wait(store, key, _TIMEOUT_S)
+    except dist.DistStoreError as error:
+        raise RankMismatchError(
+            f"rank {rank} did not come to compare the {topic} within {_TIMEOUT_S:.0f} s: it has "
+            "died, hangs, or runs other code than this rank. Its log says which"
+        ) from error
+    return bytes(store.get(key))

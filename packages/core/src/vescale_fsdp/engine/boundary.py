@@ -1,0 +1,84 @@
+"""The boundary of a unit in the autograd graph: two identity functions around its forward.
+
+::
+
+    inputs --> [PostBackward] --> the unit's own graph --> [PreBackward] --> outputs
+
+Backward runs from right to left. When all gradients of the outputs are there, `PreBackward`
+lets the unit gather its parameters; when all gradients of the inputs are there, nothing in the
+unit is left to run, and `PostBackward` lets it reduce its gradients.
+
+One node for all tensors (and not a hook on each) means: once per call, and after the last
+consumer. `PreBackward` returns aliases, so that an in-place operation on a unit's output works
+as it does without us. `PostBackward` returns its inputs as they are: an in-place operation on an
+input that the caller still uses would be wrong without a word, so torch's error is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vescale_fsdp.engine.tree import replace_tensors, tensors_requiring_grad
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+__all__ = ["Call", "enter", "leave"]
+
+
+class Call:
+    """One forward of a unit that a backward may come back to.
+
+    Held by the graph alone: when the graph is freed without a backward, the call is gone too,
+    and nobody waits for it.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
+def enter(call: Call, value: Any) -> Any:
+    """Pass the tensors among a unit's inputs through the boundary."""
+    tensors = tensors_requiring_grad(value)
+    if not tensors:
+        return value
+    return replace_tensors(value, tensors, _PostBackward.apply(call, *tensors))
+
+
+def leave(call: Call, value: Any) -> tuple[Any, bool]:
+    """Pass the tensors among a unit's outputs through the boundary.
+
+    Returns the value, and whether there was any tensor that a backward can come through.
+    """
+    tensors = tensors_requiring_grad(value)
+    if not tensors:
+        return value, False
+    return replace_tensors(value, tensors, _PreBackward.apply(call, *tensors)), True
+
+
+class _PreBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.unit.pre_backward()
+        return (None, *grads)
+
+
+class _PostBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.unit.post_backward(ctx.call)
+        return (None, *grads)

@@ -1,0 +1,95 @@
+"""Clipping by the norm of all gradients, sharded and plain ones together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp import compat
+from vescale_fsdp.ragged import RaggedTensor
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their total norm is at most ``max_norm``.
+
+    Args:
+        params_or_module: parameters (or a module's parameters), sharded and plain ones mixed.
+            Plain ones are taken to be the same on every rank and counted once.
+        max_norm: the largest total norm afterwards.
+        norm_type: the p of the norm, > 0; ``inf`` is allowed.
+        error_if_nonfinite: raise, on every rank and before scaling, if the norm is not finite.
+
+    Returns:
+        The total norm before clipping: a plain tensor, the same on every rank.
+
+    Cost: one all-reduce of one number per mesh axis, one kernel over the gradients.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    if isinstance(params_or_module, nn.Module):
+        params_or_module = params_or_module.parameters()
+    elif isinstance(params_or_module, torch.Tensor):
+        params_or_module = [params_or_module]
+    grads = [param.grad for param in params_or_module if param.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
+    total = _total_norm(grads, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
+            "cannot be clipped; find the parameter with a non-finite gradient, or pass "
+            "error_if_nonfinite=False"
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    torch._foreach_mul_([_local(grad) for grad in grads], coefficient)
+    return total
+
+
+def _total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm over all elements of all gradients, each counted once."""
+    by_axis: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    for grad in grads:
+        axis = None
+        if isinstance(grad, RaggedTensor):
+            axis = compat.mesh_group(grad.device_mesh, grad.ragged_axis)
+        by_axis.setdefault(axis, []).append(_local(grad))
+    totals = [_axis_norm(locals_, axis, order) for axis, locals_ in by_axis.items()]
+    return torch.linalg.vector_norm(torch.stack(totals), order)
+
+
+def _axis_norm(
+    locals_: list[torch.Tensor], axis: dist.ProcessGroup | None, order: float
+) -> torch.Tensor:
+    device = locals_[0].device
+    filled = [local for local in locals_ if local.numel()]
+    norms = torch._foreach_norm(filled, order) if filled else []
+    largest = torch.zeros((), device=device)
+    stacked = torch.stack([norm.float() for norm in norms]) if norms else largest.view(1)
+    local = torch.linalg.vector_norm(stacked, order)
+    if axis is None:
+        return local
+    if math.isinf(order):
+        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=axis)
+        return local
+    power = local**order
+    dist.all_reduce(power, group=axis)
+    return power ** (1.0 / order)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad._local_tensor if isinstance(grad, RaggedTensor) else grad

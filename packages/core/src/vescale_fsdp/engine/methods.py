@@ -1,0 +1,191 @@
+"""FSDPModule: the methods that ``fully_shard`` adds to a module, named as FSDP2 names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+
+__all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Have the parameters gathered and registered when this returns. Idempotent."""
+        if self._unit is not None:
+            self._unit.gather()
+            self._unit = None
+
+
+def _not_yet(name: str) -> Callable[..., NoReturn]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"FSDPModule.{name} is not there yet in vescale_fsdp")
+
+    method.__name__ = name
+    method.__doc__ = "Not there yet; raises."
+    return method
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
+
+    It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
+    it. A sharded ``Linear`` is an instance of ``FSDPLinear(FSDPModule, Linear)``.
+    """
+
+    _orig_cls_mro_index = 3  # [FSDP<Class>, this class, torch's FSDPModule, <Class>, ...]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+        """Gather this module's own parameters (not those of nested units).
+
+        With ``async_op`` the gather is under way when this returns; wait on the handle, or let
+        the next forward do it.
+        """
+        unit = _unit(self)
+        handle = UnshardHandle(unit)
+        if async_op:
+            unit.start_gather()
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters and register the sharded ones."""
+        _unit(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop what is left of that step.
+
+        Waits for collectives under way, frees what is gathered and drops gradients that have
+        not been published. Called on the root.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        unit = _unit(self)
+        if unit.schedule is not None and not unit.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if unit.schedule is not None:
+            unit.schedule.reset()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Switch the reduction of gradients on or off: accumulation without communication.
+
+        While it is off, gradients are summed on this rank, unsharded, in the reduce dtype.
+        """
+        for unit in _units(self, recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed after forward, and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether gathered parameters are freed after backward (off: between micro-batches)."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
+        unit = _unit(self)
+        unit.reshard()
+        module = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        for group in unit.groups:
+            group.rebind()
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            "copy.deepcopy of a module sharded by vescale_fsdp is not there yet; copy it before "
+            "fully_shard, or save its state_dict"
+        )
+
+    def _get_fsdp_state(self) -> Any:
+        return _unit(self)
+
+
+for _name in sorted(vars(TorchFSDPModule)):
+    _is_method = callable(getattr(TorchFSDPModule, _name))
+    if _name.startswith("set_") and _is_method and _name not in vars(FSDPModule):
+        setattr(FSDPModule, _name, _not_yet(_name))
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module) -> None:
+    """Make ``module`` an instance of ``FSDP<Class>``, made once per class."""
+    cls = type(module)
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    module.__class__ = _CLASSES[cls]
+
+
+def pinned(units: list[Unit]) -> AbstractContextManager[None]:
+    """Keep the parameters of ``units`` gathered within a context."""
+    return _Pinned(units)
+
+
+class _Pinned(AbstractContextManager[None]):
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def __enter__(self) -> None:
+        for unit in self._units:
+            unit.gather()
+            unit.pins += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        for unit in self._units:
+            unit.pins -= 1
+            unit.reshard()
+
+
+def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+    """Context in which the modules hold full, plain parameters: for ``generate``, summaries.
+
+    Collective over the ranks that share the parameters: all of them must enter. Forwards inside
+    do not gather again.
+
+    Args:
+        modules: all units in them (themselves included) are gathered.
+        writeback: keep in-place changes of the full parameters. Not there yet.
+
+    Memory: the full parameters of all modules at the same time.
+    """
+    if writeback:
+        raise NotImplementedError(
+            "unsharded(writeback=True) is not there yet; change the sharded parameters in place"
+        )
+    units = {id(unit): unit for module in modules for unit in units_in(module).values()}
+    return pinned(list(units.values()))
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None, "only fully_shard makes an FSDPModule"
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    return list(units_in(module).values()) if recurse else [_unit(module)]

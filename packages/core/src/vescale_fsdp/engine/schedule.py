@@ -1,0 +1,370 @@
+"""Schedule: the order of gathers and reductions in one model, shared by all of its units.
+
+Gathers follow the order in which units run. The order of each pass is recorded and predicts the
+next one: while a unit computes, the gather of the one after it is under way. ``in_flight`` is
+how many units may be gathered or on their way for that at a time (1: no prefetch). The first
+pass is predicted from the order of definition. A wrong prediction costs a gather, nothing else.
+
+Reductions follow one canonical order on every rank, whatever was used on it: a group whose
+gradients are complete waits until the groups before it have been issued, and at the end of the
+backward all that is left is issued, as zeros where there is no gradient. So ranks that use
+different units or parameters still issue the same collectives. The order is that of definition,
+reversed, in the first backward, and afterwards the order in which the first rank completed.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import Comm, choose_reduction, plain_tensors
+from vescale_fsdp.engine.agreement import agree, exchange
+from vescale_fsdp.engine.group import Group, GroupState
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """What the units of one root share: communicators, order, and what is in flight.
+
+    Args:
+        units: of the model, outermost first (``named_modules`` order). Held weakly.
+        unused: "auto", "exchange" or "zeros", as of ``fully_shard``.
+        in_flight: units gathered ahead and reductions under way, as of ``fully_shard``.
+
+    Raises:
+        RankMismatchError: other ranks have another model or other arguments.
+    """
+
+    def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
+        self._index = {id(unit): index for index, unit in enumerate(units)}
+        self._fqns = [unit.fqn for unit in units]
+        self.in_flight = in_flight
+        groups = [group for unit in units for group in unit.groups]
+        if groups:
+            agree("model", _describe(units), compat.mesh_group(groups[0].mesh, 0))
+        self._comms = {id(group): comm_for(group) for group in groups}
+        # Forward
+        self._running = 0  # forwards of units that have begun and not ended
+        self._entered: list[int] = []  # units in the order this pass has begun them
+        self._left: list[int] = []  # and ended them
+        self._recorded: dict[int, list[int]] = {}  # by first unit: the last pass it began
+        self._expected = _Prediction([])
+        self._ahead: set[int] = set()  # units that were gathered on a prediction
+        # Backward
+        self._backward: int | None = None  # the autograd task whose end we wait for
+        self._expected_back = _Prediction([])
+        self._order = [weakref.ref(group) for group in reversed(groups)]
+        self._reductions = _Reductions([], self)
+        self._usage = _Usage(unused)
+
+    def units(self) -> list[Unit]:
+        """The units that are still alive, outermost first."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def comm(self, group: Group) -> Comm:
+        """The communicators of a group's mesh axis."""
+        return self._comms[id(group)]
+
+    # Forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start on the units after it."""
+        index = self._index[id(unit)]
+        if compat.current_backward() != -1:  # recomputation: the next unit is the one before
+            self._gather(unit, self._expected_back.after(index))
+            return
+        if self._backward is not None:  # the last backward has raised half-way
+            self.reset()
+        if self._running == 0:
+            self._begin_pass(index)
+        self._running += 1
+        self._entered.append(index)
+        self._gather(unit, self._expected.after(index))
+
+    def after_forward(self, unit: Unit, keep: bool) -> None:
+        """Release ``unit`` unless it is to be kept."""
+        if compat.current_backward() != -1:
+            return
+        self._left.append(self._index[id(unit)])
+        self._running = max(self._running - 1, 0)
+        if not keep:
+            unit.reshard()
+        if self._running == 0:
+            self._end_pass()
+
+    def _begin_pass(self, first: int) -> None:
+        for unit in self.units():  # what a forward without a backward, or an error, has left
+            if not unit.is_sharded and unit.may_release:
+                unit.reshard()
+        prefix = self._fqns[first] + "." if self._fqns[first] else ""
+        by_definition = [i for i, fqn in enumerate(self._fqns) if i == first or fqn.startswith(prefix)]
+        self._expected = _Prediction(self._recorded.get(first, by_definition))
+        self._entered, self._left = [], []
+
+    def _end_pass(self) -> None:
+        self._recorded[self._entered[0]] = self._entered
+        self._expected_back = _Prediction(self._left[::-1])
+        self._drop_ahead()
+
+    def _gather(self, unit: Unit, upcoming: Sequence[int]) -> None:
+        unit.start_gather()
+        self._ahead.discard(self._index[id(unit)])
+        room = self.in_flight - 1
+        for index in upcoming:
+            if room == 0:
+                break
+            coming = self._units[index]()
+            if coming is None or not coming.groups:
+                continue
+            if coming.is_sharded:
+                coming.start_gather()
+                self._ahead.add(index)
+            elif index not in self._ahead:
+                continue  # kept since its forward: nothing to fetch
+            room -= 1
+        for group in unit.groups:
+            group.finish_gather()
+
+    def _drop_ahead(self) -> None:
+        """Release what was gathered on a prediction that did not come true."""
+        for index in self._ahead:
+            unit = self._units[index]()
+            if unit is not None:
+                unit.reshard()
+        self._ahead.clear()
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """See that `_end_backward` runs when the backward that is running now has ended."""
+        if self._backward is not None:
+            return
+        self._backward = compat.current_backward()
+        compat.queue_backward_callback(self._end_backward)
+        synced = {
+            id(group) for unit in self.units() if unit.requires_gradient_sync for group in unit.groups
+        }
+        groups = [group for ref in self._order if (group := ref()) is not None]
+        for group in groups:
+            group.accumulates = id(group) not in synced
+        due = [group for group in groups if id(group) in synced and group.trainable]
+        self._reductions = _Reductions(due, self)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start on the units whose backward comes after it."""
+        self.begin_backward()
+        self._gather(unit, self._expected_back.after(self._index[id(unit)]))
+
+    def after_backward(self, unit: Unit) -> None:
+        """Release ``unit`` and reduce its gradients."""
+        if unit.reshard_after_backward:
+            unit.reshard()
+        self._reductions.complete(unit.groups)
+
+    def _end_backward(self) -> None:
+        with plain_tensors():
+            self._drop_ahead()
+            self._reductions.finish()
+            groups = self._reductions.groups
+            used = self._usage.of(self._reductions, self)
+            for group, flags in zip(groups, used, strict=True):
+                group.publish(flags)
+            for unit in self.units():
+                unit.end_backward()
+        self._backward = None
+        self._reductions = _Reductions([], self)
+        self._expected_back.rewind()
+
+    def adopt_order(self, positions: list[int], groups: list[Group]) -> None:
+        """Reduce in another order from now on: ``positions`` are indices into ``groups``."""
+        chosen = [groups[position] for position in positions]
+        rest = [ref for ref in self._order if all(ref() is not group for group in chosen)]
+        self._order = [*map(weakref.ref, chosen), *rest]
+
+    def reset(self) -> None:
+        """Forget a step that was broken off by an exception. Its gradients are lost."""
+        with plain_tensors():
+            for unit in self.units():
+                unit.reset()
+        self._running, self._backward = 0, None
+        self._entered, self._left = [], []
+        self._ahead.clear()
+        self._reductions = _Reductions([], self)
+        self._expected_back.rewind()
+
+
+class _Prediction:
+    """A recorded order of units, with the place where the current pass is."""
+
+    def __init__(self, order: list[int]) -> None:
+        self._order = order
+        self._place = 0
+
+    def rewind(self) -> None:
+        self._place = 0
+
+    def after(self, index: int) -> Sequence[int]:
+        """Move to the next occurrence of ``index``; return what is expected after it."""
+        for start in (self._place, 0):
+            if index in self._order[start:]:
+                self._place = self._order.index(index, start) + 1
+                return self._order[self._place :]
+        return ()
+
+
+class _Reductions:
+    """The reductions of one backward, issued in canonical order."""
+
+    def __init__(self, groups: list[Group], schedule: Schedule) -> None:
+        self.groups = groups
+        self.completed: list[int] = []  # positions in ``groups``, as they became complete
+        self._schedule = weakref.proxy(schedule)
+        self._position = {id(group): i for i, group in enumerate(groups)}
+        self._ready: set[int] = set()
+        self._next = 0
+        self._flying: deque[Group] = deque()
+
+    def complete(self, groups: Sequence[Group]) -> None:
+        """These groups have all of their gradients."""
+        for group in reversed(groups):
+            position = self._position.get(id(group))
+            if position is not None and position not in self._ready:
+                self._ready.add(position)
+                self.completed.append(position)
+        while self._next in self._ready:
+            self._issue(self.groups[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """Issue what is left, and wait for everything."""
+        for group in self.groups[self._next :]:
+            self._issue(group)
+        self._next = len(self.groups)
+        self._land(0)
+        for group in self.groups:  # gradients that came after their group was thought complete
+            if group.has_gradients:
+                self._issue(group)
+        self._land(0)
+
+    def _issue(self, group: Group) -> None:
+        self._land(self._schedule.in_flight - 1)
+        group.start_reduce(self._schedule.comm(group))
+        self._flying.append(group)
+
+    def _land(self, most: int) -> None:
+        """Wait for the oldest reductions until ``most`` are in flight."""
+        while len(self._flying) > most:
+            self._flying.popleft().finish_reduce()
+
+
+class _Usage:
+    """Which parameters were used on any rank: only those get a gradient.
+
+    "exchange" asks the other ranks after every backward; "zeros" never asks and gives every
+    trainable parameter a gradient; "auto" asks once and, if every parameter was used
+    everywhere, takes that for granted from then on.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._known: dict[tuple[int, ...], bool] = {}  # by trainable parameters: all are used
+
+    def of(self, reductions: _Reductions, schedule: Schedule) -> list[list[bool]]:
+        """One flag per slot of each group that was reduced. Collective."""
+        groups = reductions.groups
+        local = [[slot.used for slot in group.slots] for group in groups]
+        if not groups:
+            return local
+        everything = [[True] * len(flags) for flags in local]
+        if self.mode == "zeros":
+            return everything
+        comm = schedule.comm(groups[0])
+        if comm.size == 1:
+            return local
+        wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
+        key = tuple(flag for flags in wanted for flag in flags)
+        if self.mode == "auto" and self._known.get(key):
+            return everything
+        if key not in self._known:
+            flat, order = _ask_store(local, reductions.completed, comm)
+            schedule.adopt_order(order, groups)
+            self._known[key] = all(u or not w for u, w in zip(flat, key, strict=True))
+        else:
+            flat = _ask_ranks(local, comm, groups[0].buffer.shard.device)
+        flags = iter(flat)
+        return [[next(flags) for _ in group] for group in local]
+
+
+def _ask_store(
+    local: list[list[bool]], completed: list[int], comm: Comm
+) -> tuple[list[bool], list[int]]:
+    """The flags of all ranks or-ed, and the first rank's order of completion."""
+    flat = [flag for flags in local for flag in flags]
+    payload = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
+
+    def merge(payloads: list[bytes]) -> bytes:
+        found = [json.loads(p) for p in payloads]
+        used = ["1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)]
+        return json.dumps({"used": "".join(used), "order": found[0]["order"]}).encode()
+
+    answer = json.loads(exchange("used parameters", payload.encode(), comm.reduce_group, merge))
+    return [flag == "1" for flag in answer["used"]], answer["order"]
+
+
+def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> list[bool]:
+    """The flags of all ranks or-ed, by a small collective (one byte per parameter)."""
+    flags = torch.tensor([f for group in local for f in group], dtype=torch.uint8, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=comm.reduce_group)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+# The communicators of each set of ranks, made once: a model with several roots shares them.
+_COMMS: dict[tuple[Any, ...], Comm] = {}
+
+
+def comm_for(group: Group) -> Comm:
+    """The communicators of a group's mesh axis. Collective over the axis at the first call."""
+    axis_group = compat.mesh_group(group.mesh, 0)
+    ranks = dist.get_process_group_ranks(axis_group)
+    key = (id(dist.group.WORLD), *ranks)
+    if key not in _COMMS:
+        for stale in [k for k in _COMMS if k[0] != id(dist.group.WORLD)]:
+            del _COMMS[stale]
+        _COMMS[key] = Comm(
+            gather_group=compat.new_group(ranks),
+            reduce_group=compat.new_group(ranks),
+            rank=group.rank,
+            size=group.num_shards,
+            reduction=choose_reduction(dist.get_backend(axis_group)),
+        )
+    return _COMMS[key]
+
+
+def _describe(units: list[Unit]) -> list[str]:
+    """What must be the same on every rank, one entry per unit and parameter."""
+    entries = []
+    for unit in units:
+        entries.append(
+            f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, "
+            f"{unit.mp_policy}, unused={unit.unused!r}, in_flight={unit.in_flight})"
+        )
+        for group in unit.groups:
+            plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
+            entries += [
+                f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
+                f"requires_grad={slot.sharded.requires_grad}, {plan})"
+                for slot in group.slots
+            ]
+    return entries

@@ -1,0 +1,264 @@
+"""Unit: what one call of ``fully_shard`` made of a module, and its life around each forward.
+
+The events of a step, for a unit in the middle of the model::
+
+    pre_forward    wait for the gather, register the gathered parameters, start the next gather
+    post_forward   release (unless kept), put the boundary around the outputs
+    pre_backward   gather again, start the gather of the unit before this one
+    post_backward  all gradients of the unit are in: release, reduce
+
+A unit may be entered again while it runs (``training_step`` calls ``self(x)``): the inner call
+is part of the outer one. It may be called several times before a backward, and in an activation
+checkpoint's recomputation inside of one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.engine.tree import map_tensors
+
+__all__ = ["Unit", "unit_of", "units_in"]
+
+_ATTRIBUTE = "_vescale_fsdp_unit"
+
+
+class Unit:
+    """The state of one sharded module. The module owns it; it knows the module weakly.
+
+    Args:
+        module: the module that ``fully_shard`` was called on.
+        mp_policy: dtypes of compute, reduction and outputs.
+        reshard_after_forward: None means True, except for the root of a model in training.
+        unused, in_flight: as of ``fully_shard``; a root's values hold for its schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        unused: str,
+        in_flight: int,
+    ) -> None:
+        self.module_ref = weakref.ref(module)
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unused, self.in_flight = unused, in_flight
+        self.requires_gradient_sync = True
+        self.fqn = ""
+        self.is_root = False
+        self.groups: list[Group] = []
+        self.schedule: Schedule | None = None
+        self.pins = 0  # contexts that want the parameters to stay gathered
+        self._depth = 0  # forwards of this unit that are running
+        self._call: boundary.Call | None = None  # of the forward that is running
+        self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
+        self._in_backward = False
+        object.__setattr__(module, _ATTRIBUTE, self)
+
+    # Gathering
+
+    def gather(self) -> None:
+        """Have the parameters gathered and registered when this returns. Outside of a pass too."""
+        with plain_tensors():
+            schedule = self.ready_schedule()
+            for group in self.groups:
+                group.start_gather(schedule.comm(group))
+                group.finish_gather()
+
+    def start_gather(self) -> None:
+        """Have the gathers of all groups under way when this returns."""
+        with plain_tensors():
+            schedule = self.ready_schedule()
+            for group in self.groups:
+                group.start_gather(schedule.comm(group))
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, unless a context pins them."""
+        if not self.pins:
+            for group in self.groups:
+                group.reshard()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no group is gathered or being gathered."""
+        return all(group.is_sharded for group in self.groups)
+
+    def ready_schedule(self) -> Schedule:
+        """The schedule of the model this unit is part of; the first to ask becomes its root."""
+        if self.schedule is None:
+            with plain_tensors():
+                make_root(self)
+        assert self.schedule is not None, "make_root sets it"
+        return self.schedule
+
+    # Forward
+
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens before the module's forward; returns its arguments."""
+        self._depth += 1
+        schedule = self.ready_schedule()
+        if self._depth > 1:
+            if not all(group.is_gathered for group in self.groups):
+                self.gather()  # a backward in the middle of the outer call has freed them
+            return args, kwargs
+        if self._in_backward:  # an activation checkpoint runs the forward again
+            self.gather()
+            return self._cast_inputs((args, kwargs))
+        with plain_tensors():
+            schedule.before_forward(self)
+        args, kwargs = self._cast_inputs((args, kwargs))
+        if not torch.is_grad_enabled() or not self.trainable:
+            return args, kwargs
+        self._call = boundary.Call(self)
+        self._open_calls.add(self._call)
+        return boundary.enter(self._call, (args, kwargs))
+
+    def post_forward(self, output: Any) -> Any:
+        """What happens after it, also when it raised (``output`` is None then)."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return output
+        call, self._call = self._call, None
+        if not self._in_backward:
+            reachable = True
+            if call is not None:
+                output, reachable = boundary.leave(call, output)
+            assert self.schedule is not None, "pre_forward made it"
+            # Without a tensor to come back through, a backward could not gather them again.
+            keep = not reachable or self._keep_after_forward()
+            with plain_tensors():
+                self.schedule.after_forward(self, keep)
+        if (dtype := self.mp_policy.output_dtype) is not None:
+            output = map_tensors(lambda tensor: _cast(tensor, dtype), output)
+        return output
+
+    def _keep_after_forward(self) -> bool:
+        if compat.current_backward() != -1:  # a backward has called this, and comes right back
+            return True
+        if self.reshard_after_forward is None:
+            return self.is_root and torch.is_grad_enabled()
+        return not self.reshard_after_forward
+
+    def _cast_inputs(self, value: Any) -> Any:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return value
+        return map_tensors(lambda tensor: _cast(tensor, dtype), value)
+
+    @property
+    def may_release(self) -> bool:
+        """Whether nobody is known to need the gathered parameters after a finished forward."""
+        return not self._open_calls and not self.pins and self.reshard_after_forward is not False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the unit wants a gradient now."""
+        return any(group.trainable for group in self.groups)
+
+    # Backward
+
+    def on_gradient(self) -> None:
+        """A gradient was taken: see that this backward ends with the final callback."""
+        assert self.schedule is not None, "a forward has made it"
+        self.schedule.begin_backward()
+
+    def pre_backward(self) -> None:
+        """A gradient has reached the outputs of a call of this unit."""
+        assert self.schedule is not None, "a forward has made it"
+        self._in_backward = True
+        with plain_tensors():
+            self.schedule.before_backward(self)
+
+    def post_backward(self, call: boundary.Call) -> None:
+        """The gradients of the inputs of one call are there: nothing in it is left to run."""
+        self._open_calls.discard(call)
+        if self._open_calls:  # another call is still to come, and adds to the same gradients
+            return
+        assert self.schedule is not None, "a forward has made it"
+        self._in_backward = False
+        with plain_tensors():
+            self.schedule.after_backward(self)
+
+    def end_backward(self) -> None:
+        """The whole backward has ended."""
+        self._in_backward = False
+        if self.reshard_after_backward:
+            self.reshard()
+
+    def reset(self) -> None:
+        """Forget a step that was broken off."""
+        self._depth, self._call, self._in_backward = 0, None, False
+        self._open_calls.clear()
+        for group in self.groups:
+            group.reset()
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``fully_shard`` made of this very module, if it did."""
+    unit = module.__dict__.get(_ATTRIBUTE)
+    return unit if isinstance(unit, Unit) else None
+
+
+def units_in(module: nn.Module) -> dict[str, Unit]:
+    """The units of a module and its descendants by module name, outermost first."""
+    found = ((name, unit_of(child)) for name, child in module.named_modules())
+    return {name: unit for name, unit in found if unit is not None}
+
+
+def make_root(unit: Unit) -> None:
+    """Make ``unit`` the root of one schedule with all units below it.
+
+    Raises:
+        RuntimeError: a unit below has run on its own before; or parameters are still on meta.
+        RankMismatchError: other ranks have another model.
+    """
+    module = unit.module_ref()
+    assert module is not None, "somebody is calling it"
+    units = units_in(module)
+    for name, below in units.items():
+        if below.schedule is not None:
+            raise RuntimeError(
+                f"FSDP state has already been lazily initialized for {name}\n"
+                "FSDP requires running forward through the root module first"
+            )
+    names = {id(param): name for name, param in module.named_parameters()}
+    for name, below in units.items():
+        below.fqn = name
+        for group in below.groups:
+            group.rebind()
+            for slot in group.slots:
+                slot.fqn = names.get(id(slot.sharded), slot.fqn)
+    on_meta = [
+        slot.fqn
+        for below in units.values()
+        for group in below.groups
+        for slot in group.slots
+        if group.buffer.full_face is None
+    ]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {on_meta}\n"
+            "For example, call module.to_empty(device) and load or initialize the weights"
+        )
+    schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
+    unit.is_root = True
+    for below in units.values():
+        below.schedule = schedule
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,141 @@
+"""Where each tensor of a group lies in the flat buffer, and which part of it a rank holds.
+
+The buffer has ``num_shards * shard_size`` elements; rank r holds the shard
+``[r * S, (r + 1) * S)``. The layout of the package's example, with S = 6::
+
+    offset     0     2         6         10      13  14        18            24
+    buffer     | . . a a a a | a a a a b b | b . c c c c | c c c c c c |
+    rank       |      0      |      1      |      2      |      3      |
+
+    offsets          a: 2, b: 10, c: 14
+    shard_ranges(a)  [(0, 0, 4), (1, 4, 8)]       rank, start and stop in elements of a
+    shard_ranges(b)  [(1, 0, 2), (2, 2, 3)]
+    padding          3 of 24 elements: 21 are real, a ratio of 3 / 21
+
+Everything is computed from the offsets and S when asked; no list is as long as there are ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from vescale_fsdp.errors import PlanError
+from vescale_fsdp.planner.spec import TensorSpec
+
+__all__ = ["ShardLayout"]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The plan of one group. All sizes and offsets count elements.
+
+    Invariants, checked on construction: tensors do not overlap and lie within the buffer;
+    offsets and ``shard_size`` are multiples of ``alignment``; every cut strictly inside a
+    tensor is a whole number of its blocks from its start.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    num_shards: int
+    alignment: int
+    shard_size: int  # S, the same on every rank
+    offsets: tuple[int, ...]  # in the order of specs, not of placement
+    order: tuple[int, ...]  # indices into specs, in the order of placement
+    exact: bool  # S is proven to be the least for this order
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def total_size(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.num_shards * self.shard_size
+
+    @cached_property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.total_size - sum(spec.numel for spec in self.specs)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding over real elements; 0.0 if there are no elements at all."""
+        num_elements = self.total_size - self.padding
+        return self.padding / num_elements if num_elements else 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of names, shapes, blocks, ranks, alignment and result, as 64 hex digits.
+
+        The hashed text is JSON in ASCII, so it is the same in every process and version of
+        Python. Two ranks with equal digests have the same buffer.
+        """
+        text = json.dumps(
+            {
+                "format": "vescale-fsdp shard layout 1",
+                "num_shards": self.num_shards,
+                "alignment": self.alignment,
+                "shard_size": self.shard_size,
+                "order": self.order,
+                "tensors": [
+                    [spec.name, spec.shape, spec.block, offset]
+                    for spec, offset in zip(self.specs, self.offsets, strict=True)
+                ],
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+        return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int]:
+        """What ``rank`` holds of tensor ``index``: ``(start, stop)`` in its elements. O(1).
+
+        Nothing is ``(x, x)``: ``(0, 0)`` on ranks before the tensor, ``(numel, numel)`` after.
+        The range lies at ``offsets[index] + start - rank * shard_size`` in the rank's shard.
+
+        Raises:
+            PlanError: ``rank`` is not one of ``num_shards`` ranks.
+        """
+        if not 0 <= rank < self.num_shards:
+            raise PlanError(
+                f"rank {rank} is not in this layout, expected 0 to {self.num_shards - 1}; "
+                f"pass the rank within the group that the layout was planned for"
+            )
+        numel = self.specs[index].numel
+        start = rank * self.shard_size - self.offsets[index]
+        stop = start + self.shard_size
+        return min(max(start, 0), numel), min(max(stop, 0), numel)
+
+    def shard_ranges(self, index: int) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` for each rank that holds elements of tensor ``index``.
+
+        In rank order, half-open, in elements of the tensor; together they are the tensor.
+        """
+        numel = self.specs[index].numel
+        if numel == 0:
+            return []
+        first = self.offsets[index] // self.shard_size
+        last = (self.offsets[index] + numel - 1) // self.shard_size
+        return [(rank, *self.local_range(index, rank)) for rank in range(first, last + 1)]
+
+
+def _check(layout: ShardLayout) -> None:
+    """Assert the invariants of ``layout``. O(n)."""
+    shard_size = layout.shard_size
+    assert len(layout.offsets) == len(layout.specs), "one offset for each tensor"
+    assert sorted(layout.order) == list(range(len(layout.specs))), "order is a permutation"
+    assert shard_size % layout.alignment == 0, f"S = {shard_size} is not aligned"
+    end = 0
+    for index in layout.order:
+        spec, offset = layout.specs[index], layout.offsets[index]
+        assert offset >= end, f"{spec.name!r} overlaps the tensor before it"
+        assert offset % layout.alignment == 0, f"{spec.name!r} is not aligned"
+        end = offset + spec.numel
+        if spec.numel == 0:
+            continue
+        cut = (offset // shard_size + 1) * shard_size
+        assert cut >= end or (cut - offset) % spec.block == 0, f"{spec.name!r}: block is cut"
+        spans = cut + shard_size < end
+        assert not spans or shard_size % spec.block == 0, f"{spec.name!r}: later block is cut"
+    assert end <= layout.total_size, f"tensors end at {end}, the buffer at {layout.total_size}"

@@ -1,0 +1,215 @@
+"""Which operators run on ragged shards, and how.
+
+| kind | operators | result |
+|---|---|---|
+| element-wise | tag ``pointwise``, ``_foreach_*``, ``_fused_*``, copies, ``*_like`` | ragged, same cut |
+| norm | ``linalg_vector_norm``, ``_foreach_norm`` | DTensor, partial along the ragged axis |
+| all else | | error that names ``full_tensor()`` |
+
+Element-wise means: element i of each result depends on element i of each argument only. So the
+operator runs on the local parts, without communication. Arguments may be ragged tensors with
+the same shape and placements, numbers, one-element plain tensors, and replicated one-element
+DTensors (the clip coefficient of ``clip_grad_norm_``). Lists are matched position by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.compat import DTensorSpec, NormPartial, TensorMeta
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+
+# Element-wise operators that torch does not tag as pointwise.
+_ELEMENTWISE = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.full_like.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.lerp_.Scalar,
+    aten.lerp_.Tensor,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+}
+# Arguments that describe the global tensor and mean nothing for a flat local part.
+_GLOBAL_ONLY = ("memory_format",)
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on the local parts of its ragged arguments and wrap what comes out.
+
+    Raises:
+        NotImplementedError: the operator cannot run on shards, or not yet.
+        ValueError: the arguments are not cut in the same way.
+    """
+    if func is aten.linalg_vector_norm.default or func is aten._foreach_norm.Scalar:
+        return _norm(func, args, kwargs)
+    if not _is_elementwise(func):
+        raise NotImplementedError(
+            f"{func} does not run on a RaggedTensor yet. Use `tensor.full_tensor()` for the whole "
+            "tensor on every rank, `tensor.redistribute(placements=...)` for another layout, or "
+            "`tensor.to_local()` for the flat part of this rank. Inside a forward, call the "
+            "module that owns the parameter, so that its parameters are gathered."
+        )
+    kwargs = {key: value for key, value in kwargs.items() if key not in _GLOBAL_ONLY}
+    specs = _Specs(func)
+    local_args = [specs.unwrap(arg) for arg in args]
+    local_kwargs = {key: specs.unwrap(value) for key, value in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return _mutated(func, args, kwargs)
+    return specs.wrap(result)
+
+
+def _is_elementwise(func: Any) -> bool:
+    if func in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return True
+    name = func._schema.name
+    if name.startswith("aten::_foreach_"):
+        return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
+    return bool(name.startswith("aten::_fused_adam") or name.startswith("aten::_fused_sgd"))
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an in-place or out= operator returns: the very arguments that it wrote to."""
+    schema = func._schema
+    written = [
+        args[i] if i < len(args) else kwargs[argument.name]
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if not schema.returns:
+        return None
+    return written[0] if len(schema.returns) == 1 else tuple(written)
+
+
+class _Specs:
+    """The layout of each position of the arguments, gathered while they are unwrapped."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.scalar: DTensorSpec | None = None  # of arguments that are not in a list
+        self.lists: list[DTensorSpec | None] = []  # of position i of list arguments
+
+    def unwrap(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            local, spec = self._local(arg)
+            self.scalar = self._same(self.scalar, spec)
+            return local
+        if isinstance(arg, list | tuple) and any(isinstance(x, torch.Tensor) for x in arg):
+            return [self._unwrap_at(i, item) for i, item in enumerate(arg)]
+        return arg
+
+    def _unwrap_at(self, position: int, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        while len(self.lists) <= position:
+            self.lists.append(None)
+        local, spec = self._local(item)
+        self.lists[position] = self._same(self.lists[position], spec)
+        return local
+
+    def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
+        if isinstance(tensor, RaggedTensor):
+            return tensor._local_tensor, tensor._spec
+        if tensor.numel() == 1:
+            if not isinstance(tensor, DTensor):
+                return tensor, None
+            if all(p.is_replicate() for p in tensor.placements):
+                return tensor._local_tensor, None
+        found = getattr(tensor, "placements", "a plain tensor")
+        raise ValueError(
+            f"{self.func} got a ragged tensor together with {found} of shape "
+            f"{tuple(tensor.shape)}. Only one-element tensors mix: use `.full_tensor()` on the "
+            "ragged one, or RaggedTensor.distribute(...) on the other"
+        )
+
+    def _same(self, known: DTensorSpec | None, new: DTensorSpec | None) -> DTensorSpec | None:
+        if known is None or new is None:
+            return known or new
+        same_cut = known.placements is new.placements or known.placements == new.placements
+        if known is new or (same_cut and known.shape == new.shape and known.mesh == new.mesh):
+            return known
+        raise ValueError(
+            f"{self.func} got tensors that are cut differently: shape {tuple(known.shape)} with "
+            f"{known.placements} and shape {tuple(new.shape)} with {new.placements}. Broadcasting "
+            "between ragged tensors is not there yet: use `.full_tensor()`, or distribute both "
+            "with the same placements"
+        )
+
+    def wrap(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            assert self.scalar is not None, "a ragged argument brought us here"
+            return _rewrap(result, self.scalar)
+        if isinstance(result, list | tuple) and result and isinstance(result[0], torch.Tensor):
+            specs: Sequence[DTensorSpec | None] = self.lists or [self.scalar] * len(result)
+            return type(result)(_rewrap(r, s) for r, s in zip(result, specs, strict=True))
+        return result
+
+
+def _rewrap(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    if spec is None:  # a one-element plain tensor in a list of ragged ones
+        return local
+    meta = spec.tensor_meta
+    assert meta is not None, "specs of ragged tensors are made with their meta"
+    if meta.dtype != local.dtype:
+        changed = TensorMeta(meta.shape, meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, changed)
+    return wrap_local(local, spec, False)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms over all elements: the local norm, partial along the ragged axis."""
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim or (len(args) > 3 and args[3]) or kwargs.get("keepdim"):
+        raise NotImplementedError(
+            f"{func} over some dimensions (dim={dim}) of a RaggedTensor is not there yet; use "
+            "`.full_tensor()`, or the norm over all elements"
+        )
+    dtype = kwargs.get("dtype")
+    if isinstance(args[0], RaggedTensor):
+        return _norm_of(args[0], order, dtype)
+    return [_norm_of(tensor, order, dtype) for tensor in args[0]]
+
+
+def _norm_of(tensor: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if not isinstance(tensor, RaggedTensor):
+        return torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    local = tensor._local_tensor
+    if order == -math.inf:
+        raise NotImplementedError(
+            "the -inf norm of a RaggedTensor is not there yet; use `.full_tensor()`"
+        )
+    # An empty part has no largest element, but adds nothing to a norm either.
+    value = (
+        torch.linalg.vector_norm(local, order, dtype=dtype)
+        if local.numel()
+        else local.new_zeros((), dtype=dtype)
+    )
+    partial: Placement = NormPartial(order)
+    if order == math.inf:
+        partial = Partial("max")
+    elif order in (0.0, 1.0):
+        partial = Partial("sum")
+    spec = tensor._spec
+    placements = list(spec.placements)
+    placements[tensor.ragged_axis] = partial
+    return DTensor.from_local(value, spec.mesh, placements, run_check=False)

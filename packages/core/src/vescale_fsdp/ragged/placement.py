@@ -1,0 +1,202 @@
+"""RaggedShard: each rank holds any number of whole units of a tensor's contiguous storage.
+
+A worked example, a tensor of shape (6, 4) over four ranks, rows as units::
+
+    RaggedShard(dims=(0,), local_units=(1, 0, 3, 2))
+
+    storage   | row 0 | row 1   row 2   row 3 | row 4   row 5 |
+    holder      rank 0          rank 2              rank 3        (rank 1 holds nothing)
+
+The unit is ``numel / sum(local_units)`` = 24 / 6 = 4 elements, one row. Rank 2 holds the flat
+range [4, 16). The placement is stored as runs of equal counts, ``((1, 1), (1, 0), (1, 3),
+(1, 2))`` here, so that a tensor in the middle of 10,000 ranks costs a handful of integers.
+
+Source: arXiv 2602.22437, section on RaggedShard; canonical units are ours (the same cut must
+be the same placement, whatever common factor it was written with).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["RaggedShard"]
+
+# (number of consecutive ranks, units that each of them holds)
+_Run = tuple[int, int]
+
+
+class RaggedShard(Placement):
+    """Rank k holds ``local_units[k]`` consecutive units of the flat storage, in rank order.
+
+    Args:
+        dims: the dimensions that the units divide, a prefix ``(0, 1, ...)`` of the tensor's.
+            ``()`` means that the whole tensor is one unit.
+        local_units: units per rank along the mesh axis, zeros allowed. They are divided by
+            their greatest common divisor: ``(2, 4)`` and ``(1, 2)`` are the same placement.
+
+    The units say where the cuts are, not which granularity was asked for: 10 elements in
+    blocks of 4 may be cut as (8, 2), which is (4, 1) in units of 2. Code that depends on
+    blocks checks the cut offsets (`local_range`), never the units.
+
+    A RaggedShard is never equal to a ``Shard``, also where the data would lie the same way.
+    """
+
+    dims: tuple[int, ...]
+    _runs: tuple[_Run, ...]
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        self._set(dims, [(len(list(ranks)), units) for units, ranks in groupby(local_units)])
+
+    def _set(self, dims: Sequence[int], runs: Iterable[_Run]) -> None:
+        dims = tuple(dims)
+        if dims != tuple(range(len(dims))):
+            raise ValueError(
+                f"RaggedShard.dims must be a prefix (0, 1, ...) of the dimensions, got {dims}"
+            )
+        merged: list[_Run] = []
+        for count, units in runs:
+            if units < 0:
+                raise ValueError(f"RaggedShard.local_units must not be negative, got {units}")
+            if count and merged and merged[-1][1] == units:
+                merged[-1] = (merged[-1][0] + count, units)
+            elif count:
+                merged.append((count, units))
+        if not merged:
+            raise ValueError("RaggedShard.local_units must name at least one rank, got none")
+        divisor = math.gcd(*(units for _, units in merged)) or 1
+        self.dims = dims
+        self._runs = tuple((count, units // divisor) for count, units in merged)
+
+    @classmethod
+    def owner(cls, rank: int, num_shards: int) -> RaggedShard:
+        """The whole tensor on one rank of the axis: what a matrix optimizer works on."""
+        if not 0 <= rank < num_shards:
+            raise ValueError(f"owner rank must be in [0, {num_shards}), got {rank}")
+        return cls._from_runs((), ((rank, 0), (1, 1), (num_shards - rank - 1, 0)))
+
+    @classmethod
+    def from_interval(
+        cls, start: int, shard_size: int, num_shards: int, shape: Sequence[int]
+    ) -> RaggedShard:
+        """The placement of a tensor that lies at ``start`` in a buffer cut into equal shards.
+
+        Args:
+            start: first element of the tensor in the buffer.
+            shard_size: elements per rank. Rank k holds buffer range [k*S, (k+1)*S).
+            num_shards: ranks along the axis.
+            shape: of the tensor; decides how few dimensions express the cuts.
+
+        Costs O(1) time and memory, whatever the number of ranks.
+        """
+        numel = math.prod(shape)
+        if numel == 0:
+            return cls._from_runs((), ((num_shards, 0),))
+        stop = start + numel
+        first, last = start // shard_size, (stop - 1) // shard_size
+        if first == last:
+            return cls.owner(first, num_shards)
+        head, tail = (first + 1) * shard_size - start, stop - last * shard_size
+        middle = last - first - 1
+        unit = math.gcd(head, tail, shard_size if middle else 0)
+        trailing, num_dims = numel, 0
+        while unit % trailing:
+            trailing //= shape[num_dims]
+            num_dims += 1
+        runs = (
+            (first, 0),
+            (1, head),
+            (middle, shard_size),
+            (1, tail),
+            (num_shards - last - 1, 0),
+        )
+        return cls._from_runs(range(num_dims), runs)
+
+    @classmethod
+    def _from_runs(cls, dims: Sequence[int], runs: Iterable[_Run]) -> RaggedShard:
+        placement = cls.__new__(cls)
+        placement._set(dims, runs)
+        return placement
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks along the mesh axis, those that hold nothing included."""
+        return sum(count for count, _ in self._runs)
+
+    @property
+    def local_units(self) -> tuple[int, ...]:
+        """Units per rank, in lowest terms. Expands to one integer per rank."""
+        return tuple(units for count, units in self._runs for _ in range(count))
+
+    @property
+    def total_units(self) -> int:
+        """Units of the whole tensor; 0 for a tensor without elements."""
+        return sum(count * units for count, units in self._runs)
+
+    def local_range(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
+        """The half-open flat range, in elements, that ``rank`` holds of a tensor of ``shape``.
+
+        Raises:
+            ValueError: the units do not divide ``shape[:len(dims)]``, or there is no such rank.
+        """
+        unit = self.unit_numel(shape)
+        if rank < 0:
+            raise ValueError(f"rank must not be negative, got {rank}")
+        before = 0
+        for count, units in self._runs:
+            if rank < count:
+                start = (before + rank * units) * unit
+                return start, start + units * unit
+            rank -= count
+            before += count * units
+        raise ValueError(f"{self} has {self.num_shards} ranks, there is no rank beyond them")
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Elements per unit for a tensor of ``shape`` (0 where it has none)."""
+        numel, total = math.prod(shape), self.total_units
+        if numel == 0:
+            return 0
+        divided = math.prod(shape[: len(self.dims)])
+        if len(self.dims) > len(shape) or total == 0 or divided % total:
+            raise ValueError(
+                f"{self} does not fit a tensor of shape {tuple(shape)}: its {total} units must "
+                f"divide the product of dimensions {self.dims}, which is {divided}"
+            )
+        return numel // total
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """False: nothing that knows only ``Shard`` may take this placement for one."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """False."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """False."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RaggedShard):
+            return False
+        return self.dims == other.dims and self._runs == other._runs
+
+    def __hash__(self) -> int:
+        return hash((RaggedShard, self.dims, self._runs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The base class is a C++ object: the default protocol cannot rebuild it.
+        return RaggedShard._from_runs, (self.dims, self._runs)
+
+    def __repr__(self) -> str:
+        if len(self._runs) > 8:
+            units = f"{self._runs[0]}...{self._runs[-1]} as (ranks, units)"
+        elif self.num_shards > 16:
+            units = f"{self._runs} as (ranks, units)"
+        else:
+            units = f"{self.local_units}"
+        return f"RaggedShard(dims={self.dims}, local_units={units})"

@@ -1,0 +1,188 @@
+"""The caller's side of a set of ranks: start them, send a call, collect replies, kill.
+
+Ranks are forked from a server process that has torch loaded: about 0.1 s for two, where a fresh
+interpreter takes several seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.util  # registers multiprocessing's exit handler before ranks.py's
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from .sources import ModuleSource
+from .worker import Call, Raised, rank_main
+
+__all__ = ["GRACE_S", "Pool", "RankFailure"]
+
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "vescale_fsdp.testing.worker",
+]
+GRACE_S = 5.0  # for the other ranks to return, once one has failed
+END_CALL_S = 10.0  # to destroy the process groups of a call that succeeded
+DUMP_S = 0.3  # for a hung rank to write its stacks
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed."""
+
+    rank: int
+    type_name: str  # of the exception; "RankDied" or "RankHung" if there was none
+    message: str
+    traceback: str  # text; for a rank that died or hung, what it wrote last
+
+
+class Pool:
+    """``world_size`` processes that wait for calls. Its directory holds logs and rendezvous."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.world_size = world_size
+        self.directory = Path(tempfile.mkdtemp(prefix="vescale-fsdp-ranks-"))
+        self._connections: list[Connection] = []
+        self._processes = []
+        self._log_offsets = [0] * world_size
+        self._num_calls = 0
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_main,
+                args=(theirs, rank, world_size, str(self._log(rank))),
+                name=f"rank-{rank}-of-{world_size}",
+            )
+            process.start()
+            theirs.close()  # so that a dead rank reads as end of file here
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def call(
+        self, payload: bytes, sources: list[ModuleSource], timeout_s: float
+    ) -> tuple[list[bytes], list[RankFailure]]:
+        """Run the pickled ``(fn, args, filters)``: pickled results by rank, or failures."""
+        rendezvous = str(self.directory / f"rendezvous-{self._num_calls}")
+        self._num_calls += 1
+        call = Call(
+            payload, sources, rendezvous, timeout_s, os.getcwd(), list(sys.path), dict(os.environ)
+        )
+        self._send(pickle.dumps(call))
+        replies, failures = self._receive(timeout_s)
+        self._forward_logs()
+        return [replies.get(rank, b"") for rank in range(self.world_size)], failures
+
+    def end_call(self) -> bool:
+        """Let the ranks drop the call's process groups; False if one did not survive that.
+
+        A step of its own, because a rank must not close its connections while another still
+        uses them. gloo now and then aborts here: the results stand, the pool does not.
+        """
+        self._send(b"")
+        _, failures = self._receive(END_CALL_S)
+        return not failures
+
+    def kill(self) -> None:
+        """End all ranks at once and remove the directory. Nothing of theirs is worth a wait."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _send(self, message: bytes) -> None:
+        for connection in self._connections:
+            # A dead rank: _receive reads end of file and reports it.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.send_bytes(message)
+
+    def _receive(self, timeout_s: float) -> tuple[dict[int, bytes], list[RankFailure]]:
+        """Wait for one reply of every rank, or until the time, or the grace, is over."""
+        deadline = time.monotonic() + timeout_s
+        why = f"did not finish within {timeout_s:g} s"
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        replies: dict[int, bytes] = {}
+        failures: list[RankFailure] = []
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return replies, failures + self._hung(sorted(waiting.values()), why)
+            for connection in ready:
+                assert isinstance(connection, Connection), f"waited on {connection!r}"
+                rank = waiting.pop(connection)
+                try:
+                    reply = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    reply = self._died(rank)
+                if isinstance(reply, bytes):
+                    replies[rank] = reply
+                    continue
+                if isinstance(reply, Raised):
+                    reply = RankFailure(rank, reply.type_name, reply.message, reply.traceback)
+                if not failures and time.monotonic() + GRACE_S < deadline:
+                    deadline = time.monotonic() + GRACE_S
+                    why = f"was still running {GRACE_S:g} s after rank {rank} failed"
+                failures.append(reply)
+        return replies, failures
+
+    def _died(self, rank: int) -> RankFailure:
+        process = self._processes[rank]
+        process.join(1.0)
+        message = f"rank {rank} died with exit code {process.exitcode} and sent no result"
+        return RankFailure(rank, "RankDied", message, f"{message}\n{self._log_tail(rank)}")
+
+    def _hung(self, ranks: list[int], why: str) -> list[RankFailure]:
+        """Failures of ranks that are still running, each with the stacks of its threads."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            assert pid is not None, f"rank {rank} was never started"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # the rank's faulthandler writes its stacks
+        time.sleep(DUMP_S)
+        failures = []
+        for rank in ranks:
+            message = f"rank {rank} {why} and was killed"
+            text = f"{message}\n{self._log_tail(rank)}"
+            failures.append(RankFailure(rank, "RankHung", message, text))
+        return failures
+
+    def _log(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.log"
+
+    def _log_tail(self, rank: int, num_bytes: int = 6000) -> str:
+        try:
+            log = self._log(rank).read_bytes()
+        except FileNotFoundError:
+            return "(it wrote nothing)"
+        return log[self._log_offsets[rank] :][-num_bytes:].decode(errors="replace")
+
+    def _forward_logs(self) -> None:
+        """Write what the ranks printed during this call to our ``sys.stderr``."""
+        for rank in range(self.world_size):
+            try:
+                with self._log(rank).open("rb") as log:
+                    log.seek(self._log_offsets[rank])
+                    text = log.read()
+            except FileNotFoundError:
+                continue  # died before it could open it
+            self._log_offsets[rank] += len(text)
+            if text:
+                sys.stderr.write(f"[rank {rank}] {text.decode(errors='replace')}")
