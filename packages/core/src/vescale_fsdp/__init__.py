@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         combine,
         fully_shard,
         register_fsdp_forward_method,
+        repeated_blocks,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -47,6 +48,7 @@ _HOME = {
     "combine": "engine",
     "fully_shard": "engine",
     "register_fsdp_forward_method": "engine",
+    "repeated_blocks": "engine",
     "unsharded": "engine",
     "RaggedShard": "ragged",
     "RaggedTensor": "ragged",
@@ -71,6 +73,7 @@ __all__ = [
     "combine",
     "fully_shard",
     "register_fsdp_forward_method",
+    "repeated_blocks",
     "unsharded",
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
@@ -20,14 +21,17 @@ from torch.optim.optimizer import _foreach_supported_types
 __all__ = [
     "DTensorSpec",
     "NormPartial",
+    "Store",
     "TensorMeta",
     "all_gather_single",
     "all_to_all_single",
     "current_backward",
     "default_store",
+    "mesh_group",
     "new_group",
     "queue_backward_callback",
     "reduce_scatter_single",
+    "store_wait",
     "support_foreach",
 ]
 
@@ -65,13 +69,13 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store behind the default process group."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
-def store_wait(store: dist.Store, key: str, timeout_s: float) -> None:
+def store_wait(store: Store, key: str, timeout_s: float) -> None:
     """Block until ``key`` is set. Raises ``dist.DistStoreError`` after ``timeout_s`` seconds."""
     store.wait([key], datetime.timedelta(seconds=timeout_s))
 
@@ -83,7 +87,7 @@ def current_backward() -> int:
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running now has visited all of its nodes."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def support_foreach(tensor_type: type[torch.Tensor]) -> None:

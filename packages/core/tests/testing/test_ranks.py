@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+
 from vescale_fsdp.testing import RankError, assert_equal_across_ranks, free_port, run_ranks
 from vescale_fsdp.testing.sources import dump
 

@@ -81,6 +81,6 @@ def shard_view(layout: ShardLayout, rank: int, shard: torch.Tensor, index: int) 
     start, stop = layout.local_range(index, rank)
     offset = layout.offsets[index] + start - rank * layout.shard_size if stop > start else 0
     view = torch.empty(0, dtype=shard.dtype, device=shard.device)
-    return view.set_(  # type: ignore[call-overload, no-any-return]
+    return view.set_(
         shard.untyped_storage(), shard.storage_offset() + offset, (stop - start,), (1,)
     )

@@ -129,6 +129,4 @@ def choose_reduction(backend: str) -> Reduction:
         return "all_to_all" if backend == "gloo" else "native"
     if choice == "native" or choice == "all_to_all":
         return choice  # type: ignore[return-value]
-    raise ValueError(
-        f"VESCALE_FSDP_REDUCE must be auto, native or all_to_all, got {choice!r}"
-    )
+    raise ValueError(f"VESCALE_FSDP_REDUCE must be auto, native or all_to_all, got {choice!r}")

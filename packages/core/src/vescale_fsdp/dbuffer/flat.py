@@ -51,7 +51,7 @@ class FlatBuffer:
         shape = self.shapes[index]
         view = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
         offset = self.layout.offsets[index]
-        return view.set_(self._storage, offset, shape, contiguous_strides(shape))  # type: ignore[call-overload, no-any-return]
+        return view.set_(self._storage, offset, shape, contiguous_strides(shape))
 
     @property
     def is_materialized(self) -> bool:

@@ -8,6 +8,7 @@ the store, `granularity` says what must not be cut, `clip` clips, `methods` are 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.engine.api import fully_shard, register_fsdp_forward_method
+from vescale_fsdp.engine.blocks import repeated_blocks
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
@@ -24,5 +25,6 @@ __all__ = [
     "combine",
     "fully_shard",
     "register_fsdp_forward_method",
+    "repeated_blocks",
     "unsharded",
 ]

@@ -25,10 +25,10 @@ _TIMEOUT_S = 600.0  # ranks may load data or weights of different size before th
 
 def exchange(
     topic: str,
-    payload: bytes,
+    payload: str,
     group: dist.ProcessGroup,
-    merge: Callable[[list[bytes]], bytes],
-) -> bytes:
+    merge: Callable[[list[str]], str],
+) -> str:
     """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
 
     Returns what ``merge`` returned, on every rank. Blocking; one write and one read per rank,
@@ -62,23 +62,23 @@ def agree(topic: str, entries: list[str], group: dist.ProcessGroup) -> None:
     """
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
-    def first_other(digests: list[bytes]) -> bytes:
+    def first_other(digests: list[str]) -> str:
         others = [i for i, d in enumerate(digests) if d != digests[0]]
-        return json.dumps(others[:1]).encode()
+        return json.dumps(others[:1])
 
-    found = json.loads(exchange(topic, digest.encode(), group, first_other))
+    found = json.loads(exchange(topic, digest, group, first_other))
     if not found:
         return
     ranks = dist.get_process_group_ranks(group)
     first, other = ranks[0], ranks[found[0]]
     speaks = dist.get_rank() in (first, other)
-    payload = json.dumps(entries).encode() if speaks else b"null"
+    payload = json.dumps(entries if speaks else None)
 
-    def difference(payloads: list[bytes]) -> bytes:
+    def difference(payloads: list[str]) -> str:
         mine, theirs = json.loads(payloads[0]), json.loads(payloads[found[0]])
-        return _first_difference(first, mine, other, theirs).encode()
+        return _first_difference(first, mine, other, theirs)
 
-    text = exchange(f"{topic} difference", payload, group, difference).decode()
+    text = exchange(f"{topic} difference", payload, group, difference)
     raise RankMismatchError(
         f"ranks disagree about the {topic}: {text}. Build the same model, with the same arguments "
         "of fully_shard, on every rank"
@@ -99,7 +99,7 @@ def _ends(ranks: list[int]) -> tuple[int, int, int]:
     return ranks[0], ranks[-1], len(ranks)
 
 
-def _read(store: dist.Store, key: str, topic: str, rank: int) -> bytes:
+def _read(store: compat.Store, key: str, topic: str, rank: int) -> str:
     try:
         compat.store_wait(store, key, _TIMEOUT_S)
     except dist.DistStoreError as error:
@@ -107,4 +107,4 @@ def _read(store: dist.Store, key: str, topic: str, rank: int) -> bytes:
             f"rank {rank} did not come to compare the {topic} within {_TIMEOUT_S:.0f} s: it has "
             "died, hangs, or runs other code than this rank. Its log says which"
         ) from error
-    return bytes(store.get(key))
+    return store.get(key).decode()

@@ -202,9 +202,7 @@ def _check_mesh(mesh: object) -> None:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2:
         if mesh.mesh_dim_names is None:
-            raise AssertionError(
-                "Please init the 2D mesh for HSDP with mesh_dim_names specified"
-            )
+            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
         raise NotImplementedError(
             f"fully_shard: a 2D mesh (HSDP) is not there yet in vescale_fsdp, got {mesh}; pass "
             f"one of its axes, mesh[{mesh.mesh_dim_names[-1]!r}]"
@@ -226,7 +224,9 @@ def _default_mesh() -> DeviceMesh:
 def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 def _as_bool(reshard_after_forward: bool | int | None) -> bool | None:

@@ -39,12 +39,16 @@ class Call:
         self.unit = unit
 
 
-def enter(call: Call, value: Any) -> Any:
-    """Pass the tensors among a unit's inputs through the boundary."""
+def enter(call: Call, value: Any) -> tuple[Any, bool]:
+    """Pass the tensors among a unit's inputs through the boundary.
+
+    Returns the value, and whether there was any tensor that wants a gradient.
+    """
     tensors = tensors_requiring_grad(value)
     if not tensors:
-        return value
-    return replace_tensors(value, tensors, _PostBackward.apply(call, *tensors))
+        return value, False
+    passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return replace_tensors(value, tensors, passed), True
 
 
 def leave(call: Call, value: Any) -> tuple[Any, bool]:
@@ -55,7 +59,8 @@ def leave(call: Call, value: Any) -> tuple[Any, bool]:
     tensors = tensors_requiring_grad(value)
     if not tensors:
         return value, False
-    return replace_tensors(value, tensors, _PreBackward.apply(call, *tensors)), True
+    passed = _PreBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return replace_tensors(value, tensors, passed), True
 
 
 class _PreBackward(torch.autograd.Function):

@@ -69,7 +69,8 @@ def _total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
             axis = compat.mesh_group(grad.device_mesh, grad.ragged_axis)
         by_axis.setdefault(axis, []).append(_local(grad))
     totals = [_axis_norm(locals_, axis, order) for axis, locals_ in by_axis.items()]
-    return torch.linalg.vector_norm(torch.stack(totals), order)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
+    return norm
 
 
 def _axis_norm(
@@ -80,15 +81,16 @@ def _axis_norm(
     norms = torch._foreach_norm(filled, order) if filled else []
     largest = torch.zeros((), device=device)
     stacked = torch.stack([norm.float() for norm in norms]) if norms else largest.view(1)
-    local = torch.linalg.vector_norm(stacked, order)
+    local: torch.Tensor = torch.linalg.vector_norm(stacked, order)
     if axis is None:
         return local
     if math.isinf(order):
         dist.all_reduce(local, op=dist.ReduceOp.MAX, group=axis)
         return local
-    power = local**order
+    power: torch.Tensor = local**order
     dist.all_reduce(power, group=axis)
-    return power ** (1.0 / order)
+    root: torch.Tensor = power ** (1.0 / order)
+    return root
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

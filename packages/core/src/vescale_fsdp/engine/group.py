@@ -109,7 +109,9 @@ class Group:
         dtype = params[0].param.dtype
         self.layout = _plan(params, self.num_shards)
         placements = [
-            RaggedShard.from_interval(offset, self.layout.shard_size, self.num_shards, p.param.shape)
+            RaggedShard.from_interval(
+                offset, self.layout.shard_size, self.num_shards, p.param.shape
+            )
             for offset, p in zip(self.layout.offsets, params, strict=True)
         ]
         self.shapes = [p.param.shape for p in params]
@@ -146,12 +148,12 @@ class Group:
         if self.buffer.full_face is None:
             return
         group_ref = weakref.ref(self)
-        for index, (slot, view) in enumerate(
-            zip(self.slots, self.buffer.full.views, strict=True)
-        ):
-            slot.gathered = nn.Parameter(view, requires_grad=slot.sharded.requires_grad)
-            if view.dtype.is_floating_point or view.dtype.is_complex:
+        for index, (slot, view) in enumerate(zip(self.slots, self.buffer.full.views, strict=True)):
+            differentiable = view.dtype.is_floating_point or view.dtype.is_complex
+            slot.gathered = nn.Parameter(view, requires_grad=differentiable)
+            if differentiable:  # also where it is frozen now: it may be unfrozen later
                 _take_gradients(slot.gathered, group_ref, index)
+            slot.gathered.requires_grad_(slot.sharded.requires_grad)
 
     # Parameters
 
@@ -215,7 +217,8 @@ class Group:
         """Move the gathered parameter's gradient into the buffer, and drop it."""
         slot = self.slots[index]
         param = slot.gathered
-        assert param is not None and param.grad is not None, "called by autograd with a gradient"
+        assert param is not None, "autograd knows the gathered parameter"
+        assert param.grad is not None, "called after a gradient was accumulated"
         if self._filling is None:
             self.finish_reduce()  # a late gradient: its buffer may still be travelling
             self._filling = self._gradient_buffer()
@@ -350,8 +353,8 @@ def _registered(slot: Slot) -> nn.Parameter:
 
 
 def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
-    local = param._local_tensor  # type: ignore[attr-defined]
-    return (
+    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
+    return bool(
         local.untyped_storage()._cdata == view.untyped_storage()._cdata
         and local.storage_offset() == view.storage_offset()
         and local.dtype == view.dtype

@@ -46,7 +46,7 @@ class FSDPModule(TorchFSDPModule):
 
     _orig_cls_mro_index = 3  # [FSDP<Class>, this class, torch's FSDPModule, <Class>, ...]
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of nested units).
 
         With ``async_op`` the gather is under way when this returns; wait on the handle, or let
@@ -109,7 +109,8 @@ class FSDPModule(TorchFSDPModule):
         """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
         unit = _unit(self)
         unit.reshard()
-        module = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        # Past torch's FSDPModule, whose own version works on its own parameter groups.
+        module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.rebind()
         return module
@@ -137,7 +138,8 @@ def swap_class(module: nn.Module) -> None:
     """Make ``module`` an instance of ``FSDP<Class>``, made once per class."""
     cls = type(module)
     if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
     module.__class__ = _CLASSES[cls]
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, choose_reduction, plain_tensors
 from vescale_fsdp.engine.agreement import agree, exchange
-from vescale_fsdp.engine.group import Group, GroupState
+from vescale_fsdp.engine.group import Group
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
@@ -109,7 +109,9 @@ class Schedule:
             if not unit.is_sharded and unit.may_release:
                 unit.reshard()
         prefix = self._fqns[first] + "." if self._fqns[first] else ""
-        by_definition = [i for i, fqn in enumerate(self._fqns) if i == first or fqn.startswith(prefix)]
+        by_definition = [
+            i for i, fqn in enumerate(self._fqns) if i == first or fqn.startswith(prefix)
+        ]
         self._expected = _Prediction(self._recorded.get(first, by_definition))
         self._entered, self._left = [], []
 
@@ -154,7 +156,10 @@ class Schedule:
         self._backward = compat.current_backward()
         compat.queue_backward_callback(self._end_backward)
         synced = {
-            id(group) for unit in self.units() if unit.requires_gradient_sync for group in unit.groups
+            id(group)
+            for unit in self.units()
+            if unit.requires_gradient_sync
+            for group in unit.groups
         }
         groups = [group for ref in self._order if (group := ref()) is not None]
         for group in groups:
@@ -314,12 +319,14 @@ def _ask_store(
     flat = [flag for flags in local for flag in flags]
     payload = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
 
-    def merge(payloads: list[bytes]) -> bytes:
+    def merge(payloads: list[str]) -> str:
         found = [json.loads(p) for p in payloads]
-        used = ["1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)]
-        return json.dumps({"used": "".join(used), "order": found[0]["order"]}).encode()
+        used = [
+            "1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)
+        ]
+        return json.dumps({"used": "".join(used), "order": found[0]["order"]})
 
-    answer = json.loads(exchange("used parameters", payload.encode(), comm.reduce_group, merge))
+    answer = json.loads(exchange("used parameters", payload, comm.reduce_group, merge))
     return [flag == "1" for flag in answer["used"]], answer["order"]
 
 

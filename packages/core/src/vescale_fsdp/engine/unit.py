@@ -120,11 +120,16 @@ class Unit:
         with plain_tensors():
             schedule.before_forward(self)
         args, kwargs = self._cast_inputs((args, kwargs))
-        if not torch.is_grad_enabled() or not self.trainable:
+        if not torch.is_grad_enabled() or not self.groups:
             return args, kwargs
+        # Frozen parameters too are needed again in backward, for the gradients of the inputs.
         self._call = boundary.Call(self)
-        self._open_calls.add(self._call)
-        return boundary.enter(self._call, (args, kwargs))
+        (args, kwargs), differentiable = boundary.enter(self._call, (args, kwargs))
+        if not differentiable and not self.trainable:
+            self._call = None
+        else:
+            self._open_calls.add(self._call)
+        return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
         """What happens after it, also when it raised (``output`` is None then)."""

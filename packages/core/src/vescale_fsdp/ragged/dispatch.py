@@ -2,7 +2,7 @@
 
 | kind | operators | result |
 |---|---|---|
-| element-wise | tag ``pointwise``, ``_foreach_*``, ``_fused_*``, copies, ``*_like`` | ragged, same cut |
+| element-wise | tag ``pointwise``, ``_foreach_*``, ``_fused_*``, copies, ``*_like`` | ragged |
 | norm | ``linalg_vector_norm``, ``_foreach_norm`` | DTensor, partial along the ragged axis |
 | all else | | error that names ``full_tensor()`` |
 
@@ -84,7 +84,7 @@ def _is_elementwise(func: Any) -> bool:
     name = func._schema.name
     if name.startswith("aten::_foreach_"):
         return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
-    return bool(name.startswith("aten::_fused_adam") or name.startswith("aten::_fused_sgd"))
+    return bool(name.startswith(("aten::_fused_adam", "aten::_fused_sgd")))
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +192,8 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _norm_of(tensor: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if not isinstance(tensor, RaggedTensor):
-        return torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        plain: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        return plain
     local = tensor._local_tensor
     if order == -math.inf:
         raise NotImplementedError(

@@ -48,9 +48,9 @@ class RaggedTensor(DTensor):
     __slots__: list[str] = []
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # signature fixed by torch
+    ) -> Any:
         from vescale_fsdp.ragged.dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
@@ -107,14 +107,14 @@ class RaggedTensor(DTensor):
         """This rank's flat part. Differentiable; the gradient comes back with this placement."""
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
-        return cast(torch.Tensor, _ToLocal.apply(self))
+        return cast(torch.Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank. Differentiable (the gradient is cut locally).
 
         Cost: one even all-gather of ``num_shards`` times the largest local part.
         """
-        return cast(torch.Tensor, _FullTensor.apply(self))
+        return cast(torch.Tensor, _FullTensor.apply(self))  # type: ignore[no-untyped-call]
 
     def redistribute(
         self,
@@ -145,7 +145,7 @@ class RaggedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         copied = wrap_local(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # type: ignore[attr-defined]  # how torch marks subclasses
+            copied._is_param = True  # how torch marks subclasses
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
@@ -220,7 +220,7 @@ def make_spec(
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> RaggedTensor:
     """A RaggedTensor around ``local``, unchecked. Several tensors may share one spec."""
-    return RaggedTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    return RaggedTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
 def _ragged_axis(placements: Sequence[Placement]) -> int:

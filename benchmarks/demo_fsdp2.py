@@ -1,0 +1,37 @@
+"""The Lightning example under PyTorch's own FSDP2: the peer that the demo measures against.
+
+The same model, data, seed and steps, through the same script. What differs is Lightning's
+strategy for FSDP2, and `configure_model`, where it wants the model sharded by hand.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from train_gpt_lightning import GPTModule, parse_args, train
+
+
+class FSDP2Module(GPTModule):
+    """The example's module with the units that our strategy makes: each block, and the rest."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.gpt, FSDPModule):  # Lightning calls this for validate and for fit
+            return
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.gpt, mesh=self.device_mesh["data_parallel"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    args = parse_args()
+    StrategyRegistry.register(
+        "fsdp2", ModelParallelStrategy, data_parallel_size=args.devices, tensor_parallel_size=1
+    )
+    args.strategy, args.no_generate = "fsdp2", True
+    train(args, FSDP2Module)

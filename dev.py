@@ -1,0 +1,121 @@
+"""Set up and run everything: ``python3 dev.py demo``, ``python3 dev.py test``, and so on.
+
+It installs the pinned tox into ``.dev/venv`` and lets tox make the environments (tox.toml).
+It needs Python 3.11 to 3.13 with pip and git; standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+DEV = ROOT / ".dev"
+REPORTS = DEV / "reports"
+PYTHON = DEV / "venv" / "bin" / "python"
+TESTED = ["lint", "core", "lightning", "accelerate", "integration", "wheels"]
+NO_TESTS = 5  # pytest's exit code when it found none
+USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
+
+  demo    train a small GPT on two processes, beside FSDP2
+  test    all of: {", ".join(TESTED)}
+  bench   the benchmarks
+  clean   remove the environments and caches
+  {", ".join(TESTED)}
+          one of them, for example: python3 dev.py core -k planner
+"""
+
+
+def main() -> int:
+    """Run one command; the result is the exit code."""
+    command, arguments = (sys.argv[1:2] or ["help"])[0], sys.argv[2:]
+    if command == "clean":
+        return clean()
+    if command == "test" and not arguments:
+        return test()
+    if command in [*TESTED, "demo", "bench"]:
+        return run_environment(command, arguments)
+    print(USAGE)
+    return 0 if command in ("help", "-h", "--help") else 2
+
+
+def test() -> int:
+    """Run every environment, also after one failed, and end with one line of counts."""
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    passed = failed = skipped = 0
+    for name in TESTED:
+        code = run_environment(name, [])
+        tests, bad, left_out = read_report(REPORTS / f"{name}.xml")
+        if code not in (0, NO_TESTS) and not bad:
+            bad = 1  # lint, an installation or a crash: there is no count to read
+        verdict = "failed" if bad else "no tests found" if code == NO_TESTS else "passed"
+        print(f"--- {name}: {verdict}", flush=True)
+        passed, failed, skipped = passed + tests - bad - left_out, failed + bad, skipped + left_out
+    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    return 1 if failed else 0
+
+
+def run_environment(name: str, arguments: list[str]) -> int:
+    """Run one of tox's environments; its exit code."""
+    install_tox()
+    print(f"\n{f' {name} ':=^100}", flush=True)
+    start = time.monotonic()
+    call = [PYTHON, "-m", "tox", "run", "-e", name, "--", *arguments]
+    search = f"{PYTHON.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environ = {**os.environ, "PATH": search, "VIRTUALENV_NO_PERIODIC_UPDATE": "1"}
+    code = subprocess.run(call, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL).returncode
+    print(f"--- {name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
+    return code
+
+
+def read_report(path: Path) -> tuple[int, int, int]:
+    """How many tests ran, failed and were skipped, from pytest's JUnit report, if there is one."""
+    if not path.exists():
+        return 0, 0, 0
+    suites = list(ElementTree.parse(path).iter("testsuite"))
+    tests, failures, errors, skipped = (
+        sum(int(suite.get(key, 0)) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    )
+    return tests, failures + errors, skipped
+
+
+def install_tox() -> None:
+    """Make ``.dev/venv`` with the pinned tox. Start over when a pin or a dependency has changed."""
+    sources = [ROOT / "constraints.txt", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    wanted, stamp = "".join(path.read_text() for path in sources), DEV / "made_from.txt"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print("installing tox into .dev/venv", flush=True)
+    clean()
+    subprocess.run([sys.executable, "-m", "venv", DEV / "venv"], check=True)
+    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", "constraints.txt", "tox"], cwd=ROOT, check=True)
+    stamp.write_text(wanted)
+
+
+def clean() -> int:
+    """Remove what this script, tox and the tools have made."""
+    for name in (".dev", ".tox", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"):
+        shutil.rmtree(ROOT / name, ignore_errors=True)
+    return 0
+
+
+def check_python() -> str | None:
+    """What is wrong with this Python, if anything."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return f"dev.py needs Python 3.11 to 3.13, this is {version}; try: python3.11 dev.py"
+    if any(importlib.util.find_spec(name) is None for name in ("venv", "ensurepip")):
+        return f"Python {version} has no venv module; on Debian: apt-get install python3-venv"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(check_python() or main())

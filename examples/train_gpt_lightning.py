@@ -1,0 +1,143 @@
+"""Train a small GPT on two CPU processes with Lightning, fully sharded by veScale-FSDP.
+
+    python examples/train_gpt_lightning.py
+
+It learns Python's standard library for a minute, saves a checkpoint, resumes from it in a new
+Trainer, and writes some Python of its own. All that turns the sharding on is
+``strategy="vescale_fsdp"``. There is nothing to import for it: the package is found when it is
+installed beside Lightning.
+"""
+
+import argparse
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from gpt import GPT, generate, learning_rate_factor, load_text, loss_of
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+PROMPT = b"\n\nclass Reader:\n    def __init__(self"
+EPOCHS = 3  # of max_steps / 3 steps each; the last one is trained after resuming
+
+# Lightning's advice for bigger machines (this data needs no workers), and for other folders.
+warnings.filterwarnings("ignore", ".*does not have many workers.*")
+warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+
+
+class GPTModule(pl.LightningModule):
+    """An ordinary LightningModule. Nothing here is about sharding, but for `predict_step`."""
+
+    def __init__(self, vocabulary_size: int, max_steps: int, learning_rate: float) -> None:
+        super().__init__()
+        self.gpt = GPT(vocabulary_size)
+        self.max_steps, self.learning_rate = max_steps, learning_rate
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        loss = loss_of(self(tokens), targets)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        tokens, targets = batch
+        loss = loss_of(self(tokens), targets)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+
+    def predict_step(self, prompt: Tensor, batch_idx: int) -> Tensor:
+        # Imported here because only generation needs it, and only to be fast: without it, each
+        # of the 100 forward passes gathers all parameters anew.
+        from vescale_fsdp import unsharded
+
+        with unsharded(self):
+            return generate(self.gpt, prompt[0], num_tokens=100)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # Called after the model has been sharded: the optimizer sees this process' shards.
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, self.max_steps)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def make_trainer(
+    args: argparse.Namespace, max_epochs: int, callbacks: list[Callback]
+) -> pl.Trainer:
+    """A Trainer on `args.devices` CPU processes. Lightning starts the processes itself."""
+    return pl.Trainer(
+        strategy=args.strategy,
+        accelerator="cpu",
+        devices=args.devices,
+        precision=args.precision,
+        max_epochs=max_epochs,
+        limit_train_batches=max(1, args.max_steps // EPOCHS),
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+    )
+
+
+def train(args: argparse.Namespace, module: type[GPTModule] = GPTModule) -> None:
+    """Train, save, resume, generate."""
+    pl.seed_everything(args.seed)  # the same weights on all processes
+    vocabulary, train_data, val_data = load_text()
+    # Lightning gives each process its own part of the data.
+    train_loader = DataLoader(train_data, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    val_loader = DataLoader(val_data, batch_size=32)
+    checkpoint = ModelCheckpoint(dirpath=args.out, filename="{epoch}", enable_version_counter=False)
+    callbacks: list[Callback] = [checkpoint]
+    if args.metrics:
+        from metrics import Metrics
+
+        callbacks.append(Metrics(args.metrics, tokens_per_batch=args.batch_size * 64))
+
+    model = module(len(vocabulary.tokens), args.max_steps, args.learning_rate)
+    trainer = make_trainer(args, EPOCHS - 1, callbacks)
+    trainer.validate(model, val_loader)  # before: about ln 2048 = 7.6
+    trainer.fit(model, train_loader, val_loader)
+
+    # A new Trainer and new random weights: everything that matters comes from the checkpoint.
+    trainer.print(f"resuming from {checkpoint.best_model_path}")
+    model = module(len(vocabulary.tokens), args.max_steps, args.learning_rate)
+    trainer = make_trainer(args, EPOCHS, callbacks)
+    trainer.fit(model, train_loader, val_loader, ckpt_path=checkpoint.best_model_path)
+
+    if not args.no_generate:
+        prompts = [vocabulary.encode(PROMPT).long()] * args.devices  # one for each process
+        continued = trainer.predict(model, DataLoader(prompts))
+        trainer.print(vocabulary.decode(continued[0]))
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small GPT with Lightning, sharded.")
+    parser.add_argument("--strategy", default="vescale_fsdp")
+    parser.add_argument("--devices", type=int, default=2, help="number of processes")
+    parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
+    parser.add_argument("--max-steps", type=int, default=240)
+    parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="checkpoints", help="folder for checkpoints")
+    parser.add_argument("--metrics", help="write losses, speed and memory to this JSON file")
+    parser.add_argument("--no-generate", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the processes share the cores
+    train(parse_args())

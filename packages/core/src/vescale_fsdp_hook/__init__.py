@@ -1,0 +1,66 @@
+"""Run a callback when a module is imported. Standard library only, nothing happens on import.
+
+The plug-ins of veScale-FSDP use it to add their name to a registry of Lightning or Accelerate at
+the moment that registry comes into being. Frameworks that offer no such hook of their own are
+reached this way; a process that never imports the named module is left as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+__all__ = ["when_imported"]
+
+Callback = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call ``callback(module)`` right after module ``name`` has been executed.
+
+    At once, if it is imported already. Asking twice with the same callback is asking once. An
+    exception in the callback is raised to whoever imports the module.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        callback(module)
+        return
+    finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    callbacks = finder.waiting.setdefault(name, [])
+    if callback not in callbacks:
+        callbacks.append(callback)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it lets the others find a module and adds the callbacks to it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callback]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        callbacks = self.waiting.pop(fullname, None)
+        if not callbacks:
+            return None
+        # With the name taken off the list, this finder answers None and the others are asked.
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            self.waiting[fullname] = callbacks
+            return None
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for callback in callbacks:
+                callback(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]  # this instance only
+        return spec
