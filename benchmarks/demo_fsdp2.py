@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -20,7 +21,8 @@ class FSDP2Module(GPTModule):
     """The example's module with the units that our strategy makes: each block, and the rest."""
 
     def configure_model(self) -> None:
-        if isinstance(self.gpt, FSDPModule):  # Lightning calls this for validate and for fit
+        """Lightning calls this for each of validate and fit."""
+        if isinstance(self.gpt, FSDPModule):
             return
         for block in self.gpt.blocks:
             fully_shard(block, mesh=self.device_mesh["data_parallel"])
@@ -34,4 +36,8 @@ if __name__ == "__main__":
         "fsdp2", ModelParallelStrategy, data_parallel_size=args.devices, tensor_parallel_size=1
     )
     args.strategy, args.no_generate = "fsdp2", True
-    train(args, FSDP2Module)
+    try:
+        train(args, FSDP2Module)
+    finally:
+        if dist.is_initialized():  # Lightning leaves it to the exit, where gloo may abort
+            dist.destroy_process_group()

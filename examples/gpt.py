@@ -56,11 +56,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary_size, bias=False)
-        for name, param in self.named_parameters():
-            if param.dim() == 2:
-                # What is added to the residual stream starts smaller, the more there is of it.
-                last = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(param, std=0.02 / (2 * layers) ** 0.5 if last else 0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        # As large as the norms make it anyway: small ones would get huge gradients at first.
+        nn.init.normal_(self.token.weight, std=1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, vocabulary)
         positions = torch.arange(tokens.size(1), device=tokens.device)
@@ -76,7 +76,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, num_tokens: int, temperature: float = 0.7) -> Tensor:
+def generate(model: GPT, tokens: Tensor, num_tokens: int, temperature: float = 0.6) -> Tensor:
     """Continue one text: (time,) -> (time + num_tokens,). The parameters must be whole."""
     for _ in range(num_tokens):
         logits = model(tokens[None, -model.context :])[0, -1].float()

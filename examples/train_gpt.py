@@ -114,7 +114,7 @@ def train(args: argparse.Namespace) -> None:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT in plain PyTorch, sharded.")
-    parser.add_argument("--max-steps", type=int, default=240)
+    parser.add_argument("--max-steps", type=int, default=180)
     parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -22,9 +22,12 @@ from torch.utils.data import DataLoader
 PROMPT = b"\n\nclass Reader:\n    def __init__(self"
 EPOCHS = 3  # of max_steps / 3 steps each; the last one is trained after resuming
 
-# Lightning's advice for bigger machines (this data needs no workers), and for other folders.
-warnings.filterwarnings("ignore", ".*does not have many workers.*")
-warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+for advice in (  # for bigger machines, odd sizes of data, other folders
+    ".*does not have many workers",
+    "Using `DistributedSampler` with the dataloaders",
+    "Checkpoint directory .* exists and is not empty",
+):
+    warnings.filterwarnings("ignore", advice)
 
 
 class GPTModule(pl.LightningModule):
@@ -82,7 +85,7 @@ def make_trainer(
         precision=args.precision,
         max_epochs=max_epochs,
         limit_train_batches=max(1, args.max_steps // EPOCHS),
-        gradient_clip_val=1.0,
+        gradient_clip_val=args.clip_norm or None,
         callbacks=callbacks,
         logger=False,
         enable_model_summary=False,
@@ -107,7 +110,7 @@ def train(args: argparse.Namespace, module: type[GPTModule] = GPTModule) -> None
 
     model = module(len(vocabulary.tokens), args.max_steps, args.learning_rate)
     trainer = make_trainer(args, EPOCHS - 1, callbacks)
-    trainer.validate(model, val_loader)  # before: about ln 2048 = 7.6
+    trainer.validate(model, val_loader)  # before: worse than a guess, ln 2048 = 7.6
     trainer.fit(model, train_loader, val_loader)
 
     # A new Trainer and new random weights: everything that matters comes from the checkpoint.
@@ -128,9 +131,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--strategy", default="vescale_fsdp")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
-    parser.add_argument("--max-steps", type=int, default=240)
+    parser.add_argument("--max-steps", type=int, default=180)
     parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--clip-norm", type=float, default=1.0, help="of the gradients; 0: off")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="checkpoints", help="folder for checkpoints")
     parser.add_argument("--metrics", help="write losses, speed and memory to this JSON file")

@@ -17,7 +17,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        # No bias: that of the keys has no effect, and Adam would magnify its rounding errors.
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.norm_2 = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
@@ -36,6 +37,7 @@ class TinyGPT(nn.Module):
     def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.1)
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.02)
         self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
         self.norm = nn.LayerNorm(WIDTH)
@@ -84,11 +86,13 @@ class OddParameters(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.transposed = nn.Parameter(torch.randn(5, 3).t())
-        self.double = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
         self.single = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, 3] -> [batch, 5]
-        return (x @ self.transposed * self.scale).double() * self.double + self.single.double()
+        # Not a matrix product, whose sums depend on the strides.
+        rows = [x[:, i, None] * self.transposed[i] for i in range(3)]
+        return (sum(rows) * self.scale).double() * self.wide + self.single.double()
 
 
 def make(model_class: type[nn.Module], *args: object, seed: int = 0) -> nn.Module:

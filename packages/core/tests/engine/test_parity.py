@@ -41,7 +41,7 @@ Run = tuple[list[float], Tensors]
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -110,19 +110,22 @@ def test_gradient_is_the_mean_over_ranks() -> None:
     run_ranks(check_literal_gradient, 2)
 
 
-def check_gradients_against_ddp(num_steps: int) -> None:
+def check_gradients_against_ddp() -> None:
     ours, plain = sharded_gpt(), make(TinyGPT)
     ddp = DistributedDataParallel(plain)
-    for step in range(num_steps):
+    sums = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+    for step in range(3):
         tokens = tokens_of(step, dist.get_rank())
-        gpt_loss(ours, tokens).backward()
+        plain.zero_grad()
         gpt_loss(ddp, tokens).backward()
-        assert_bit_equal(full_gradients(ours), full_gradients(plain))
+        for name, gradient in full_gradients(plain).items():
+            sums[name] += gradient
+        gpt_loss(ours, tokens).backward()
+        assert_bit_equal(full_gradients(ours), sums)
 
 
 def test_gradients_equal_those_of_ddp_and_accumulate_over_backwards() -> None:
-    # No zero_grad between the steps: each adds to the gradient of those before.
-    run_ranks(check_gradients_against_ddp, 2, 3)
+    run_ranks(check_gradients_against_ddp, 2)
 
 
 def check_accumulation_without_sync(num_micro_batches: int) -> None:
@@ -189,7 +192,7 @@ def check_frozen() -> None:
     assert losses == ddp_losses
     assert_bit_equal(parameters, ddp_parameters)
     frozen = [name for name, p in plain.named_parameters() if not p.requires_grad]
-    assert len(frozen) == 14  # 12 of the first block, up.weight, position
+    assert len(frozen) == 13  # 11 of the first block, up.weight, position
     assert_bit_equal({n: parameters[n] for n in frozen}, {n: start[n] for n in frozen})
     assert [n for n, p in ours.named_parameters() if not p.requires_grad] == frozen
 
@@ -254,7 +257,7 @@ def check_unused(used_at: Callable[[int], list[str]], units: str) -> tuple[Tenso
 
 @pytest.mark.parametrize("units", ["each", "root"])
 def test_parameters_unused_on_all_ranks_keep_no_gradient_and_do_not_move(units: str) -> None:
-    for gradients, parameters in run_ranks(check_unused, 2, only_a_and_b, units):
+    for gradients, parameters in run_ranks(check_unused, 2, only_a_and_b, units, timeout_s=15):
         assert gradients["branches.c.weight"] is None
         assert gradients["branches.b.weight"] is not None
         assert torch.equal(parameters["branches.c.weight"], make(Branches).branches["c"].weight)
@@ -265,7 +268,7 @@ def test_parameters_unused_on_all_ranks_keep_no_gradient_and_do_not_move(units: 
 def test_parameters_unused_on_some_ranks_get_the_others_gradients(
     used_at: Callable[[int], list[str]], units: str
 ) -> None:
-    run_ranks(check_unused, 2, used_at, units)
+    run_ranks(check_unused, 2, used_at, units, timeout_s=15)
 
 
 def gradient_after_all_were_used(unused: str, ranks_using_b: list[int]) -> float | None:
@@ -282,7 +285,7 @@ def gradient_after_all_were_used(unused: str, ranks_using_b: list[int]) -> float
 
 
 def test_parameter_that_goes_missing_later_contributes_zeros() -> None:
-    half = run_ranks(gradient_after_all_were_used, 2, "auto", [0])
+    half = run_ranks(gradient_after_all_were_used, 2, "auto", [0], timeout_s=15)
     whole = run_ranks(gradient_after_all_were_used, 2, "auto", [0, 1])
     assert whole[0] is not None
     assert whole[0] > 0

@@ -52,10 +52,11 @@ def exchange(
     return _read(store, f"{place}/{turn}/result", topic, ranks[0])
 
 
-def agree(topic: str, entries: list[str], group: dist.ProcessGroup) -> None:
+def agree(topic: str, entries: list[str], group: dist.ProcessGroup, advice: str) -> None:
     """Raise on every rank unless all ranks of ``group`` have the same entries, in order.
 
-    Digests are compared first; entries travel only to name the first difference.
+    Digests are compared first; entries travel only to name the first difference. The error says
+    what differs, and ends with ``advice``.
 
     Raises:
         RankMismatchError: with the first entry that differs, and what two ranks have there.
@@ -79,10 +80,7 @@ def agree(topic: str, entries: list[str], group: dist.ProcessGroup) -> None:
         return _first_difference(first, mine, other, theirs)
 
     text = exchange(f"{topic} difference", payload, group, difference)
-    raise RankMismatchError(
-        f"ranks disagree about the {topic}: {text}. Build the same model, with the same arguments "
-        "of fully_shard, on every rank"
-    )
+    raise RankMismatchError(f"ranks disagree about the {topic}: {text}. {advice}")
 
 
 def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> str:
@@ -90,7 +88,8 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
         left = a[i] if i < len(a) else "nothing more"
         right = b[i] if i < len(b) else "nothing more"
         if left != right:
-            return f"at entry {i}, rank {rank_a} has {left} and rank {rank_b} has {right}"
+            where = f"at entry {i}, " if max(len(a), len(b)) > 1 else ""
+            return f"{where}rank {rank_a} has {left} and rank {rank_b} has {right}"
     return "no entry differs"
 
 

@@ -2,8 +2,9 @@
 
 Gathers follow the order in which units run. The order of each pass is recorded and predicts the
 next one: while a unit computes, the gather of the one after it is under way. ``in_flight`` is
-how many units may be gathered or on their way for that at a time (1: no prefetch). The first
-pass is predicted from the order of definition. A wrong prediction costs a gather, nothing else.
+how many units may be gathered or on their way for that at a time (1: no prefetch). A wrong
+prediction costs a gather, nothing else. In the first pass nothing is predicted; instead each
+gather is announced to the other ranks beforehand, so that a difference is an error and no hang.
 
 Reductions follow one canonical order on every rank, whatever was used on it: a group whose
 gradients are complete waits until the groups before it have been issued, and at the end of the
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Schedule"]
 
+_Kind = tuple[int, bool]  # of forward passes: the first unit, and whether gradients are wanted
+_SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
+_SAME_ORDER = (
+    "Call the same units in the same order on every rank; a part of the model that only some "
+    "ranks use must not be a unit of its own for now"
+)
+
 
 class Schedule:
     """What the units of one root share: communicators, order, and what is in flight.
@@ -49,21 +57,23 @@ class Schedule:
     def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
         self._units = [weakref.ref(unit) for unit in units]
         self._index = {id(unit): index for index, unit in enumerate(units)}
-        self._fqns = [unit.fqn for unit in units]
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
         if groups:
-            agree("model", _describe(units), compat.mesh_group(groups[0].mesh, 0))
+            self._all_ranks = compat.mesh_group(groups[0].mesh, 0)
+            agree("model", _describe(units), self._all_ranks, _SAME_MODEL)
         self._comms = {id(group): comm_for(group) for group in groups}
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
         self._entered: list[int] = []  # units in the order this pass has begun them
         self._left: list[int] = []  # and ended them
-        self._recorded: dict[int, list[int]] = {}  # by first unit: the last pass it began
+        self._recorded: dict[_Kind, list[int]] = {}  # units in order, of the last such pass
+        self._kind: _Kind = (0, False)
         self._expected = _Prediction([])
         self._ahead: set[int] = set()  # units that were gathered on a prediction
         # Backward
         self._backward: int | None = None  # the autograd task whose end we wait for
+        self._first_backward = True
         self._expected_back = _Prediction([])
         self._order = [weakref.ref(group) for group in reversed(groups)]
         self._reductions = _Reductions([], self)
@@ -83,7 +93,7 @@ class Schedule:
         """Gather ``unit`` and start on the units after it."""
         index = self._index[id(unit)]
         if compat.current_backward() != -1:  # recomputation: the next unit is the one before
-            self._gather(unit, self._expected_back.after(index))
+            self._gather(unit, self._expected_back.after(index), "backward")
             return
         if self._backward is not None:  # the last backward has raised half-way
             self.reset()
@@ -91,7 +101,7 @@ class Schedule:
             self._begin_pass(index)
         self._running += 1
         self._entered.append(index)
-        self._gather(unit, self._expected.after(index))
+        self._gather(unit, self._expected.after(index), "forward")
 
     def after_forward(self, unit: Unit, keep: bool) -> None:
         """Release ``unit`` unless it is to be kept."""
@@ -108,23 +118,25 @@ class Schedule:
         for unit in self.units():  # what a forward without a backward, or an error, has left
             if not unit.is_sharded and unit.may_release:
                 unit.reshard()
-        prefix = self._fqns[first] + "." if self._fqns[first] else ""
-        by_definition = [
-            i for i, fqn in enumerate(self._fqns) if i == first or fqn.startswith(prefix)
-        ]
-        self._expected = _Prediction(self._recorded.get(first, by_definition))
+        self._kind = (first, torch.is_grad_enabled())
+        self._expected = _Prediction(self._recorded.get(self._kind, []))
         self._entered, self._left = [], []
 
     def _end_pass(self) -> None:
-        self._recorded[self._entered[0]] = self._entered
+        if self._is_first_pass:
+            self._announce("the end of the forward")
+        self._recorded[self._kind] = self._entered
         self._expected_back = _Prediction(self._left[::-1])
         self._drop_ahead()
 
-    def _gather(self, unit: Unit, upcoming: Sequence[int]) -> None:
+    def _gather(self, unit: Unit, upcoming: Sequence[int], when: str) -> None:
+        is_first = self._first_backward if when == "backward" else self._is_first_pass
+        if is_first and unit.is_sharded:
+            self._announce(f"the gather of {unit.fqn or 'the root'} in {when}")
         unit.start_gather()
         self._ahead.discard(self._index[id(unit)])
         room = self.in_flight - 1
-        for index in upcoming:
+        for index in () if is_first else upcoming:
             if room == 0:
                 break
             coming = self._units[index]()
@@ -138,6 +150,19 @@ class Schedule:
             room -= 1
         for group in unit.groups:
             group.finish_gather()
+
+    @property
+    def _is_first_pass(self) -> bool:
+        return self._kind not in self._recorded
+
+    def _announce(self, what: str) -> None:
+        """Compare the next step with the other ranks, through the store.
+
+        Only in the first pass of a kind and in the first backward: a rank that gathers another
+        unit would get a mix of both as parameters, or hang.
+        """
+        if self._comms:
+            agree("next step", [what], self._all_ranks, _SAME_ORDER)
 
     def _drop_ahead(self) -> None:
         """Release what was gathered on a prediction that did not come true."""
@@ -170,7 +195,7 @@ class Schedule:
     def before_backward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the units whose backward comes after it."""
         self.begin_backward()
-        self._gather(unit, self._expected_back.after(self._index[id(unit)]))
+        self._gather(unit, self._expected_back.after(self._index[id(unit)]), "backward")
 
     def after_backward(self, unit: Unit) -> None:
         """Release ``unit`` and reduce its gradients."""
@@ -180,6 +205,8 @@ class Schedule:
 
     def _end_backward(self) -> None:
         with plain_tensors():
+            if self._first_backward:
+                self._announce("the end of the backward")
             self._drop_ahead()
             self._reductions.finish()
             groups = self._reductions.groups
@@ -188,7 +215,7 @@ class Schedule:
                 group.publish(flags)
             for unit in self.units():
                 unit.end_backward()
-        self._backward = None
+        self._backward, self._first_backward = None, False
         self._reductions = _Reductions([], self)
         self._expected_back.rewind()
 

@@ -1,0 +1,255 @@
+"""What goes into a unit and comes out of it, and how often, does not change the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vescale_fsdp import fully_shard, register_fsdp_forward_method
+from vescale_fsdp.testing import run_ranks
+
+from . import boundary_models as models
+from .helpers import (
+    assert_bit_equal,
+    assert_gradients_like_plain,
+    averaged_gradients,
+    full_gradients,
+    full_parameters,
+    shard_units,
+)
+from .models import MLP, inputs_of, make
+
+TIMEOUT_S = 20
+
+
+def my_inputs(step: int = 0) -> Tensor:
+    return inputs_of(step, dist.get_rank())
+
+
+def units_of(model: nn.Module) -> Iterable[nn.Module]:
+    return model.units
+
+
+def square_loss(model: nn.Module) -> Tensor:
+    return model(my_inputs()).square().mean()
+
+
+def check_model(model_class: type[nn.Module], *args: object) -> None:
+    """As the plain model, with the root kept gathered and with everything released."""
+    for options in ({}, {"reshard_after_forward": True}):
+        assert_gradients_like_plain(
+            lambda: make(model_class, *args), units_of, square_loss, **options
+        )
+
+
+@pytest.mark.parametrize("kind", list(models.OUTPUTS))
+def test_output_of_any_kind_keeps_its_type_and_its_gradients(kind: str) -> None:
+    run_ranks(check_model, 2, models.OutputModel, kind, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
+def test_one_of_two_outputs_may_stay_unused(kind: str) -> None:
+    run_ranks(check_model, 2, models.OnlyExtra, kind, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [
+        models.CalledTwice,
+        models.CalledAgainAtTheEnd,
+        models.Skipping,
+        models.Backwards,
+        models.InPlaceOnOutput,
+        models.InPlaceOnView,
+        models.InPlaceOnTuple,
+        models.InPlaceOnInput,
+        models.Keywords,
+        models.PassThrough,
+        models.NoGradientInside,
+        models.EmbeddingFirst,
+        models.NestedUnits,
+    ],
+)
+def test_gradients_are_those_of_the_plain_model(model_class: type[nn.Module]) -> None:
+    run_ranks(check_model, 2, model_class, timeout_s=TIMEOUT_S)
+
+
+def several_forwards(model: nn.Module) -> Tensor:
+    return model(my_inputs(0)).square().mean() + model(my_inputs(1)).square().mean()
+
+
+def forward_of_a_part(model: nn.Module) -> Tensor:
+    """The middle unit alone contributes once more, after the root's forward."""
+    return model(my_inputs(0)).mean() + model.layers[1](my_inputs(1)).square().mean()
+
+
+def forward_that_is_not_used(model: nn.Module) -> Tensor:
+    model(my_inputs(1))
+    return model(my_inputs(0)).mean()
+
+
+def layers_of(model: nn.Module) -> Iterable[nn.Module]:
+    return model.layers
+
+
+def check_mlp(run: Callable[[nn.Module], Tensor]) -> None:
+    assert_gradients_like_plain(lambda: make(MLP), layers_of, run)
+
+
+@pytest.mark.parametrize("run", [several_forwards, forward_of_a_part, forward_that_is_not_used])
+def test_forwards_and_backwards_need_not_come_in_pairs(run: Callable[[nn.Module], Tensor]) -> None:
+    run_ranks(check_mlp, 2, run, timeout_s=TIMEOUT_S)
+
+
+def check_two_backwards() -> None:
+    """Two losses of one forward, the graph kept between."""
+    ours, plain = make(MLP), make(MLP)
+    shard_units(ours, ours.layers)
+    for model in (ours, plain):
+        loss = model(my_inputs()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    expected = averaged_gradients(plain)
+    # Two equal numbers: (a + a) + (b + b), halved, is (a + b) / 2 twice.
+    assert_bit_equal(full_gradients(ours), expected)
+
+
+def test_retain_graph_gives_each_backward_its_gradient() -> None:
+    run_ranks(check_two_backwards, 2, timeout_s=TIMEOUT_S)
+
+
+def check_input_gradients() -> None:
+    ours, plain = make(MLP), make(MLP)
+    shard_units(ours, ours.layers)
+    gradients = []
+    for model in (ours, plain):
+        x = my_inputs().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().mean(), [x])
+        gradients.append(gradient)
+        model(x).square().mean().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[3])
+
+
+def test_gradients_of_inputs_are_those_of_the_plain_model() -> None:
+    run_ranks(check_input_gradients, 2, timeout_s=TIMEOUT_S)
+
+
+def check_evaluation_between_steps(mode: Callable[[], Any]) -> None:
+    ours, plain = make(MLP), make(MLP)
+    shard_units(ours, ours.layers)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
+    for step in range(3):
+        ours.eval()
+        with mode():
+            assert torch.equal(ours(my_inputs(step)), plain(my_inputs(step)))
+        ours.train()
+        for model in (ours, plain):
+            model.zero_grad()
+            model(my_inputs(step)).square().mean().backward()
+        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
+        for name, parameter in plain.named_parameters():
+            parameter.grad = averaged_gradients(plain)[name]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bit_equal(full_parameters(ours), full_parameters(plain))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps_changes_nothing(mode: Callable[[], Any]) -> None:
+    # Also before the first step: Lightning checks the validation loop first.
+    run_ranks(check_evaluation_between_steps, 2, mode, timeout_s=TIMEOUT_S)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its units in backward, from inside the unit or around it."""
+
+    def __init__(self, inside: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.use_reentrant = use_reentrant
+        self.first = nn.Linear(5, 5)
+        self.units = nn.ModuleList([CheckpointedUnit(inside, use_reentrant) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)  # reentrant checkpoints need an input that requires a gradient
+        for unit in self.units:
+            x = unit(x) if self.inside else checkpoint(unit, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class CheckpointedUnit(nn.Module):
+    def __init__(self, inside: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.use_reentrant = use_reentrant
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.inside else layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_activation_checkpointing_keeps_the_gradients(inside: bool, use_reentrant: bool) -> None:
+    run_ranks(check_model, 2, Checkpointed, inside, use_reentrant, timeout_s=TIMEOUT_S)
+
+
+class WithMethod(MLP):
+    """Has a second entry beside ``forward``, which calls ``forward`` in turn."""
+
+    def training_step(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self(x).square().mean()}
+
+    def last_layer(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layers[2].weight).sum()
+
+
+def check_forward_method() -> None:
+    ours, plain = make(WithMethod), make(WithMethod)
+    register_fsdp_forward_method(plain, "training_step")  # does nothing without fully_shard
+    shard_units(ours, ours.layers)
+    register_fsdp_forward_method(ours, "training_step")
+    for _ in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model.training_step(my_inputs())["loss"].backward()
+        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
+
+
+def test_registered_method_runs_as_forward_does_and_may_call_it() -> None:
+    run_ranks(check_forward_method, 2, timeout_s=TIMEOUT_S)
+
+
+def check_method_without_forward() -> None:
+    ours, plain = make(WithMethod), make(WithMethod)
+    fully_shard(ours)
+    register_fsdp_forward_method(ours, "last_layer")
+    for model in (ours, plain):
+        model.last_layer(my_inputs()).backward()
+    assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
+
+
+def test_registered_method_may_be_the_only_entry() -> None:
+    run_ranks(check_method_without_forward, 2, timeout_s=TIMEOUT_S)
+
+
+def check_missing_method() -> None:
+    model = fully_shard(make(MLP))
+    with pytest.raises(ValueError, match="generate"):
+        register_fsdp_forward_method(model, "generate")
+
+
+def test_method_that_does_not_exist_is_refused() -> None:
+    run_ranks(check_missing_method, 1)

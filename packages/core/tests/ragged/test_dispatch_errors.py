@@ -1,0 +1,139 @@
+"""What does not run on ragged tensors raises, on every rank, and names the ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import SHAPE, assert_holds, cuts, distributed, make_mesh, random
+
+UNSUPPORTED: dict[str, Callable[[RaggedTensor], object]] = {
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "max": lambda x: x.max(),
+    "any": lambda x: (x > 0).any(),
+    "matmul": lambda x: x @ torch.ones(16, 3),
+    "linear": lambda x: torch.nn.functional.linear(torch.ones(2, 16), x),
+    "embedding": lambda x: torch.nn.functional.embedding(torch.tensor([1]), x),
+    "transpose": lambda x: x.t(),
+    "view": lambda x: x.view(16, 6),
+    "index": lambda x: x[0],
+    "softmax": lambda x: x.softmax(-1),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(),
+    "cat": lambda x: torch.cat([x, x]),
+    "normal_": lambda x: x.normal_(),
+    "rand_like": lambda x: torch.rand_like(x),
+    "foreach max": lambda x: torch._foreach_max([x]),
+}
+
+
+def check_unsupported() -> None:
+    for (x,) in distributed(random()):
+        for name, operator in UNSUPPORTED.items():
+            with CommDebugMode() as traffic, pytest.raises(NotImplementedError) as caught:
+                operator(x)
+            assert traffic.get_total_counts() == 0, name
+            for way_out in ("full_tensor()", "redistribute(", "to_local()"):
+                assert way_out in str(caught.value), name
+
+
+def test_unsupported_operators_name_the_ways_out_on_every_rank() -> None:
+    """Also on ranks that hold nothing, where the local operator might go through."""
+    run_ranks(check_unsupported, 2)
+
+
+def check_operator_is_named() -> None:
+    (x,) = next(distributed(random()))
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default does not run"):
+        x @ torch.ones(16, 3)
+    scalar = RaggedTensor.distribute(torch.tensor(2.0), x.device_mesh, [RaggedShard.owner(1, 2)])
+    with pytest.raises(NotImplementedError, match=r"_local_scalar_dense\.default does not run"):
+        scalar.item()
+
+
+def test_error_names_the_operator() -> None:
+    run_ranks(check_operator_is_named, 2)
+
+
+def check_different_cuts() -> None:
+    mesh, whole = make_mesh(), random()
+    x, y = (RaggedTensor.distribute(whole, mesh, [cut]) for cut in cuts()[:2])
+    attempts: list[Callable[[], object]] = [
+        lambda: x + y,
+        lambda: x.copy_(y),
+        lambda: torch.where(x > 0, x, y),
+        lambda: torch._foreach_add([x, x], [x, y]),
+        lambda: torch._foreach_add_([x, x], [x, y]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ValueError, match="cut differently") as caught:
+            attempt()
+        assert str(x.placements) in str(caught.value)
+        assert str(y.placements) in str(caught.value)
+        assert "full_tensor()" in str(caught.value)
+    assert_holds(x, whole, like=x)  # nothing was written
+
+
+def test_different_cuts_are_refused() -> None:
+    run_ranks(check_different_cuts, 2)
+
+
+def check_different_shapes() -> None:
+    mesh = make_mesh()
+    matrix = RaggedTensor.distribute(random((4, 2)), mesh, [RaggedShard((0,), (1, 1))])
+    # The same placement, and local parts that would broadcast: 4 elements against 1.
+    vector = RaggedTensor.distribute(random((2,)), mesh, [RaggedShard((0,), (1, 1))])
+    with pytest.raises(ValueError, match=r"shape \(4, 2\).*shape \(2,\).*Broadcasting"):
+        matrix + vector
+
+
+def test_different_shapes_are_refused() -> None:
+    run_ranks(check_different_shapes, 2)
+
+
+def check_dense_partners() -> None:
+    whole = random()
+    replicated = DTensor.from_local(whole, make_mesh(), [Replicate()], run_check=False)
+    for (x,) in distributed(whole):
+        attempts: list[tuple[str, Callable[[RaggedTensor], object]]] = [
+            ("a plain tensor", lambda x: x + whole),
+            ("a plain tensor", lambda x: x.copy_(whole)),
+            ("a plain tensor", lambda x: whole.clone().copy_(x)),
+            ("a plain tensor", lambda x: torch._foreach_add([x], [whole])),
+            ("Replicate", lambda x: x + replicated),
+            ("Replicate", lambda x: replicated + x),
+        ]
+        for found, attempt in attempts:
+            with pytest.raises(ValueError, match="full_tensor") as caught:
+                attempt(x)
+            assert found in str(caught.value)
+            assert str(SHAPE) in str(caught.value)
+        assert_holds(x, whole, like=x)  # nothing was written
+
+
+def test_dense_tensors_beside_ragged_ones_are_refused() -> None:
+    run_ranks(check_dense_partners, 2)
+
+
+def check_sharded_one_element() -> None:
+    """One element in all, but not on every rank."""
+    mesh = make_mesh()
+    local = torch.ones(1 if dist.get_rank() == 0 else 0)
+    one = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(1,), stride=(1,))
+    x = RaggedTensor.distribute(random(), mesh, [cuts()[0]])
+    with pytest.raises(ValueError, match="Shard"):
+        x * one
+
+
+def test_sharded_one_element_tensor_is_refused() -> None:
+    run_ranks(check_sharded_one_element, 2)
