@@ -12,9 +12,11 @@ part of the same pass.
 from __future__ import annotations
 
 import atexit
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -199,6 +201,53 @@ class Lifecycle:
             yield
         finally:
             module.set_requires_gradient_sync(True)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save beside the target, then put it in its place: never over what is there.
+
+        Lightning saves ``last.ckpt`` again and again; written in place, a process killed on the
+        way would leave a mix of two steps.
+        """
+        target = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        partial, old = (target.with_name(target.name + end) for end in (".partial", ".old"))
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            _remove(partial)
+            if target.exists():
+                _remove(old)
+            elif old.exists():  # killed between the two renames: it is the last one there is
+                old.rename(target)
+        self.barrier()  # type: ignore[attr-defined]
+        super().save_checkpoint(checkpoint, partial, storage_options)  # type: ignore[misc]
+        self.barrier()  # type: ignore[attr-defined]
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            if target.exists():
+                target.rename(old)
+            partial.rename(target)
+            _remove(old)
+        self.barrier()  # type: ignore[attr-defined]
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load the shards of this process from a directory that this strategy has saved."""
+        if Path(checkpoint_path).is_file():
+            raise NotImplementedError(
+                f"{checkpoint_path} is a single file, as DDPStrategy saves it; loading one is not "
+                "there yet. Load its state_dict in configure_model, before the model is sharded"
+            )
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        return loaded
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _destroy_process_group() -> None:
