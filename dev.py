@@ -25,7 +25,6 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
   demo    train a small GPT on two processes, beside FSDP2
   test    all of: {", ".join(TESTED)}
-  bench   the benchmarks
   clean   remove the environments and caches
   {", ".join(TESTED)}
           one of them, for example: python3 dev.py core -k planner
@@ -39,7 +38,7 @@ def main() -> int:
         return clean()
     if command == "test" and not arguments:
         return test()
-    if command in [*TESTED, "demo", "bench"]:
+    if command in [*TESTED, "demo"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2

@@ -78,7 +78,7 @@ def summarize(processes: list[dict[str, Any]], wall_s: float) -> Run:
     steady = [
         seconds
         for step, seconds in enumerate(first["step_s"])
-        if seconds and WARM_UP_STEPS <= (step if step < resumed else step - resumed)
+        if seconds and (step if step < resumed else step - resumed) >= WARM_UP_STEPS
     ]
     tokens = first["tokens_per_batch"] * len(processes)
     return Run(
@@ -127,7 +127,7 @@ def show(ours: Run, theirs: Run) -> None:
         "Peak memory: by how much the resident size of a process grew at most since before the\n"
         "model was made: parameters, activations, buffers, and what the allocator keeps; the\n"
         "larger of the two processes. (PyTorch does not count the bytes of tensors on CPU.)\n"
-        "Our whole run includes generating the text."
+        "The seconds of our whole run include generating the text."
     )
 
 
@@ -145,8 +145,10 @@ def verdict(ours: Run, theirs: Run) -> list[str]:
     else:
         print(f"Losses: at most {largest:.1e} apart (relative) in {len(differences)} steps.")
     a, b = ours.tokens_per_s, theirs.tokens_per_s
-    print(f"Speed: {winner(a[1] / b[1])}", end="")
-    print("." if a[0] > b[2] or b[0] > a[2] else "; within this machine's noise.")
+    if a[0] > b[2] or b[0] > a[2]:
+        print(f"Speed: {winner(a[1] / b[1])}.")
+    else:  # the two middle halves overlap
+        print(f"Speed: no clear winner; the medians are {percent(a[1], b[1])} apart.")
     if theirs.training_mb[0]:
         print(f"Memory in training: {winner(max(theirs.training_mb) / max(ours.training_mb))}.")
     problems = []
@@ -172,7 +174,7 @@ def winner(ratio: float) -> str:
 def main() -> int:
     """Run both and compare; the result is the exit code."""
     parser = argparse.ArgumentParser(description="Train a small GPT, beside FSDP2.")
-    parser.add_argument("--steps", type=int, default=180, help="of training, for each of the two")
+    parser.add_argument("--steps", type=int, default=150, help="of training, for each of the two")
     steps = parser.parse_args().steps
     started, runs = time.monotonic(), []
     for name, script in SCRIPTS.items():

@@ -34,7 +34,7 @@ def make_model(vocabulary_size: int) -> tuple[GPT, AdamW]:
         fully_shard(block)
     fully_shard(model)
     # The optimizer comes after sharding: from here on, the parameters are the shards.
-    return model, AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), fused=True)
+    return model, AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), foreach=True)
 
 
 def loader(data: Data, batch_size: int, epoch: int, shuffle: bool) -> DataLoader[list[Tensor]]:
@@ -114,7 +114,7 @@ def train(args: argparse.Namespace) -> None:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT in plain PyTorch, sharded.")
-    parser.add_argument("--max-steps", type=int, default=180)
+    parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -63,7 +63,7 @@ class GPTModule(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         # Called after the model has been sharded: the optimizer sees this process' shards.
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), fused=True
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), foreach=True
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, self.max_steps)
@@ -131,7 +131,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--strategy", default="vescale_fsdp")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
-    parser.add_argument("--max-steps", type=int, default=180)
+    parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--clip-norm", type=float, default=1.0, help="of the gradients; 0: off")

@@ -221,25 +221,6 @@ class InPlaceOnTuple(nn.Module):
         return x
 
 
-class InPlaceOnInputUnit(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        F.relu_(x)
-        return self.inner(x)
-
-
-class InPlaceOnInput(Units):
-    """A unit overwrites what the unit before it returned, as residual networks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList([Linear(), InPlaceOnInputUnit(), InPlaceOnInputUnit()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-        return x * self.scale
-
-
 class KeywordUnit(Linear):
     def forward(self, x: Tensor, *, gate: Tensor, factors: dict[str, Any]) -> Tensor:
         return self.inner(x) * gate * factors["tensor"][0] * factors["number"]

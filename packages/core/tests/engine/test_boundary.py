@@ -68,7 +68,6 @@ def test_one_of_two_outputs_may_stay_unused(kind: str) -> None:
         models.InPlaceOnOutput,
         models.InPlaceOnView,
         models.InPlaceOnTuple,
-        models.InPlaceOnInput,
         models.Keywords,
         models.PassThrough,
         models.NoGradientInside,

@@ -313,17 +313,38 @@ def test_ragged_scalars_promote_like_dense_ones() -> None:
     run_ranks(check_scalar_promotion, 2)
 
 
-def check_mixed_lists() -> None:
+def check_mixed_lists(one: Tensor) -> None:
     """Optimizer steps, and plain parameters of one element, in lists with ragged tensors."""
     whole = random()
     for (x,) in distributed(whole):
-        plain = torch.tensor([2.0])
-        ragged_result, plain_result = torch._foreach_mul([x, plain], [x, plain])
+        ragged_result, plain_result = torch._foreach_mul([x, one], [x, one])
         assert_holds(ragged_result, whole * whole, like=x)
         assert type(plain_result) is Tensor
-        assert plain_result.tolist() == [4.0]
+        assert torch.equal(plain_result, one * one)
+        (result,) = torch._foreach_mul([x], [one])
+        assert_holds(result, whole * one, like=x)
 
 
-@WORLD_SIZES
-def test_plain_tensors_of_one_element_may_be_in_the_lists(world_size: int) -> None:
-    run_ranks(check_mixed_lists, world_size)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_plain_tensors_of_one_element_may_be_in_the_lists(shape: tuple[int, ...]) -> None:
+    run_ranks(check_mixed_lists, 2, torch.full(shape, 0.3))
+
+
+def check_scalars_in_lists() -> None:
+    """What clipping does, where the first gradient is that of a scalar."""
+    owner, factor = RaggedShard.owner(1, dist.get_world_size()), torch.tensor(0.3)
+    wholes = [torch.tensor(2.0), random()]
+    for (x,) in distributed(random()):
+        scalar = RaggedTensor.distribute(wholes[0], x.device_mesh, [owner])
+        both: list[Tensor] = [scalar, x.clone()]
+        replicated = DTensor.from_local(factor, x.device_mesh, [Replicate()], run_check=False)
+        for one in (factor, replicated):
+            for result, whole in zip(torch._foreach_mul(both, one), wholes, strict=True):
+                assert torch.equal(result.full_tensor(), whole * factor)
+        torch._foreach_mul_(both, factor)
+        assert_holds(both[0], wholes[0] * factor, like=scalar)
+        assert_holds(both[1], wholes[1] * factor, like=x)
+
+
+def test_lists_that_begin_with_a_scalar_are_scaled_by_a_tensor() -> None:
+    run_ranks(check_scalars_in_lists, 2)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 

@@ -122,8 +122,8 @@ def test_a_tensor_without_elements_is_held_by_nobody(shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("other", [Shard(0), Shard(1), Replicate(), Partial()])
 def test_never_equal_to_another_placement(other: object) -> None:
     for ragged in [RaggedShard((0,), (1, 1)), RaggedShard((), (1, 0)), RaggedShard((0, 1), (1, 2))]:
-        assert not ragged == other
-        assert not other == ragged
+        assert (ragged == other) is False
+        assert (other == ragged) is False
         assert ragged != other
         assert other != ragged
         assert hash(ragged) != hash(other)

@@ -1,13 +1,14 @@
 """DBuffer: one flat buffer per communication group, gathered and reduced in place.
 
-`flat` is memory that comes and goes under fixed views, `buffer` the parameters of a group,
-`gradients` their gradients, `collectives` moves both between ranks.
+`memory` comes and goes, `flat` is a tensor with fixed views on it, `buffer` the parameters of a
+group, `gradients` their gradients, `collectives` moves both between ranks.
 """
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
+from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 
 __all__ = [
     "Comm",
@@ -15,7 +16,9 @@ __all__ = [
     "FlatBuffer",
     "GradientBuffer",
     "PendingReduce",
+    "SlabPool",
     "choose_reduction",
     "plain_tensors",
+    "pool_for",
     "shard_view",
 ]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
+from vescale_fsdp.dbuffer.memory import SlabPool, empty
 
 __all__ = ["Comm", "PendingReduce", "choose_reduction"]
 
@@ -64,61 +65,74 @@ class Comm:
             own.copy_(buffer.shard)
         return compat.all_gather_single(full, own, self.gather_group)
 
-    def start_reduce(self, full: torch.Tensor, reduce_dtype: torch.dtype) -> PendingReduce:
+    def start_reduce(
+        self, full: torch.Tensor, reduce_dtype: torch.dtype, pool: SlabPool
+    ) -> PendingReduce:
         """Start averaging the full gradient buffers of all ranks into one shard each.
 
         Args:
             full: this rank's gradients, flat, ``size * shard_size`` elements, gaps zero. It is
                 read until `PendingReduce.finish` and must not be touched before.
             reduce_dtype: in which the sum is made, and the result.
+            pool: lends the memory that the collective needs until `PendingReduce.finish`.
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
         """
         if self.size == 1 or full.numel() == 0:
-            done = full.to(reduce_dtype, copy=True)
-            return PendingReduce(full, done, None, self.size, "average")
-        shard_size = full.numel() // self.size
+            return PendingReduce(reduce_dtype, done=full.to(reduce_dtype, copy=True))
+        pending = PendingReduce(reduce_dtype, size=self.size, pool=pool)
         if self.reduction == "all_to_all":
-            received = torch.empty_like(full)
-            work = compat.all_to_all_single(received, full, self.reduce_group)
-            pending = PendingReduce(full, received, work, self.size, "parts")
-            pending.reduce_dtype = reduce_dtype
+            pending.parts = pending.borrow(full.numel(), full.dtype)
+            pending.work = compat.all_to_all_single(pending.parts, full, self.reduce_group)
             return pending
-        sent = full.to(reduce_dtype)
-        output = sent.new_empty(shard_size)
+        sent = full
+        if full.dtype != reduce_dtype:
+            sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
+        pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
         # gloo has no average; NCCL divides inside its kernel.
-        average = dist.get_backend(self.reduce_group) == "nccl"
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work = compat.reduce_scatter_single(output, sent, op, self.reduce_group)
-        return PendingReduce(sent, output, work, self.size, "average" if average else "sum")
+        pending.is_average = dist.get_backend(self.reduce_group) == "nccl"
+        op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM
+        pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
+        return pending
 
 
 @dataclass
 class PendingReduce:
     """A reduction in flight. Holds its buffers until it is finished."""
 
-    sent: torch.Tensor | None
-    received: torch.Tensor | None
-    work: dist.Work | None
-    size: int
-    holds: Literal["sum", "average", "parts"]
-    reduce_dtype: torch.dtype = field(default=torch.float32)
+    reduce_dtype: torch.dtype
+    size: int = 1
+    pool: SlabPool | None = None
+    work: dist.Work | None = None
+    parts: torch.Tensor | None = None  # all_to_all: one shard from each rank, still to be summed
+    done: torch.Tensor | None = None  # native: the sum over ranks, or the average
+    is_average: bool = False
+    _borrowed: list[torch.Tensor] = field(default_factory=list)
+
+    def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Scratch memory until `finish`."""
+        assert self.pool is not None, "a reduction over several ranks has a pool"
+        self._borrowed.append(self.pool.take(num_elements, dtype))
+        return self._borrowed[-1]
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return the average over ranks: flat, ``shard_size`` elements."""
+        """Wait, and return the average over ranks: flat, ``shard_size`` elements. Call it once."""
         if self.work is not None:
             self.work.wait()
-        result = self.received
-        assert result is not None, "a reduction is finished once"
-        if self.holds == "parts":
-            parts = result.view(self.size, -1)
-            result = parts[0].to(self.reduce_dtype, copy=True)
+            self.work = None
+        result = self.done
+        if self.parts is not None:
+            parts = self.parts.view(self.size, -1)
+            result = empty(parts.shape[1], self.reduce_dtype, parts.device).copy_(parts[0])
             for part in parts[1:]:  # in rank order, so that the sum is the same on every run
                 result.add_(part)
-        if self.holds != "average":
+        assert result is not None, "a reduction has one of the two"
+        if self.size > 1 and not self.is_average:
             result.mul_(1.0 / self.size)
-        self.sent = self.received = self.work = None
+        while self._borrowed and self.pool is not None:
+            self.pool.give(self._borrowed.pop())
+        self.parts = self.done = None
         return result
 
 

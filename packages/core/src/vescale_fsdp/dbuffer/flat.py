@@ -1,10 +1,9 @@
 """FlatBuffer: a flat tensor over all shards of a group, whose memory comes and goes.
 
-It is one Storage object for life whose size goes to 0 and back. Views of it are made once:
-autograd saves them in forward, and finds the data there again in backward. They are made with
-``set_``, so each has a version counter of its own; an asynchronous collective bumps the counter
-of the flat tensor from its own thread, after the call has returned, and must not invalidate
-what autograd saved.
+Views of it are made once, over one `Region` of memory: autograd saves them in forward, and finds
+the data there again in backward. They are made with ``set_``, so each has a version counter of
+its own; an asynchronous collective bumps the counter of the flat tensor from its own thread,
+after the call has returned, and must not invalidate what autograd saved.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vescale_fsdp.dbuffer.memory import make_region
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides
 
@@ -41,42 +41,33 @@ class FlatBuffer:
     ) -> None:
         self.layout = layout
         self.shapes = shapes
-        self.flat = torch.empty(layout.total_size, dtype=dtype, device=device)
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.size()
-        self.views = [self._view(index) for index in range(len(shapes))]
+        self.region = make_region(layout.total_size * dtype.itemsize, device)
+        self.region.materialize()  # ``set_`` checks bounds
+        self.flat = self._view(dtype, device, 0, (layout.total_size,))
+        self.views = [
+            self._view(dtype, device, offset, shape)
+            for offset, shape in zip(layout.offsets, shapes, strict=True)
+        ]
         self.release()
 
-    def _view(self, index: int) -> torch.Tensor:
-        shape = self.shapes[index]
-        view = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        offset = self.layout.offsets[index]
-        return view.set_(self._storage, offset, shape, contiguous_strides(shape))
+    def _view(
+        self, dtype: torch.dtype, device: torch.device, offset: int, shape: Sequence[int]
+    ) -> torch.Tensor:
+        view = torch.empty(0, dtype=dtype, device=device)
+        return view.set_(self.region.storage, offset, tuple(shape), contiguous_strides(shape))
 
     @property
     def is_materialized(self) -> bool:
-        """Whether there is memory under the views (a buffer of no elements always is)."""
-        return self._storage.size() == self._nbytes
+        """Whether there is memory under the views."""
+        return self.region.is_materialized
 
     def materialize(self) -> None:
         """Put memory under the views, uninitialised. Does nothing if it is there."""
-        if not self.is_materialized:
-            self._storage.resize_(self._nbytes)
+        self.region.materialize()
 
     def release(self) -> None:
         """Take the memory away. No collective on it may be in flight."""
-        self._storage.resize_(0)
-
-    def gaps(self) -> Iterator[torch.Tensor]:
-        """The parts of the flat tensor that belong to no tensor, in order."""
-        position = 0
-        intervals = zip(self.layout.offsets, self.shapes, strict=True)
-        for start, shape in sorted((s, shape) for s, shape in intervals if shape.numel()):
-            if start > position:
-                yield self.flat[position:start]
-            position = start + shape.numel()
-        if position < self.layout.total_size:
-            yield self.flat[position:]
+        self.region.release()
 
 
 @contextmanager

@@ -1,27 +1,31 @@
 """GradientBuffer: a group's local gradients on their way to the reduction.
 
-Each gradient is copied once, as it appears, with the cast to the buffer's dtype, into its view;
-a second one for the same tensor is added. Memory exists from the first gradient until the
-reduction has been finished. Gaps and tensors without a gradient are zero when it is sent.
+Each gradient is copied once, as it appears, with the cast to the buffer's dtype, into its place;
+a second one for the same tensor is added. The memory is lent by a pool from the first gradient
+until the reduction has been finished. Gaps and tensors without a gradient are zero when it is
+sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from vescale_fsdp.dbuffer.flat import FlatBuffer
+from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["GradientBuffer"]
 
 
 class GradientBuffer:
-    """Local, not yet reduced gradients of one group.
+    """Local, not yet reduced gradients of one group, from its first gradient to `release`.
 
     Args:
-        layout, shapes, dtype, device: as of `FlatBuffer`.
+        layout: where each tensor lies.
+        shapes: global shape of each tensor, in the order of the layout's specs.
+        dtype: of the buffer, and so of what travels when the reduction does not cast.
+        pool: lends ``layout.total_size`` elements.
     """
 
     def __init__(
@@ -29,22 +33,17 @@ class GradientBuffer:
         layout: ShardLayout,
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
-        device: torch.device,
+        pool: SlabPool,
     ) -> None:
-        self.buffer = FlatBuffer(layout, shapes, dtype, device)
+        self._layout, self._shapes, self._pool = layout, shapes, pool
         self._written: set[int] = set()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the buffer, and so of what travels when the reduction does not cast."""
-        return self.buffer.flat.dtype
+        self.flat = pool.take(layout.total_size, dtype)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of tensor ``index``: one copy, or one addition if there is one."""
-        self.buffer.materialize()
-        view = self.buffer.views[index]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
+        view = self._part(index).view(self._shapes[index])
         if index in self._written:
             view.add_(gradient)
         else:
@@ -53,16 +52,28 @@ class GradientBuffer:
 
     def seal(self) -> torch.Tensor:
         """Zero what no gradient was written to, and return the flat buffer, ready to send."""
-        self.buffer.materialize()
-        for index, view in enumerate(self.buffer.views):
+        for index in range(len(self._shapes)):
             if index not in self._written:
-                view.zero_()
-        for gap in self.buffer.gaps():
+                self._part(index).zero_()
+        for gap in self._gaps():
             gap.zero_()
-        self._written.clear()
-        return self.buffer.flat
+        return self.flat
 
     def release(self) -> None:
-        """Drop the memory, and whatever was in it."""
-        self._written.clear()
-        self.buffer.release()
+        """Give the memory back, and whatever is in it."""
+        self._pool.give(self.flat)
+
+    def _part(self, index: int) -> torch.Tensor:
+        start = self._layout.offsets[index]
+        return self.flat[start : start + self._shapes[index].numel()]
+
+    def _gaps(self) -> Iterator[torch.Tensor]:
+        """The parts of the buffer that belong to no tensor, in order."""
+        position = 0
+        intervals = zip(self._layout.offsets, self._shapes, strict=True)
+        for start, shape in sorted((s, shape) for s, shape in intervals if shape.numel()):
+            if start > position:
+                yield self.flat[position:start]
+            position = start + shape.numel()
+        if position < self._layout.total_size:
+            yield self.flat[position:]

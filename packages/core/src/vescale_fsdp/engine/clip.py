@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import compat
-from vescale_fsdp.ragged import RaggedTensor
+from vescale_fsdp.ragged import RaggedTensor, max_over_ranks
 
 __all__ = ["clip_grad_norm_"]
 
@@ -85,8 +85,7 @@ def _axis_norm(
     if axis is None:
         return local
     if math.isinf(order):
-        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=axis)
-        return local
+        return max_over_ranks(local, axis)
     power: torch.Tensor = local**order
     dist.all_reduce(power, group=axis)
     root: torch.Tensor = power ** (1.0 / order)

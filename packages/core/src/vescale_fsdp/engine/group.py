@@ -23,7 +23,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.dbuffer import Comm, DBuffer, GradientBuffer, PendingReduce, shard_view
+from vescale_fsdp.dbuffer import (
+    Comm,
+    DBuffer,
+    GradientBuffer,
+    PendingReduce,
+    pool_for,
+    shard_view,
+)
 from vescale_fsdp.planner import ShardLayout, TensorSpec, plan
 from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.ragged.tensor import make_spec, wrap_local
@@ -102,7 +109,6 @@ class Group:
         self.state = GroupState.SHARDED
         self.accumulates = False  # whether gradients wait for a later backward
         self._work: torch.distributed.Work | None = None
-        self._gradients: dict[torch.dtype, GradientBuffer] = {}
         self._filling: GradientBuffer | None = None
         self._reducing: tuple[GradientBuffer, PendingReduce] | None = None
         self._reduced: torch.Tensor | None = None
@@ -141,7 +147,7 @@ class Group:
             full_dtype=full_dtype,
             device=device,
         )
-        self._gradients.clear()
+        self._pool = pool_for(device)
 
     def _make_gathered(self) -> None:
         """Make the parameters that forward sees, once, as views of the full buffer."""
@@ -218,7 +224,8 @@ class Group:
         slot = self.slots[index]
         param = slot.gathered
         assert param is not None, "autograd knows the gathered parameter"
-        assert param.grad is not None, "called after a gradient was accumulated"
+        if param.grad is None:  # its part of the graph ran, for an output that was not used
+            return
         if self._filling is None:
             self.finish_reduce()  # a late gradient: its buffer may still be travelling
             self._filling = self._gradient_buffer()
@@ -229,13 +236,8 @@ class Group:
 
     def _gradient_buffer(self) -> GradientBuffer:
         """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
-        wire = self.buffer.full.flat.dtype
-        dtype = self.sum_dtype if self.accumulates else wire
-        if dtype not in self._gradients:
-            self._gradients[dtype] = GradientBuffer(
-                self.layout, self.shapes, dtype, self.buffer.shard.device
-            )
-        return self._gradients[dtype]
+        dtype = self.sum_dtype if self.accumulates else self.buffer.full.flat.dtype
+        return GradientBuffer(self.layout, self.shapes, dtype, self._pool)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -247,7 +249,7 @@ class Group:
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._gradient_buffer()
         self._filling = None
-        pending = comm.start_reduce(gradients.seal(), self.sum_dtype)
+        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self._pool)
         self._reducing = (gradients, pending)
 
     def finish_reduce(self) -> None:
@@ -273,13 +275,17 @@ class Group:
             else:
                 slot.sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
+    def trim(self) -> None:
+        """Hand back scratch memory that nobody uses at the moment."""
+        self._pool.trim()
+
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop all gradients of it."""
         self._wait()
         self.finish_reduce()
+        if self._filling is not None:
+            self._filling.release()
         self._filling = self._reduced = None
-        for gradients in self._gradients.values():
-            gradients.release()
         for slot in self.slots:
             slot.used = False
             if slot.gathered is not None:

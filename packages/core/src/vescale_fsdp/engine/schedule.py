@@ -213,6 +213,7 @@ class Schedule:
             used = self._usage.of(self._reductions, self)
             for group, flags in zip(groups, used, strict=True):
                 group.publish(flags)
+                group.trim()
             for unit in self.units():
                 unit.end_backward()
         self._backward, self._first_backward = None, False

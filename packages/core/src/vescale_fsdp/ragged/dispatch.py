@@ -14,15 +14,14 @@ DTensors (the clip coefficient of ``clip_grad_norm_``). Lists are matched positi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.compat import DTensorSpec, NormPartial, TensorMeta
+from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.ragged.norms import vector_norm
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 __all__ = ["dispatch"]
@@ -48,6 +47,7 @@ _ELEMENTWISE = {
     aten.zeros_like.default,
     aten._to_copy.default,
 }
+_FOREACH_REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 # Arguments that describe the global tensor and mean nothing for a flat local part.
 _GLOBAL_ONLY = ("memory_format",)
 
@@ -59,8 +59,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         NotImplementedError: the operator cannot run on shards, or not yet.
         ValueError: the arguments are not cut in the same way.
     """
-    if func is aten.linalg_vector_norm.default or func is aten._foreach_norm.Scalar:
-        return _norm(func, args, kwargs)
+    if func is aten.linalg_vector_norm.default:
+        return _norm(args, kwargs)
+    if func is aten._foreach_norm.Scalar:
+        return _foreach_norm(args, kwargs)
     if not _is_elementwise(func):
         raise NotImplementedError(
             f"{func} does not run on a RaggedTensor yet. Use `tensor.full_tensor()` for the whole "
@@ -69,7 +71,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "module that owns the parameter, so that its parameters are gathered."
         )
     kwargs = {key: value for key, value in kwargs.items() if key not in _GLOBAL_ONLY}
-    specs = _Specs(func)
+    specs = _Specs(func, _num_dims((args, kwargs)))
     local_args = [specs.unwrap(arg) for arg in args]
     local_kwargs = {key: specs.unwrap(value) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
@@ -78,12 +80,18 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return specs.wrap(result)
 
 
+def _num_dims(arguments: Any) -> int:
+    """How many dimensions the first ragged tensor among the arguments has."""
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    return next(leaf.dim() for leaf in leaves if isinstance(leaf, RaggedTensor))
+
+
 def _is_elementwise(func: Any) -> bool:
     if func in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
         return True
     name = func._schema.name
     if name.startswith("aten::_foreach_"):
-        return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
+        return name not in _FOREACH_REDUCTIONS
     return bool(name.startswith(("aten::_fused_adam", "aten::_fused_sgd")))
 
 
@@ -103,8 +111,9 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _Specs:
     """The layout of each position of the arguments, gathered while they are unwrapped."""
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Any, num_dims: int) -> None:
         self.func = func
+        self.num_dims = num_dims  # of the ragged arguments
         self.scalar: DTensorSpec | None = None  # of arguments that are not in a list
         self.lists: list[DTensorSpec | None] = []  # of position i of list arguments
 
@@ -112,7 +121,7 @@ class _Specs:
         if isinstance(arg, torch.Tensor):
             local, spec = self._local(arg)
             self.scalar = self._same(self.scalar, spec)
-            return local
+            return local if spec else self._one_element(local)
         if isinstance(arg, list | tuple) and any(isinstance(x, torch.Tensor) for x in arg):
             return [self._unwrap_at(i, item) for i, item in enumerate(arg)]
         return arg
@@ -140,6 +149,19 @@ class _Specs:
             f"{tuple(tensor.shape)}. Only one-element tensors mix: use `.full_tensor()` on the "
             "ragged one, or RaggedTensor.distribute(...) on the other"
         )
+
+    def _one_element(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A one-element tensor in the shape that promotes and broadcasts as the whole would.
+
+        The local part is 1-D whatever the global shape is: beside it, (1, 1) would add a
+        dimension, and a number beside a ragged scalar would be the weaker type.
+        """
+        if tensor.dim() > self.num_dims:
+            raise ValueError(
+                f"{self.func} got a tensor of shape {tuple(tensor.shape)}, which would add a "
+                f"dimension to a RaggedTensor of {self.num_dims}; use `.full_tensor()`"
+            )
+        return tensor.view(1) if tensor.dim() or not self.num_dims else tensor
 
     def _same(self, known: DTensorSpec | None, new: DTensorSpec | None) -> DTensorSpec | None:
         if known is None or new is None:
@@ -175,42 +197,19 @@ def _rewrap(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     return wrap_local(local, spec, False)
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms over all elements: the local norm, partial along the ragged axis."""
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+def _norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    if dim or (len(args) > 3 and args[3]) or kwargs.get("keepdim"):
+    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    if dim or keepdim:
         raise NotImplementedError(
-            f"{func} over some dimensions (dim={dim}) of a RaggedTensor is not there yet; use "
-            "`.full_tensor()`, or the norm over all elements"
+            f"a norm over some dimensions (dim={dim}, keepdim={keepdim}) of a RaggedTensor is not "
+            "there yet; use `.full_tensor()`, or the norm over all elements"
         )
-    dtype = kwargs.get("dtype")
-    if isinstance(args[0], RaggedTensor):
-        return _norm_of(args[0], order, dtype)
-    return [_norm_of(tensor, order, dtype) for tensor in args[0]]
+    return vector_norm(args[0], float(order), kwargs.get("dtype"))
 
 
-def _norm_of(tensor: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if not isinstance(tensor, RaggedTensor):
-        plain: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-        return plain
-    local = tensor._local_tensor
-    if order == -math.inf:
-        raise NotImplementedError(
-            "the -inf norm of a RaggedTensor is not there yet; use `.full_tensor()`"
-        )
-    # An empty part has no largest element, but adds nothing to a norm either.
-    value = (
-        torch.linalg.vector_norm(local, order, dtype=dtype)
-        if local.numel()
-        else local.new_zeros((), dtype=dtype)
-    )
-    partial: Placement = NormPartial(order)
-    if order == math.inf:
-        partial = Partial("max")
-    elif order in (0.0, 1.0):
-        partial = Partial("sum")
-    spec = tensor._spec
-    placements = list(spec.placements)
-    placements[tensor.ragged_axis] = partial
-    return DTensor.from_local(value, spec.mesh, placements, run_check=False)
+def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return [vector_norm(tensor, float(order), dtype) for tensor in args[0]]

@@ -1,0 +1,158 @@
+"""Memory that comes and goes under addresses that stay.
+
+The full buffers of a group exist for a moment in every step. A `Region` is one Storage object
+for life, with memory under it only while it is needed, so that views of it can be made once and
+saved by autograd.
+
+* On an accelerator its size goes to 0 and back; the caching allocator makes that cheap.
+* On Linux CPUs it is a private mapping whose pages are handed back to the system. Through
+  malloc the same buffers would fragment the heap without bound: glibc serves them from the heap
+  as soon as one of them was freed, and the aligned requests of torch do not fit the holes that
+  they leave. Huge pages make the first touch cheap: writing 32 MiB took 4.8 ms after a release,
+  2.8 warm and 12.5 through ``resize_`` (one core, torch 2.13).
+* Elsewhere the size goes to 0 and back through malloc.
+
+A `SlabPool` lends scratch memory that nobody has saved views of, such as gradients on their way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from typing import Protocol
+
+import torch
+
+__all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
+
+_HUGE_PAGE = 2 << 20
+_CAN_MAP = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
+
+
+class Region(Protocol):
+    """Memory under one Storage object, there or not."""
+
+    storage: torch.UntypedStorage
+    is_materialized: bool
+
+    def materialize(self) -> None:
+        """Put memory under the storage, uninitialised. Does nothing if it is there."""
+
+    def release(self) -> None:
+        """Take the memory away. Does nothing if it is gone."""
+
+
+def make_region(num_bytes: int, device: torch.device) -> Region:
+    """A region on ``device``, without memory at first."""
+    if device.type == "cpu" and _CAN_MAP and num_bytes:
+        return _Mapped(num_bytes)
+    return _Resized(num_bytes, device)
+
+
+class _Resized:
+    """The storage's size goes to 0 and back."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = num_bytes
+        self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        self.is_materialized = True
+        self.release()
+
+    def materialize(self) -> None:
+        if not self.is_materialized:
+            self.storage.resize_(self._num_bytes)
+            self.is_materialized = True
+
+    def release(self) -> None:
+        if self.is_materialized:
+            self.storage.resize_(0)
+            self.is_materialized = False
+
+
+class _Mapped:
+    """A private mapping; its pages appear when they are touched and go when they are released."""
+
+    def __init__(self, num_bytes: int) -> None:
+        large = num_bytes >= _HUGE_PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapping = mmap.mmap(-1, num_bytes + (_HUGE_PAGE if large else 0), flags=flags)
+        offset = 0
+        if large:
+            address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+            offset = -address % _HUGE_PAGE
+            # Whole huge pages only: the rest would take one for a few bytes.
+            whole = num_bytes // _HUGE_PAGE * _HUGE_PAGE
+            self._mapping.madvise(mmap.MADV_HUGEPAGE, offset, whole)
+        tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
+        self.storage = tensor.untyped_storage()
+        self.is_materialized = False
+
+    def materialize(self) -> None:
+        self.is_materialized = True
+
+    def release(self) -> None:
+        if self.is_materialized:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self.is_materialized = False
+
+
+def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat, uninitialised tensor whose memory goes back to the system when it dies."""
+    num_bytes = num_elements * dtype.itemsize
+    if device.type != "cpu" or not _CAN_MAP or not num_bytes:
+        return torch.empty(num_elements, dtype=dtype, device=device)
+    tensor = torch.empty(0, dtype=dtype)
+    return tensor.set_(_Mapped(num_bytes).storage, 0, (num_elements,), (1,))
+
+
+class SlabPool:
+    """Scratch memory on one device that is lent, given back, and lent again.
+
+    It holds as many slabs as were out at the same time; `trim` takes the memory of those that
+    are in. On an accelerator it leaves all to the caching allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[Region] = []
+        self._lent: dict[int, Region] = {}
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat, uninitialised tensor. Give it back with `give`."""
+        num_bytes = num_elements * dtype.itemsize
+        if self._device.type != "cpu" or num_bytes == 0:
+            return torch.empty(num_elements, dtype=dtype, device=self._device)
+        fitting = [region for region in self._idle if region.storage.nbytes() >= num_bytes]
+        if fitting:
+            region = min(fitting, key=lambda each: each.storage.nbytes())
+            self._idle.remove(region)
+        else:
+            if self._idle:  # too small: replace one, so that sizes do not pile up
+                self._idle.remove(min(self._idle, key=lambda each: each.storage.nbytes()))
+            region = make_region(num_bytes, self._device)
+        region.materialize()
+        self._lent[region.storage._cdata] = region
+        slab = torch.empty(0, dtype=dtype, device=self._device)
+        return slab.set_(region.storage, 0, (num_elements,), (1,))
+
+    def give(self, slab: torch.Tensor) -> None:
+        """Take back what `take` has lent. Nobody may use it any more."""
+        region = self._lent.pop(slab.untyped_storage()._cdata, None)
+        if region is not None:
+            self._idle.append(region)
+
+    def trim(self) -> None:
+        """Hand the memory of the slabs that are in back to the system."""
+        for region in self._idle:
+            region.release()
+
+
+_POOLS: weakref.WeakValueDictionary[torch.device, SlabPool] = weakref.WeakValueDictionary()
+
+
+def pool_for(device: torch.device) -> SlabPool:
+    """The pool of a device, shared by all groups that hold it."""
+    pool = _POOLS.get(device)
+    if pool is None:
+        pool = _POOLS[device] = SlabPool(device)
+    return pool

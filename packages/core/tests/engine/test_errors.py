@@ -1,0 +1,353 @@
+"""A user's mistake is told at once, on every rank, with the words that FSDP2 has for it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from vescale_fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from vescale_fsdp.testing import RankError, run_ranks
+
+from .helpers import assert_bit_equal, full_gradients, shard_units
+from .models import MLP, inputs_of, make
+
+
+def check_refused(call: Callable[[], object], error: type[Exception], pattern: str) -> None:
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def shard_on_3d_mesh() -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    fully_shard(MLP(), mesh=mesh)
+
+
+def shard_module_list() -> None:
+    fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def shard_twice() -> None:
+    fully_shard(fully_shard(nn.Linear(2, 2)))
+
+
+def shard_with_odd_reshard() -> None:
+    fully_shard(nn.Linear(2, 2), reshard_after_forward="x")  # type: ignore[arg-type]
+
+
+def shard_with_int_granularity() -> None:
+    fully_shard(nn.Linear(2, 2), granularity=128)  # type: ignore[arg-type]
+
+
+def shard_with_odd_unused() -> None:
+    fully_shard(nn.Linear(2, 2), unused="never")  # type: ignore[arg-type]
+
+
+def set_int_reshard() -> None:
+    fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(2)  # type: ignore[arg-type]
+
+
+def run_part_first() -> None:
+    model = make(MLP)
+    shard_units(model, model.layers)
+    model.layers[0](inputs_of(0, 0))
+    model(inputs_of(0, 0))
+
+
+def run_on_meta() -> None:
+    with torch.device("meta"):
+        model = MLP()
+    shard_units(model, model.layers)
+    model(inputs_of(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "pattern"),
+    [
+        (
+            shard_on_3d_mesh,
+            ValueError,
+            r"^fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh\(",
+        ),
+        (
+            shard_module_list,
+            ValueError,
+            "^fully_shard does not support containers that do not implement forward: ModuleList",
+        ),
+        (
+            shard_twice,
+            AssertionError,
+            "^Each distinct composable distributed API can only be applied to a module once. "
+            "fully_shard has already been applied",
+        ),
+        (
+            shard_with_odd_reshard,
+            ValueError,
+            "^reshard_after_forward should be a bool or an int representing the group size to "
+            "reshard to, not x",
+        ),
+        (shard_with_int_granularity, TypeError, "granularity.*128|128.*[Gg]ranularity"),
+        (shard_with_odd_unused, ValueError, "unused.*never"),
+        (
+            set_int_reshard,
+            ValueError,
+            "^reshard_after_forward should be a bool, got <class 'int'>",
+        ),
+        (
+            run_part_first,
+            RuntimeError,
+            "^FSDP state has already been lazily initialized for .*0\nFSDP requires running "
+            "forward through the root module first",
+        ),
+        (
+            run_on_meta,
+            RuntimeError,
+            "^FSDP parameters should be materialized from meta device before training, but the "
+            "following were still on meta device: .*layers.0.weight",
+        ),
+    ],
+)
+def test_mistake_is_refused_in_the_words_of_fsdp2(
+    call: Callable[[], object], error: type[Exception], pattern: str
+) -> None:
+    run_ranks(check_refused, 1, call, error, pattern)
+
+
+def shard_on_2d_mesh() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(MLP(), mesh=mesh)
+
+
+def shard_with(**options: Any) -> None:
+    fully_shard(MLP(), **options)
+
+
+def shard_with_placement_fn() -> None:
+    shard_with(shard_placement_fn=lambda parameter: None)
+
+
+def shard_with_offload() -> None:
+    shard_with(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def shard_with_dp_mesh_dims() -> None:
+    shard_with(dp_mesh_dims="dp")
+
+
+def shard_with_int_reshard() -> None:
+    shard_with(reshard_after_forward=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "world_size"),
+    [
+        (shard_on_2d_mesh, "mesh", 1),
+        (shard_with_placement_fn, "shard_placement_fn", 1),
+        (shard_with_offload, "offload_policy", 1),
+        (shard_with_dp_mesh_dims, "dp_mesh_dims", 1),
+        (shard_with_int_reshard, "reshard_after_forward", 4),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(
+    call: Callable[[], object], name: str, world_size: int
+) -> None:
+    run_ranks(check_refused, world_size, call, NotImplementedError, name)
+
+
+class NoParameters(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class AroundNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = NoParameters()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.nothing(x))
+
+
+def check_module_without_parameters() -> None:
+    model = AroundNothing()
+    refusal = ""
+    try:
+        fully_shard(model.nothing)
+    except ValueError as error:
+        refusal = str(error)
+    assert not refusal or ("NoParameters" in refusal and "parameter" in refusal)
+    fully_shard(model)
+    for _ in range(2):
+        model(inputs_of(0, 0)).sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+def test_module_without_parameters_is_refused_clearly_or_works() -> None:
+    run_ranks(check_module_without_parameters, 2)
+
+
+def check_module_of_nothing_but_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).requires_grad_(False)
+    shard_units(model, model)
+    x = inputs_of(0, 0).requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_module_without_trainable_parameters_passes_gradients_on() -> None:
+    run_ranks(check_module_of_nothing_but_frozen_parameters, 2)
+
+
+def check_classes() -> None:
+    linear = nn.Linear(2, 2)
+    assert fully_shard(linear) is linear
+    assert type(linear).__name__ == "FSDPLinear"
+    assert isinstance(linear, nn.Linear)
+    assert isinstance(linear, FSDPModule)
+    assert issubclass(FSDPModule, TorchFSDPModule)
+
+
+def test_sharded_module_has_a_class_of_both_kinds() -> None:
+    run_ranks(check_classes, 1)
+
+
+class Failing(MLP):
+    """Raises in the middle of its forward, once."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.fails:
+            self.fails = False
+            raise KeyError("the user's own mistake")
+        return self.layers[1](x)
+
+
+def check_error_of_the_user() -> None:
+    ours, plain = make(Failing), make(Failing)
+    shard_units(ours, ours.layers)
+    for model in (ours, plain):
+        with pytest.raises(KeyError, match="the user's own mistake"):
+            model(inputs_of(0, 0))
+        model(inputs_of(0, 0)).sum().backward()
+    assert_bit_equal(full_gradients(ours), full_gradients(plain))
+
+
+def test_error_in_forward_reaches_the_user_and_the_next_step_is_right() -> None:
+    run_ranks(check_error_of_the_user, 2, timeout_s=20)
+
+
+def model_of_another_width() -> nn.Module:
+    layers = [nn.Linear(5, 5), nn.Linear(5, 6 if dist.get_rank() else 7), nn.Linear(5, 5)]
+    return nn.Sequential(*layers)
+
+
+def model_of_another_length() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(2 + dist.get_rank())))
+
+
+def model_of_another_dtype() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    return model if dist.get_rank() == 0 else model.bfloat16()
+
+
+class Named(nn.Module):
+    """Layers by name, run one after the other."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def model_with_another_layer_name() -> nn.Module:
+    return Named("same", "left" if dist.get_rank() else "right")
+
+
+def model_with_another_frozen_layer() -> nn.Module:
+    model = Named("same", "other")
+    model.other.requires_grad_(dist.get_rank() == 0)
+    return model
+
+
+def run_different_models(make_model: Callable[[], nn.Module]) -> None:
+    model = make_model()
+    shard_units(model, model.children())
+    begin = time.monotonic()
+    try:
+        model(inputs_of(0, 0))
+    finally:
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("make_model", "pattern"),
+    [
+        (model_of_another_width, r"1\.weight.*\b[67], 5\b.*\b[67], 5\b"),
+        (model_of_another_length, r"\b2\.(weight|bias)|unit '2'"),
+        (model_of_another_dtype, r"0\.weight.*(float32.*bfloat16|bfloat16.*float32)"),
+        (model_with_another_layer_name, r"left\.weight.*right\.weight|right.*left"),
+        (model_with_another_frozen_layer, r"other\.weight"),
+    ],
+)
+def test_ranks_with_different_models_are_told_the_first_difference(
+    make_model: Callable[[], nn.Module], pattern: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(run_different_models, 2, make_model, timeout_s=20)
+    failures = sorted(caught.value.failures, key=lambda failure: failure.rank)
+    assert [failure.type_name for failure in failures] == ["RankMismatchError"] * 2
+    for failure in failures:
+        assert re.search(pattern, failure.message), failure.message
+
+
+def check_unsupported_operator(operator: Callable[[Tensor], Any]) -> None:
+    linear = fully_shard(nn.Linear(4, 4))
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError)) as caught:
+        operator(linear.weight)
+    message = str(caught.value)
+    assert "full_tensor" in message, message
+    assert "redistribute" in message, message
+
+
+def multiply_matrices(weight: Tensor) -> Tensor:
+    return weight @ weight
+
+
+def transpose(weight: Tensor) -> Tensor:
+    return weight.t()
+
+
+def take_row(weight: Tensor) -> Tensor:
+    return weight[0]
+
+
+def factorize(weight: Tensor) -> Tensor:
+    return torch.linalg.svdvals(weight)
+
+
+def sort(weight: Tensor) -> Tensor:
+    return weight.sort().values
+
+
+@pytest.mark.parametrize("operator", [multiply_matrices, transpose, take_row, factorize, sort])
+def test_operator_without_a_meaning_on_shards_names_the_way_out(
+    operator: Callable[[Tensor], Any],
+) -> None:
+    run_ranks(check_unsupported_operator, 2, operator)

@@ -1,0 +1,95 @@
+"""What an import loads, and that every public name is there."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import vescale_fsdp
+
+PACKAGES = [
+    "vescale_fsdp",
+    "vescale_fsdp.planner",
+    "vescale_fsdp.ragged",
+    "vescale_fsdp.dbuffer",
+    "vescale_fsdp.engine",
+    "vescale_fsdp.checkpoint",
+    "vescale_fsdp.testing",
+]
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The modules that a new interpreter has loaded after a statement."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import vescale_fsdp",
+        "import vescale_fsdp.planner",
+        "from vescale_fsdp import planner; planner.plan([planner.TensorSpec('a', (4,), 1)], 2)",
+        "from vescale_fsdp import PlanError, VeScaleError",
+        "import vescale_fsdp; dir(vescale_fsdp)",
+    ],
+)
+def test_names_and_planner_do_not_load_torch(statement: str) -> None:
+    loaded = loaded_after(statement)
+    assert "vescale_fsdp" in loaded
+    assert not loaded & {"torch", "numpy"}
+
+
+def test_a_name_of_the_engine_loads_torch() -> None:
+    """The premise of the test above: loading would be seen."""
+    assert "torch" in loaded_after("from vescale_fsdp import RaggedShard")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+PUBLIC = """
+    CPUOffloadPolicy CheckpointCorruptError CheckpointIncompleteError FSDPModule Granularity
+    MixedPrecisionPolicy NonFiniteError OffloadPolicy PlanError RaggedShard RaggedTensor
+    RankMismatchError UnshardHandle VeScaleError clip_grad_norm_ combine fully_shard
+    register_fsdp_forward_method unsharded
+"""
+
+
+@pytest.mark.parametrize("name", PUBLIC.split())
+def test_promised_name_is_public(name: str) -> None:
+    assert name in vescale_fsdp.__all__
+    assert name in dir(vescale_fsdp)
+
+
+def test_lazy_name_is_the_one_of_its_home() -> None:
+    from vescale_fsdp.engine import fully_shard
+    from vescale_fsdp.ragged import RaggedShard
+
+    assert vescale_fsdp.fully_shard is fully_shard
+    assert vescale_fsdp.RaggedShard is RaggedShard
+
+
+def test_policies_for_offload_are_torchs_own() -> None:
+    from torch.distributed import fsdp
+
+    assert vescale_fsdp.OffloadPolicy is fsdp.OffloadPolicy
+    assert vescale_fsdp.CPUOffloadPolicy is fsdp.CPUOffloadPolicy
+    assert vescale_fsdp.MixedPrecisionPolicy is fsdp.MixedPrecisionPolicy
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'vescale_fsdp' has no attribute 'fully_sharded'"):
+        _ = vescale_fsdp.fully_sharded
