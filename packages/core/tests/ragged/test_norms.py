@@ -20,26 +20,26 @@ ORDERS = [0, 0.5, 1, 2, 3, math.inf]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found, expected, rtol=5e-6, atol=0)
 
 
-def check_norms(order: float) -> None:
+def check_norms() -> None:
     whole = random()
     whole[2, 3] = -9.0  # the largest by absolute value is negative
-    expected = torch.linalg.vector_norm(whole, order)
-    for (x,) in distributed(whole):
-        norm = torch.linalg.vector_norm(x, order)
-        assert type(norm) is DTensor
-        assert norm.shape == ()
-        close(norm.full_tensor(), expected)
-        (norm,) = torch._foreach_norm([x], order)
-        close(norm.full_tensor(), expected)
+    for order in ORDERS:
+        expected = torch.linalg.vector_norm(whole, order)
+        for (x,) in distributed(whole):
+            norm = torch.linalg.vector_norm(x, order)
+            assert type(norm) is DTensor
+            assert norm.shape == ()
+            close(norm.full_tensor(), expected)
+            (norm,) = torch._foreach_norm([x], order)
+            close(norm.full_tensor(), expected)
 
 
 @WORLD_SIZES
-@pytest.mark.parametrize("order", ORDERS)
-def test_norm_is_that_of_the_whole_tensor(world_size: int, order: float) -> None:
-    run_ranks(check_norms, world_size, order)
+def test_norm_of_any_order_is_that_of_the_whole_tensor(world_size: int) -> None:
+    run_ranks(check_norms, world_size)
 
 
 def check_other_norms() -> None:
@@ -104,6 +104,11 @@ def test_norm_is_not_finite_on_every_rank_if_an_element_is_not() -> None:
 # --- torch.nn.utils.clip_grad_norm_ ---------------------------------------------------------------
 
 
+def check_clip_by_all_orders() -> None:
+    for order in (1, 2, 3, math.inf):
+        check_clip(0.5, order)
+
+
 def check_clip(max_norm: float, order: float) -> None:
     wholes = [random(seed=1), random(seed=2), random(seed=3)]
     dense = [nn.Parameter(torch.zeros_like(whole)) for whole in wholes]
@@ -122,13 +127,12 @@ def check_clip(max_norm: float, order: float) -> None:
             for parameter, plain in zip(parameters, dense, strict=True):
                 assert type(parameter.grad) is RaggedTensor
                 clipped = parameter.grad.full_tensor()
-                torch.testing.assert_close(clipped, plain.grad, rtol=2e-6, atol=0)
+                torch.testing.assert_close(clipped, plain.grad, rtol=5e-6, atol=0)
 
 
 @WORLD_SIZES
-@pytest.mark.parametrize("order", [1, 2, 3, math.inf])
-def test_torch_clips_by_the_norm_of_all_ranks(world_size: int, order: float) -> None:
-    run_ranks(check_clip, world_size, 0.5, order)
+def test_torch_clips_by_the_norm_of_all_ranks(world_size: int) -> None:
+    run_ranks(check_clip_by_all_orders, world_size)
 
 
 def test_torch_does_not_scale_what_is_below_the_limit() -> None:

@@ -257,19 +257,18 @@ def _params_to_shard(
 
 def _own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The module and its descendants by name, in order, without those of nested units."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
+    found: dict[int, tuple[str, nn.Module]] = {}
+    _collect_own(module, "", found)
+    return list(found.values())
 
-    def visit(prefix: str, current: nn.Module) -> None:
-        if id(current) in seen or unit_of(current) is not None:
-            return
-        seen.add(id(current))
-        found.append((prefix, current))
-        for name, child in current.named_children():
-            visit(f"{prefix}.{name}" if prefix else name, child)
 
-    visit("", module)
-    return found
+def _collect_own(module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Module]]) -> None:
+    # No function within the caller: its closure would be a cycle that keeps the modules alive.
+    if id(module) in found or unit_of(module) is not None:
+        return
+    found[id(module)] = (prefix, module)
+    for name, child in module.named_children():
+        _collect_own(child, f"{prefix}.{name}" if prefix else name, found)
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:

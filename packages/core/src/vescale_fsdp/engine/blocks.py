@@ -21,23 +21,24 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         for child in module.modules()
         for name in (getattr(child, "_no_split_modules", None) or ())
     }
-    found: list[nn.Module] = []
-    seen: set[int] = set()
+    found: dict[int, nn.Module] = {}
+    _collect(module, names, set(), found)
+    return list(found.values())
 
-    def visit(current: nn.Module) -> None:
-        repeated = _repeated_classes(current)
-        for child in current.children():
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            is_block = type(child).__name__ in names if names else type(child) in repeated
-            if is_block and _has_parameters(child):
-                found.append(child)
-            else:
-                visit(child)
 
-    visit(module)
-    return found
+def _collect(
+    current: nn.Module, names: set[str], seen: set[int], found: dict[int, nn.Module]
+) -> None:
+    repeated = _repeated_classes(current)
+    for child in current.children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        is_block = type(child).__name__ in names if names else type(child) in repeated
+        if is_block and _has_parameters(child):
+            found[id(child)] = child
+        else:
+            _collect(child, names, seen, found)
 
 
 def _repeated_classes(container: nn.Module) -> set[type]:

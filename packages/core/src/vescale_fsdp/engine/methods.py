@@ -53,6 +53,7 @@ class FSDPModule(TorchFSDPModule):
         the next forward do it.
         """
         unit = _unit(self)
+        unit.held = True
         handle = UnshardHandle(unit)
         if async_op:
             unit.start_gather()

@@ -62,7 +62,9 @@ class Unit:
         self.groups: list[Group] = []
         self.schedule: Schedule | None = None
         self.pins = 0  # contexts that want the parameters to stay gathered
+        self.held = False  # gathered at the user's request, until used or resharded
         self._depth = 0  # forwards of this unit that are running
+        self._has_begun = False  # whether the schedule knows of the outermost of them
         self._call: boundary.Call | None = None  # of the forward that is running
         self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
         self._in_backward = False
@@ -88,6 +90,7 @@ class Unit:
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""
         if not self.pins:
+            self.held = False
             for group in self.groups:
                 group.reshard()
 
@@ -119,6 +122,7 @@ class Unit:
             return self._cast_inputs((args, kwargs))
         with plain_tensors():
             schedule.before_forward(self)
+        self._has_begun, self.held = True, False
         args, kwargs = self._cast_inputs((args, kwargs))
         if not torch.is_grad_enabled() or not self.groups:
             return args, kwargs
@@ -137,7 +141,8 @@ class Unit:
         if self._depth:
             return output
         call, self._call = self._call, None
-        if not self._in_backward:
+        has_begun, self._has_begun = self._has_begun, False
+        if has_begun:
             reachable = True
             if call is not None:
                 output, reachable = boundary.leave(call, output)
@@ -166,7 +171,8 @@ class Unit:
     @property
     def may_release(self) -> bool:
         """Whether nobody is known to need the gathered parameters after a finished forward."""
-        return not self._open_calls and not self.pins and self.reshard_after_forward is not False
+        wanted = self.pins or self.held or self.reshard_after_forward is False
+        return not self._open_calls and not wanted
 
     @property
     def trainable(self) -> bool:
@@ -205,7 +211,7 @@ class Unit:
 
     def reset(self) -> None:
         """Forget a step that was broken off."""
-        self._depth, self._call, self._in_backward = 0, None, False
+        self._depth, self._call, self._has_begun, self._in_backward = 0, None, False, False
         self._open_calls.clear()
         for group in self.groups:
             group.reset()

@@ -114,6 +114,7 @@ class _Specs:
     def __init__(self, func: Any, num_dims: int) -> None:
         self.func = func
         self.num_dims = num_dims  # of the ragged arguments
+        self.is_foreach = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
         self.scalar: DTensorSpec | None = None  # of arguments that are not in a list
         self.lists: list[DTensorSpec | None] = []  # of position i of list arguments
 
@@ -121,7 +122,7 @@ class _Specs:
         if isinstance(arg, torch.Tensor):
             local, spec = self._local(arg)
             self.scalar = self._same(self.scalar, spec)
-            return local if spec else self._one_element(local)
+            return local if spec else self._one_element(local, self.num_dims)
         if isinstance(arg, list | tuple) and any(isinstance(x, torch.Tensor) for x in arg):
             return [self._unwrap_at(i, item) for i, item in enumerate(arg)]
         return arg
@@ -133,7 +134,8 @@ class _Specs:
             self.lists.append(None)
         local, spec = self._local(item)
         self.lists[position] = self._same(self.lists[position], spec)
-        return local
+        known = self.lists[position]
+        return local if spec or not known else self._one_element(local, len(known.shape))
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
         if isinstance(tensor, RaggedTensor):
@@ -150,18 +152,20 @@ class _Specs:
             "ragged one, or RaggedTensor.distribute(...) on the other"
         )
 
-    def _one_element(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _one_element(self, tensor: torch.Tensor, num_dims: int) -> torch.Tensor:
         """A one-element tensor in the shape that promotes and broadcasts as the whole would.
 
         The local part is 1-D whatever the global shape is: beside it, (1, 1) would add a
         dimension, and a number beside a ragged scalar would be the weaker type.
         """
-        if tensor.dim() > self.num_dims:
+        if self.is_foreach and tensor.dim() == 0:  # these want a number or a list
+            return tensor
+        if tensor.dim() > num_dims:
             raise ValueError(
                 f"{self.func} got a tensor of shape {tuple(tensor.shape)}, which would add a "
-                f"dimension to a RaggedTensor of {self.num_dims}; use `.full_tensor()`"
+                f"dimension to a RaggedTensor of {num_dims}; use `.full_tensor()`"
             )
-        return tensor.view(1) if tensor.dim() or not self.num_dims else tensor
+        return tensor.view(1) if tensor.dim() or not num_dims else tensor
 
     def _same(self, known: DTensorSpec | None, new: DTensorSpec | None) -> DTensorSpec | None:
         if known is None or new is None:

@@ -73,7 +73,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, log: str) -> N
             connection.send_bytes(pickle.dumps(b""))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the caller is gone
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the caller must hear of it
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -119,7 +119,7 @@ def _run(call: Call, rank: int, world_size: int) -> bytes | Raised:
         with warnings.catch_warnings():
             _set_filters(filters)
             return pickle.dumps(fn(*args))
-    except BaseException as error:  # SystemExit too: the caller must hear of it
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: the caller must hear of it
         return _raised(error)
 
 
