@@ -7,7 +7,7 @@ with a new model, and writes some Python of its own.
 """
 
 import argparse
-import shutil
+import os
 import time
 from pathlib import Path
 
@@ -93,10 +93,8 @@ def train(args: argparse.Namespace) -> None:
         train_epoch(model, optimizer, train_data, epoch, args)
         say(f"validation loss: {validate(model, val_data):.3f}")
 
-    path = Path(args.out) / "last"
-    if dist.get_rank() == 0:  # `save` never overwrites
-        shutil.rmtree(path, ignore_errors=True)
-    dist.barrier()
+    # `save` never overwrites: each run (torchrun gives it an id) has a folder of its own.
+    path = Path(args.out) / os.environ["TORCHELASTIC_RUN_ID"] / f"epoch-{EPOCHS - 1}"
     checkpoint.save(path, model, optimizer, extra={"next_epoch": EPOCHS - 1})
 
     # A new model with new random weights: everything that matters comes from the checkpoint.

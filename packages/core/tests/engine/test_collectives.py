@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -242,28 +239,3 @@ def counts_of_unshard() -> list[int]:
 
 def test_unshard_gathers_once_until_reshard() -> None:
     assert run_ranks(counts_of_unshard, 2) == [[1, 1, 1, 2]] * 2
-
-
-def check_new_process_group(rendezvous: str) -> int:
-    """Make groups until that of rank 0 lies at the address of the first; then train again."""
-    rank = dist.get_rank()
-    sharded_mlp()(torch.ones(2, 5)).sum().backward()
-    address, kept = id(dist.group.WORLD), []
-    for attempt in range(1, 100):
-        if rank == 1:
-            kept.append(dist.group.WORLD)  # so that rank 1 never sees the same address again
-        dist.destroy_process_group()
-        gc.collect()
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}-{attempt}", rank=rank, world_size=2
-        )
-        is_again = torch.tensor(float(id(dist.group.WORLD) == address))
-        dist.all_reduce(is_again)
-        if is_again:
-            break
-    sharded_mlp()(torch.ones(2, 5)).sum().backward()
-    return attempt
-
-
-def test_new_default_process_group_gets_new_communicators(tmp_path: Path) -> None:
-    print(run_ranks(check_new_process_group, 2, str(tmp_path / "rendezvous"), timeout_s=15))

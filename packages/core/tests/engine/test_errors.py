@@ -317,6 +317,32 @@ def test_ranks_with_different_models_are_told_the_first_difference(
         assert re.search(pattern, failure.message), failure.message
 
 
+class TwoWays(nn.Module):
+    """Rank 0 goes left, the others go right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if dist.get_rank() == 0 else self.right(x)
+
+
+def run_two_ways() -> None:
+    model = TwoWays()
+    shard_units(model, model.children())
+    model(torch.ones(2, 4))
+
+
+def test_ranks_that_begin_with_different_units_are_told_so_instead_of_mixing_them() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(run_two_ways, 2, timeout_s=20)
+    assert [failure.type_name for failure in caught.value.failures] == ["RankMismatchError"] * 2
+    for failure in caught.value.failures:
+        assert "rank 0 has the gather of left in forward" in failure.message
+        assert "rank 1 has the gather of right in forward" in failure.message
+
+
 def check_unsupported_operator(operator: Callable[[Tensor], Any]) -> None:
     linear = fully_shard(nn.Linear(4, 4))
     with pytest.raises((RuntimeError, NotImplementedError, TypeError)) as caught:

@@ -140,6 +140,19 @@ def check_conversions() -> None:
         assert x.to(torch.float32) is x
 
 
+def check_memory_format() -> None:
+    """What ``module.to(memory_format=...)`` does: the global tensor stays row-major."""
+    whole = random((2, 3, 4, 4))
+    x = RaggedTensor.distribute(whole, make_mesh(), [RaggedShard((0, 1), (1, 5))])
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        assert_holds(x.to(memory_format=memory_format), whole, like=x)
+        assert_holds(torch.ones_like(x, memory_format=memory_format), whole * 0 + 1, like=x)
+
+
+def test_memory_format_is_left_as_it_is() -> None:
+    run_ranks(check_memory_format, 2)
+
+
 @WORLD_SIZES
 def test_tensors_like_it_and_conversions_keep_the_cut(world_size: int) -> None:
     run_ranks(check_conversions, world_size)
@@ -156,6 +169,10 @@ def check_in_place() -> None:
             assert x._local_tensor is local
             assert local.data_ptr() == address
             assert_holds(y, whole_y, like=y)
+    with torch.inference_mode():  # where torch hands on what the dispatch returns
+        (x,) = next(distributed(random()))
+        assert x.mul_(2) is x
+        assert torch.mul(x, 2, out=x) is x
 
 
 @WORLD_SIZES

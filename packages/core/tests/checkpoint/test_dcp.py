@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_fsdp import CheckpointIncompleteError, Granularity, checkpoint, fully_shard
+from vescale_fsdp.testing import run_ranks
+
+State = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Two units, a scalar, and a layer that is never used and so has no optimizer state."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale
+
+
+def make(
+    granularity: Granularity | None = None, seed: int = 0, width: int = 7
+) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = Net(width)
+    for layer in (model.layers[0], model.layers[2]):
+        fully_shard(layer, granularity=granularity)
+    fully_shard(model, granularity=granularity)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """The same batch on every rank, so that the number of ranks does not matter."""
+    for step in steps:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """All parameters and optimizer states, whole, by name."""
+    state: State = {}
+    for name, param in model.named_parameters():
+        state[name] = param.full_tensor().detach()
+        for key, value in optimizer.state.get(param, {}).items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            state[f"{name}/{key}"] = whole.detach().clone()
+    return state
+
+
+def train_and_save(path: Path) -> tuple[State, State]:
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    checkpoint.save(path, model, optimizer, extra={"step": 3, "losses": [1.0, 0.5]}).wait()
+    saved = everything(model, optimizer)
+    train(model, optimizer, range(3, 6))
+    return saved, everything(model, optimizer)
+
+
+def load_and_train(path: Path, granularity: Granularity | None) -> tuple[State, State, Any]:
+    model, optimizer = make(granularity, seed=1)
+    extra = checkpoint.load(path, model, optimizer)
+    loaded = everything(model, optimizer)
+    train(model, optimizer, range(3, 6))
+    return loaded, everything(model, optimizer), extra
+
+
+@pytest.fixture(scope="module")
+def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]:
+    path = tmp_path_factory.mktemp("checkpoints") / "step-3"
+    state, later = run_ranks(train_and_save, 2, path)[0]
+    return path, state, later
+
+
+@pytest.mark.parametrize(
+    ("world_size", "granularity"),
+    [(2, None), (2, Granularity.rows(2)), (1, None), (3, Granularity.whole())],
+)
+def test_load_on_any_number_of_ranks_and_with_any_cuts_is_bitwise(
+    saved_on_two: tuple[Path, State, State], world_size: int, granularity: Granularity | None
+) -> None:
+    path, state, later = saved_on_two
+    loaded, trained, extra = run_ranks(load_and_train, world_size, path, granularity)[0]
+    assert extra == {"step": 3, "losses": [1.0, 0.5]}
+    assert loaded.keys() == state.keys()  # no state for what never had a gradient
+    assert "unused.weight/exp_avg" not in loaded
+    for name, value in state.items():
+        assert torch.equal(loaded[name], value), name
+    for name, value in later.items():  # the mean over 3 equal gradients may differ by a rounding
+        torch.testing.assert_close(
+            trained[name], value, rtol=0, atol=1e-6 if world_size == 3 else 0, msg=name
+        )
+
+
+def save_twice(path: Path) -> list[str]:
+    model, optimizer = make()
+    checkpoint.save(path, model, optimizer)
+    before = sorted(str(file.relative_to(path)) for file in path.iterdir())
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        checkpoint.save(path, model, optimizer)
+    assert sorted(str(file.relative_to(path)) for file in path.iterdir()) == before
+    return before
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    files = run_ranks(save_twice, 2, tmp_path / "once")[0]
+    assert ".metadata" in files
+    assert "extra.json" in files
+    assert [path.name for path in tmp_path.iterdir()] == ["once"]  # nothing partial is left
+
+
+def load_from_nowhere(path: Path) -> str:
+    model, optimizer = make()
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointIncompleteError) as error:
+        checkpoint.load(path, model, optimizer)
+    after = everything(model, optimizer)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return str(error.value)
+
+
+def test_a_save_that_was_not_finished_is_not_loaded_and_named(tmp_path: Path) -> None:
+    (tmp_path / "step-1.partial").mkdir()
+    for message in run_ranks(load_from_nowhere, 2, tmp_path / "step-1"):
+        assert "no whole checkpoint" in message
+        assert "step-1.partial is a save that was not finished" in message
+
+
+def load_without_optimizer(root: Path) -> tuple[str, str]:
+    model, optimizer = make()
+    checkpoint.save(root / "model-only", model)
+    with pytest.raises(CheckpointIncompleteError) as no_state:
+        checkpoint.load(root / "model-only", model, optimizer)
+    deeper = nn.Sequential(model, fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(CheckpointIncompleteError) as no_entry:
+        checkpoint.load(root / "model-only", deeper)
+    return str(no_state.value), str(no_entry.value)
+
+
+def test_entries_that_are_not_there_are_named(tmp_path: Path) -> None:
+    for no_state, no_entry in run_ranks(load_without_optimizer, 2, tmp_path):
+        assert "optimizer.0" in no_state
+        assert "model.1.bias" in no_entry or "model.0" in no_entry
+
+
+def refuse_async(root: Path) -> None:
+    model, _ = make()
+    with pytest.raises(NotImplementedError, match="async_"):
+        checkpoint.save(root / "later", model, async_=True)
+
+
+def test_what_is_not_there_yet_says_so(tmp_path: Path) -> None:
+    run_ranks(refuse_async, 1, tmp_path)
+
+
+def several_optimizers(root: Path) -> bool:
+    model, _ = make()
+    names = dict(model.named_parameters())
+    first = torch.optim.SGD([names["scale"]], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(model.layers.parameters(), lr=0.1)
+    both = {"scale": first, "layers": second}
+    model(torch.ones(2, 5)).sum().backward()
+    first.step()
+    second.step()
+    expected = everything(model, first) | everything(model, second)
+    checkpoint.save(root / "two", model, both)
+    model(torch.ones(2, 5)).sum().backward()
+    first.step()
+    second.step()
+    checkpoint.load(root / "two", model, both)
+    found = everything(model, first) | everything(model, second)
+    assert dist.get_world_size() == 2
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_several_optimizers_by_name(tmp_path: Path) -> None:
+    assert all(run_ranks(several_optimizers, 2, tmp_path))
