@@ -15,11 +15,12 @@ reversed, in the first backward, and afterwards the order in which the first ran
 
 from __future__ import annotations
 
+import atexit
 import json
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -365,26 +366,27 @@ def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> lis
     return [bool(flag) for flag in flags.tolist()]
 
 
-# The communicators of each set of ranks, made once: a model with several roots shares them.
-_COMMS: dict[tuple[Any, ...], Comm] = {}
+# The communicators of each set of ranks, made once: a model with several roots shares them. With
+# them the world they belong to: after a restart of torch.distributed they are of no use.
+_COMMS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, Comm]] = {}
+atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the interpreter
 
 
 def comm_for(group: Group) -> Comm:
     """The communicators of a group's mesh axis. Collective over the axis at the first call."""
     axis_group = compat.mesh_group(group.mesh, 0)
     ranks = dist.get_process_group_ranks(axis_group)
-    key = (id(dist.group.WORLD), *ranks)
-    if key not in _COMMS:
-        for stale in [k for k in _COMMS if k[0] != id(dist.group.WORLD)]:
-            del _COMMS[stale]
-        _COMMS[key] = Comm(
+    world, comm = _COMMS.get(tuple(ranks), (None, None))
+    if comm is None or world is not dist.group.WORLD:
+        comm = Comm(
             gather_group=compat.new_group(ranks),
             reduce_group=compat.new_group(ranks),
             rank=group.rank,
             size=group.num_shards,
             reduction=choose_reduction(dist.get_backend(axis_group)),
         )
-    return _COMMS[key]
+        _COMMS[tuple(ranks)] = (dist.group.WORLD, comm)
+    return comm
 
 
 def _describe(units: list[Unit]) -> list[str]:
