@@ -147,7 +147,7 @@ class Group:
             full_dtype=full_dtype,
             device=device,
         )
-        self._pool = pool_for(device)
+        self.pool = pool_for(device)
 
     def _make_gathered(self) -> None:
         """Make the parameters that forward sees, once, as views of the full buffer."""
@@ -237,7 +237,7 @@ class Group:
     def _gradient_buffer(self) -> GradientBuffer:
         """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
         dtype = self.sum_dtype if self.accumulates else self.buffer.full.flat.dtype
-        return GradientBuffer(self.layout, self.shapes, dtype, self._pool)
+        return GradientBuffer(self.layout, self.shapes, dtype, self.pool)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -249,7 +249,7 @@ class Group:
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._gradient_buffer()
         self._filling = None
-        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self._pool)
+        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool)
         self._reducing = (gradients, pending)
 
     def finish_reduce(self) -> None:
@@ -274,10 +274,6 @@ class Group:
                 slot.sharded.grad = wrap_local(local, slot.spec, False)
             else:
                 slot.sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-
-    def trim(self) -> None:
-        """Hand back scratch memory that nobody uses at the moment."""
-        self._pool.trim()
 
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop all gradients of it."""

@@ -214,7 +214,8 @@ class Schedule:
             used = self._usage.of(self._reductions, self)
             for group, flags in zip(groups, used, strict=True):
                 group.publish(flags)
-                group.trim()
+            for pool in {id(group.pool): group.pool for group in groups}.values():
+                pool.trim()
             for unit in self.units():
                 unit.end_backward()
         self._backward, self._first_backward = None, False
