@@ -42,7 +42,8 @@ def exchange(
     if len(ranks) == 1:
         return merge([payload])
     store = compat.default_store()
-    place = f"{_PREFIX}/{topic}/{'-'.join(map(str, _ends(ranks)))}"
+    name = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+    place = f"{_PREFIX}/{topic}/{name}"
     # The store counts, so that a restarted process group starts from zero on every rank.
     turn = store.add(f"{place}/turn/{me}", 1)
     store.set(f"{place}/{turn}/{me}", payload)
@@ -91,11 +92,6 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
             where = f"at entry {i}, " if max(len(a), len(b)) > 1 else ""
             return f"{where}rank {rank_a} has {left} and rank {rank_b} has {right}"
     return "no entry differs"
-
-
-def _ends(ranks: list[int]) -> tuple[int, int, int]:
-    """Enough of a group to tell it from the others of a mesh: first, last, size."""
-    return ranks[0], ranks[-1], len(ranks)
 
 
 def _read(store: compat.Store, key: str, topic: str, rank: int) -> str:

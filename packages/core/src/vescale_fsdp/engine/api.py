@@ -74,6 +74,11 @@ def fully_shard(
     Cost: nothing is communicated here. Afterwards, per unit and step: one all-gather in forward,
     one more in backward if it was released, one reduction; memory between steps is the shard.
 
+    Ranks must call the same units in the same order. A difference in the first pass is an error on
+    every rank; later ones are not looked for, unless ``VESCALE_FSDP_CHECK_ORDER=1`` is set, which
+    costs a round through the store per gather. Parameters of one unit may be used on some ranks
+    only.
+
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
         NotImplementedError: ``shard_placement_fn``, ``CPUOffloadPolicy``, ``dp_mesh_dims``, a
@@ -343,6 +348,17 @@ def _register_hooks(module: nn.Module) -> None:
         if unit is not None:
             unit.reshard()
 
+    def after_state_dict(module: nn.Module, state_dict: Any, *_: Any) -> None:
+        unit = unit_of(module)
+        if unit is not None and unit.pins:  # gathered: they must outlive the context
+            unit.copy_gathered(state_dict)
+
+    def before_load(module: nn.Module, *_: Any) -> None:
+        unit = unit_of(module)
+        if unit is not None:
+            unit.refuse_if_pinned("load_state_dict")
+            unit.reshard()
+
     def after_load(module: nn.Module, _: Any) -> None:
         unit = unit_of(module)
         if unit is not None and unit.is_sharded:
@@ -352,5 +368,6 @@ def _register_hooks(module: nn.Module) -> None:
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward, always_call=True)
     module.register_state_dict_pre_hook(before_state_dict)
-    module.register_load_state_dict_pre_hook(before_state_dict)
+    module.register_state_dict_post_hook(after_state_dict)
+    module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(after_load)

@@ -72,6 +72,12 @@ class _PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the second backward would find freed parameters
+            raise NotImplementedError(
+                f"a backward with create_graph=True through the sharded module "
+                f"{ctx.call.unit.fqn or 'at the root'!r} is not there yet in vescale_fsdp; compute "
+                "this term without create_graph, or on a module that is not sharded"
+            )
         ctx.call.unit.pre_backward()
         return (None, *grads)
 

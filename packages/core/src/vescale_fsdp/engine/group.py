@@ -59,6 +59,7 @@ class Slot:
     shape: torch.Size
     spec: DTensorSpec
     sharded: nn.Parameter
+    local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
 
@@ -108,6 +109,8 @@ class Group:
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
         self.accumulates = False  # whether gradients wait for a later backward
+        self._has_accumulated = False  # whether any rank may hold such gradients
+        self._kept_version = 0
         self._work: torch.distributed.Work | None = None
         self._filling: GradientBuffer | None = None
         self._reducing: tuple[GradientBuffer, PendingReduce] | None = None
@@ -131,7 +134,7 @@ class Group:
             spec = make_spec(mesh, (placement,), p.param.shape, dtype)
             tensor = wrap_local(view, spec, False)
             sharded = nn.Parameter(tensor, requires_grad=p.param.requires_grad)
-            slot = Slot(p.fqn, p.sites, p.param.shape, spec, sharded)
+            slot = Slot(p.fqn, p.sites, p.param.shape, spec, sharded, _local(sharded))
             slot.register(sharded)
             self.slots.append(slot)
         self._make_gathered()
@@ -186,6 +189,8 @@ class Group:
     def start_gather(self, comm: Comm) -> None:
         """Issue the all-gather, unless the parameters are there or on their way."""
         if self.state is GroupState.SHARDED:
+            if any(_local(slot.sharded) is not slot.local for slot in self.slots):
+                self.rebind()  # a submodule was converted: its parameters left the shard
             self._work = comm.start_gather(self.buffer)
             self.state = GroupState.GATHERING
 
@@ -217,7 +222,24 @@ class Group:
         self.buffer.full.release()
         self.state = GroupState.SHARDED
 
+    def mark_kept(self) -> None:
+        """Remember the weights that are gathered now, for `is_stale`."""
+        self._kept_version = self._version()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an optimizer has changed the shards since `mark_kept`."""
+        return self._version() != self._kept_version
+
+    def _version(self) -> int:
+        return sum(slot.local._version for slot in self.slots)
+
     # Gradients
+
+    def wait_for_more(self, waits: bool) -> None:
+        """Say whether the gradients of the coming backward wait for a later one."""
+        self.accumulates = waits
+        self._has_accumulated |= waits
 
     def take_gradient(self, index: int) -> None:
         """Move the gathered parameter's gradient into the buffer, and drop it."""
@@ -226,6 +248,12 @@ class Group:
         assert param is not None, "autograd knows the gathered parameter"
         if param.grad is None:  # its part of the graph ran, for an output that was not used
             return
+        if self.state is not GroupState.GATHERED:
+            raise RuntimeError(
+                f"a gradient of {slot.fqn!r} appeared while its parameters were freed: the loss "
+                "depends on it by a way around the outputs of its module (an attribute that "
+                "forward has set, for example). Return that tensor from forward instead"
+            )
         if self._filling is None:
             self.finish_reduce()  # a late gradient: its buffer may still be travelling
             self._filling = self._gradient_buffer()
@@ -236,7 +264,8 @@ class Group:
 
     def _gradient_buffer(self) -> GradientBuffer:
         """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
-        dtype = self.sum_dtype if self.accumulates else self.buffer.full.flat.dtype
+        # The same on every rank, also on one that had no gradient in the backwards before.
+        dtype = self.sum_dtype if self._has_accumulated else self.buffer.full.flat.dtype
         return GradientBuffer(self.layout, self.shapes, dtype, self.pool)
 
     @property
@@ -250,6 +279,7 @@ class Group:
         gradients = self._filling or self._gradient_buffer()
         self._filling = None
         pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool)
+        self._has_accumulated = False
         self._reducing = (gradients, pending)
 
     def finish_reduce(self) -> None:
@@ -274,6 +304,19 @@ class Group:
                 slot.sharded.grad = wrap_local(local, slot.spec, False)
             else:
                 slot.sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients, those that wait for a later backward included."""
+        for slot in self.slots:
+            slot.used = False
+            if slot.sharded.grad is not None:
+                if set_to_none:
+                    slot.sharded.grad = None
+                else:
+                    slot.sharded.grad.detach_().zero_()
+        if self._filling is not None:
+            self._filling.release()
+            self._filling = None
 
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop all gradients of it."""
@@ -329,6 +372,7 @@ class Group:
             else:
                 slot.sharded = fresh
             slot.register(slot.sharded)
+            slot.local = _local(slot.sharded)
         self._make_gathered()
 
 
@@ -347,6 +391,11 @@ def _take_gradients(param: nn.Parameter, group_ref: weakref.ref[Group], index: i
     param.register_post_accumulate_grad_hook(take)
 
 
+def _local(param: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
 def _registered(slot: Slot) -> nn.Parameter:
     module_ref, name = slot.sites[0]
     module = module_ref()
@@ -355,7 +404,7 @@ def _registered(slot: Slot) -> nn.Parameter:
 
 
 def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
-    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
+    local = _local(param)
     return bool(
         local.untyped_storage()._cdata == view.untyped_storage()._cdata
         and local.storage_offset() == view.storage_offset()

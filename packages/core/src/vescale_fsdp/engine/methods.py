@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -106,9 +106,31 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``. Between passes these are the sharded parameters, always.
+
+        A root keeps its gathered parameters between forward and backward; an optimizer or a
+        clipping that was given those would work on nothing.
+        """
+        sharded: dict[int, nn.Parameter] = {}
+        for unit in units_in(self).values():  # type: ignore[arg-type]
+            if unit.is_idle and not unit.is_sharded:
+                slots = [slot for group in unit.groups for slot in group.slots]
+                sharded |= {id(slot.gathered): slot.sharded for slot in slots}
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield name, sharded.get(id(param), param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of ``nn.Module``; gradients that wait for a later backward are dropped too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in _units(self, recurse=True):
+            for group in unit.groups:
+                group.zero_grad(set_to_none)
+
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
         unit = _unit(self)
+        unit.refuse_if_pinned("converting or moving the module")
         unit.reshard()
         # Past torch's FSDPModule, whose own version works on its own parameter groups.
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]

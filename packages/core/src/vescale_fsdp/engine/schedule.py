@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ class Schedule:
         self._expected = _Prediction([])
         self._ahead: set[int] = set()  # units that were gathered on a prediction
         # Backward
-        self._backward: int | None = None  # the autograd task whose end we wait for
+        self._end: weakref.ref[_End] | None = None  # of the backward that is running
+        self._always_announce = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
         self._first_backward = True
         self._expected_back = _Prediction([])
         self._order = [weakref.ref(group) for group in reversed(groups)]
@@ -88,6 +90,16 @@ class Schedule:
         """The communicators of a group's mesh axis."""
         return self._comms[id(group)]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return self._running > 0 or (self._end is not None and self._end() is not None)
+
+    @property
+    def _has_broken_off(self) -> bool:
+        """Whether a backward has begun, and raised before its end."""
+        return self._end is not None and self._end() is None
+
     # Forward
 
     def before_forward(self, unit: Unit) -> None:
@@ -96,7 +108,7 @@ class Schedule:
         if compat.current_backward() != -1:  # recomputation: the next unit is the one before
             self._gather(unit, self._expected_back.after(index), "backward")
             return
-        if self._backward is not None:  # the last backward has raised half-way
+        if self._has_broken_off:
             self.reset()
         if self._running == 0:
             self._begin_pass(index)
@@ -112,6 +124,9 @@ class Schedule:
         self._running = max(self._running - 1, 0)
         if not keep:
             unit.reshard()
+        elif unit.reshard_after_forward is False:
+            for group in unit.groups:
+                group.mark_kept()
         if self._running == 0:
             self._end_pass()
 
@@ -132,6 +147,7 @@ class Schedule:
 
     def _gather(self, unit: Unit, upcoming: Sequence[int], when: str) -> None:
         is_first = self._first_backward if when == "backward" else self._is_first_pass
+        is_first = is_first or self._always_announce
         if is_first and unit.is_sharded:
             self._announce(f"the gather of {unit.fqn or 'the root'} in {when}")
         unit.start_gather()
@@ -177,10 +193,13 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """See that `_end_backward` runs when the backward that is running now has ended."""
-        if self._backward is not None:
+        if self._has_broken_off:
+            self.reset()
+        if self._end is not None:
             return
-        self._backward = compat.current_backward()
-        compat.queue_backward_callback(self._end_backward)
+        end = _End(self)
+        self._end = weakref.ref(end)
+        compat.queue_backward_callback(end)
         synced = {
             id(group)
             for unit in self.units()
@@ -189,7 +208,7 @@ class Schedule:
         }
         groups = [group for ref in self._order if (group := ref()) is not None]
         for group in groups:
-            group.accumulates = id(group) not in synced
+            group.wait_for_more(id(group) not in synced)
         due = [group for group in groups if id(group) in synced and group.trainable]
         self._reductions = _Reductions(due, self)
 
@@ -218,7 +237,7 @@ class Schedule:
                 pool.trim()
             for unit in self.units():
                 unit.end_backward()
-        self._backward, self._first_backward = None, False
+        self._end, self._first_backward = None, False
         self._reductions = _Reductions([], self)
         self._expected_back.rewind()
 
@@ -233,11 +252,21 @@ class Schedule:
         with plain_tensors():
             for unit in self.units():
                 unit.reset()
-        self._running, self._backward = 0, None
+        self._running, self._end = 0, None
         self._entered, self._left = [], []
         self._ahead.clear()
         self._reductions = _Reductions([], self)
         self._expected_back.rewind()
+
+
+class _End:
+    """Called by autograd when a backward has ended. It dies uncalled if the backward raises."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self) -> None:
+        self._schedule._end_backward()
 
 
 class _Prediction:
@@ -331,7 +360,9 @@ class _Usage:
         wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
         key = tuple(flag for flags in wanted for flag in flags)
         if self.mode == "auto" and self._known.get(key):
-            return everything
+            # A backward that is not for the parameters at all (autograd.grad of the inputs)
+            # must not leave zeros behind.
+            return everything if any(any(flags) for flags in local) else local
         if key not in self._known:
             flat, order = _ask_store(local, reductions.completed, comm)
             schedule.adopt_order(order, groups)

@@ -25,8 +25,9 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.engine.schedule import Schedule, comm_for
 from vescale_fsdp.engine.tree import map_tensors
+from vescale_fsdp.ragged import RaggedTensor
 
 __all__ = ["Unit", "unit_of", "units_in"]
 
@@ -63,6 +64,7 @@ class Unit:
         self.schedule: Schedule | None = None
         self.pins = 0  # contexts that want the parameters to stay gathered
         self.held = False  # gathered at the user's request, until used or resharded
+        self._may_be_stale = False  # a backward has ended inside of the forward that is running
         self._depth = 0  # forwards of this unit that are running
         self._has_begun = False  # whether the schedule knows of the outermost of them
         self._call: boundary.Call | None = None  # of the forward that is running
@@ -74,18 +76,19 @@ class Unit:
 
     def gather(self) -> None:
         """Have the parameters gathered and registered when this returns. Outside of a pass too."""
+        self.start_gather()
         with plain_tensors():
-            schedule = self.ready_schedule()
             for group in self.groups:
-                group.start_gather(schedule.comm(group))
                 group.finish_gather()
 
     def start_gather(self) -> None:
         """Have the gathers of all groups under way when this returns."""
+        if self.schedule is None:  # before the first forward: somebody wants to look inside
+            check_materialized([self])
         with plain_tensors():
-            schedule = self.ready_schedule()
             for group in self.groups:
-                group.start_gather(schedule.comm(group))
+                schedule = self.schedule
+                group.start_gather(schedule.comm(group) if schedule else comm_for(group))
 
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""
@@ -93,6 +96,22 @@ class Unit:
             self.held = False
             for group in self.groups:
                 group.reshard()
+
+    def copy_gathered(self, state_dict: dict[str, Any]) -> None:
+        """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
+        storages = {group.buffer.full.region.storage._cdata for group in self.groups}
+        for key, value in state_dict.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, RaggedTensor)
+            if is_plain and value.untyped_storage()._cdata in storages:
+                state_dict[key] = value.clone()
+
+    def refuse_if_pinned(self, what: str) -> None:
+        """Raise if the parameters are gathered by `unsharded`: changes would be lost."""
+        if self.pins:
+            raise RuntimeError(
+                f"{what} inside of `unsharded(...)` would change the gathered parameters only, "
+                "which are dropped at its end; do it outside"
+            )
 
     @property
     def is_sharded(self) -> bool:
@@ -114,10 +133,13 @@ class Unit:
         self._depth += 1
         schedule = self.ready_schedule()
         if self._depth > 1:
-            if not all(group.is_gathered for group in self.groups):
-                self.gather()  # a backward in the middle of the outer call has freed them
+            if self._may_be_stale:  # and an optimizer may have stepped since
+                self.reshard()
+            self.gather()
             return args, kwargs
-        if self._in_backward:  # an activation checkpoint runs the forward again
+        self._may_be_stale = False
+        if self._in_backward and compat.current_backward() != -1:
+            # An activation checkpoint runs the forward again.
             self.gather()
             return self._cast_inputs((args, kwargs))
         with plain_tensors():
@@ -169,10 +191,18 @@ class Unit:
         return map_tensors(lambda tensor: _cast(tensor, dtype), value)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no forward or backward runs and nobody has asked for gathered parameters."""
+        running = self.schedule is not None and self.schedule.is_running
+        return not (running or self._depth or self.pins or self.held)
+
+    @property
     def may_release(self) -> bool:
-        """Whether nobody is known to need the gathered parameters after a finished forward."""
-        wanted = self.pins or self.held or self.reshard_after_forward is False
-        return not self._open_calls and not wanted
+        """Whether gathered parameters that a finished forward has left may be freed."""
+        # Decided by what is the same on every rank; who still holds a graph is not.
+        if self.pins or self.held:
+            return False
+        return self.reshard_after_forward is not False or any(g.is_stale for g in self.groups)
 
     @property
     def trainable(self) -> bool:
@@ -206,12 +236,13 @@ class Unit:
     def end_backward(self) -> None:
         """The whole backward has ended."""
         self._in_backward = False
+        self._may_be_stale = self._depth > 0
         if self.reshard_after_backward:
             self.reshard()
 
     def reset(self) -> None:
         """Forget a step that was broken off."""
-        self._depth, self._call, self._has_begun, self._in_backward = 0, None, False, False
+        self._call, self._has_begun, self._in_backward = None, False, False
         self._open_calls.clear()
         for group in self.groups:
             group.reset()
@@ -249,13 +280,24 @@ def make_root(unit: Unit) -> None:
     for name, below in units.items():
         below.fqn = name
         for group in below.groups:
-            group.rebind()
+            if group.is_sharded:
+                group.rebind()
             for slot in group.slots:
-                slot.fqn = names.get(id(slot.sharded), slot.fqn)
+                registered = slot.sharded if group.is_sharded else slot.gathered
+                slot.fqn = names.get(id(registered), slot.fqn)
+    check_materialized(list(units.values()))
+    schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
+    unit.is_root = True
+    for below in units.values():
+        below.schedule = schedule
+
+
+def check_materialized(units: list[Unit]) -> None:
+    """Raise if a parameter of the units has no data yet."""
     on_meta = [
         slot.fqn
-        for below in units.values()
-        for group in below.groups
+        for unit in units
+        for group in unit.groups
         for slot in group.slots
         if group.buffer.full_face is None
     ]
@@ -265,10 +307,6 @@ def make_root(unit: Unit) -> None:
             f"following were still on meta device: {on_meta}\n"
             "For example, call module.to_empty(device) and load or initialize the weights"
         )
-    schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
-    unit.is_root = True
-    for below in units.values():
-        below.schedule = schedule
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
