@@ -232,7 +232,8 @@ class Group:
         return self._version() != self._kept_version
 
     def _version(self) -> int:
-        return sum(slot.local._version for slot in self.slots)
+        # Of the wrapper: below it, where operators run on the local part, nothing is counted.
+        return sum(slot.sharded._version for slot in self.slots)
 
     # Gradients
 
