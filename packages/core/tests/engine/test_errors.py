@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -377,3 +377,17 @@ def test_operator_without_a_meaning_on_shards_names_the_way_out(
     operator: Callable[[Tensor], Any],
 ) -> None:
     run_ranks(check_unsupported_operator, 2, operator)
+
+
+def units_on_different_meshes() -> None:
+    both = init_device_mesh("cpu", (2,))
+    alone = DeviceMesh("cpu", [dist.get_rank()])
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=alone)
+    fully_shard(model, mesh=both)
+    with pytest.raises(NotImplementedError, match="different meshes"):
+        model(torch.ones(1, 2))
+
+
+def test_units_on_different_meshes_are_refused_by_name() -> None:
+    run_ranks(units_on_different_meshes, 2)

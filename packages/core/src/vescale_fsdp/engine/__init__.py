@@ -2,7 +2,9 @@
 
 `api` makes a `unit` of a module; a unit owns `group` s (one buffer each) and has a `boundary` in
 the autograd graph; the units of a model share a `schedule`. `agreement` compares ranks through
-the store, `granularity` says what must not be cut, `clip` clips, `methods` are FSDP2's.
+the store, `usage` tells which parameters got a gradient, `comms` makes communicators,
+`granularity` says what must not be cut, `blocks` finds units, `tree` finds tensors, `clip` clips,
+`methods` are FSDP2's.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

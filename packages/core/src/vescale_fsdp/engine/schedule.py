@@ -15,8 +15,6 @@ reversed, in the first backward, and afterwards the order in which the first ran
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import weakref
 from collections import deque
@@ -24,12 +22,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import Comm, choose_reduction, plain_tensors
-from vescale_fsdp.engine.agreement import agree, exchange
+from vescale_fsdp.dbuffer import Comm, plain_tensors
+from vescale_fsdp.engine.agreement import agree
+from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
@@ -61,6 +60,11 @@ class Schedule:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
+        if any(group.mesh != groups[0].mesh for group in groups):
+            raise NotImplementedError(
+                "units of one model on different meshes are not there yet in vescale_fsdp, got "
+                f"{[str(group.mesh) for group in groups]}; pass the same mesh to each fully_shard"
+            )
         if groups:
             self._all_ranks = compat.mesh_group(groups[0].mesh, 0)
             agree("model", _describe(units), self._all_ranks, _SAME_MODEL)
@@ -80,7 +84,7 @@ class Schedule:
         self._expected_back = _Prediction([])
         self._order = [weakref.ref(group) for group in reversed(groups)]
         self._reductions = _Reductions([], self)
-        self._usage = _Usage(unused)
+        self._usage = Usage(unused)
 
     def units(self) -> list[Unit]:
         """The units that are still alive, outermost first."""
@@ -229,23 +233,27 @@ class Schedule:
                 self._announce("the end of the backward")
             self._drop_ahead()
             self._reductions.finish()
-            groups = self._reductions.groups
-            used = self._usage.of(self._reductions, self)
-            for group, flags in zip(groups, used, strict=True):
-                group.publish(flags)
-            for pool in {id(group.pool): group.pool for group in groups}.values():
-                pool.trim()
+            self._publish()
             for unit in self.units():
                 unit.end_backward()
         self._end, self._first_backward = None, False
         self._reductions = _Reductions([], self)
         self._expected_back.rewind()
 
-    def adopt_order(self, positions: list[int], groups: list[Group]) -> None:
-        """Reduce in another order from now on: ``positions`` are indices into ``groups``."""
-        chosen = [groups[position] for position in positions]
-        rest = [ref for ref in self._order if all(ref() is not group for group in chosen)]
-        self._order = [*map(weakref.ref, chosen), *rest]
+    def _publish(self) -> None:
+        """Set the gradients, and adopt the first rank's order of reductions when it is new."""
+        groups = self._reductions.groups
+        if not groups:
+            return
+        completed = self._reductions.completed
+        used, order = self._usage.of(groups, completed, self.comm(groups[0]))
+        for group, flags in zip(groups, used, strict=True):
+            group.publish(flags)
+        for pool in {id(group.pool): group.pool for group in groups}.values():
+            pool.trim()
+        first = [groups[position] for position in order]
+        rest = [ref for ref in self._order if all(ref() is not group for group in first)]
+        self._order = [*map(weakref.ref, first), *rest]
 
     def reset(self) -> None:
         """Forget a step that was broken off by an exception. Its gradients are lost."""
@@ -331,94 +339,6 @@ class _Reductions:
         """Wait for the oldest reductions until ``most`` are in flight."""
         while len(self._flying) > most:
             self._flying.popleft().finish_reduce()
-
-
-class _Usage:
-    """Which parameters were used on any rank: only those get a gradient.
-
-    "exchange" asks the other ranks after every backward; "zeros" never asks and gives every
-    trainable parameter a gradient; "auto" asks once and, if every parameter was used
-    everywhere, takes that for granted from then on.
-    """
-
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-        self._known: dict[tuple[int, ...], bool] = {}  # by trainable parameters: all are used
-
-    def of(self, reductions: _Reductions, schedule: Schedule) -> list[list[bool]]:
-        """One flag per slot of each group that was reduced. Collective."""
-        groups = reductions.groups
-        local = [[slot.used for slot in group.slots] for group in groups]
-        if not groups:
-            return local
-        everything = [[True] * len(flags) for flags in local]
-        if self.mode == "zeros":
-            return everything
-        comm = schedule.comm(groups[0])
-        if comm.size == 1:
-            return local
-        wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
-        key = tuple(flag for flags in wanted for flag in flags)
-        if self.mode == "auto" and self._known.get(key):
-            # A backward that is not for the parameters at all (autograd.grad of the inputs)
-            # must not leave zeros behind.
-            return everything if any(any(flags) for flags in local) else local
-        if key not in self._known:
-            flat, order = _ask_store(local, reductions.completed, comm)
-            schedule.adopt_order(order, groups)
-            self._known[key] = all(u or not w for u, w in zip(flat, key, strict=True))
-        else:
-            flat = _ask_ranks(local, comm, groups[0].buffer.shard.device)
-        flags = iter(flat)
-        return [[next(flags) for _ in group] for group in local]
-
-
-def _ask_store(
-    local: list[list[bool]], completed: list[int], comm: Comm
-) -> tuple[list[bool], list[int]]:
-    """The flags of all ranks or-ed, and the first rank's order of completion."""
-    flat = [flag for flags in local for flag in flags]
-    payload = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
-
-    def merge(payloads: list[str]) -> str:
-        found = [json.loads(p) for p in payloads]
-        used = [
-            "1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)
-        ]
-        return json.dumps({"used": "".join(used), "order": found[0]["order"]})
-
-    answer = json.loads(exchange("used parameters", payload, comm.reduce_group, merge))
-    return [flag == "1" for flag in answer["used"]], answer["order"]
-
-
-def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> list[bool]:
-    """The flags of all ranks or-ed, by a small collective (one byte per parameter)."""
-    flags = torch.tensor([f for group in local for f in group], dtype=torch.uint8, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=comm.reduce_group)
-    return [bool(flag) for flag in flags.tolist()]
-
-
-# The communicators of each set of ranks, made once: a model with several roots shares them. With
-# them the world they belong to: after a restart of torch.distributed they are of no use.
-_COMMS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, Comm]] = {}
-atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the interpreter
-
-
-def comm_for(group: Group) -> Comm:
-    """The communicators of a group's mesh axis. Collective over the axis at the first call."""
-    axis_group = compat.mesh_group(group.mesh, 0)
-    ranks = dist.get_process_group_ranks(axis_group)
-    world, comm = _COMMS.get(tuple(ranks), (None, None))
-    if comm is None or world is not dist.group.WORLD:
-        comm = Comm(
-            gather_group=compat.new_group(ranks),
-            reduce_group=compat.new_group(ranks),
-            rank=group.rank,
-            size=group.num_shards,
-            reduction=choose_reduction(dist.get_backend(axis_group)),
-        )
-        _COMMS[tuple(ranks)] = (dist.group.WORLD, comm)
-    return comm
 
 
 def _describe(units: list[Unit]) -> list[str]:

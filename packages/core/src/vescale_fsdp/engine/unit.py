@@ -24,8 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.schedule import Schedule, comm_for
+from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.ragged import RaggedTensor
 

@@ -1,0 +1,87 @@
+"""Which parameters got a gradient on any rank: those that did on none keep ``.grad`` None."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.dbuffer import Comm
+from vescale_fsdp.engine.agreement import exchange
+from vescale_fsdp.engine.group import Group
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """Which parameters were used on any rank: only those get a gradient.
+
+    "exchange" asks the other ranks after every backward; "zeros" never asks and gives every
+    trainable parameter a gradient; "auto" asks once and, if every parameter was used
+    everywhere, takes that for granted from then on.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._known: dict[tuple[int, ...], bool] = {}  # by trainable parameters: all are used
+
+    def of(
+        self, groups: list[Group], completed: list[int], comm: Comm
+    ) -> tuple[list[list[bool]], list[int]]:
+        """One flag per slot of each group that was reduced. Collective.
+
+        Args:
+            groups: those that were reduced, in the order of reduction.
+            completed: positions in ``groups``, in the order in which this rank completed them.
+            comm: of the ranks that reduced.
+
+        Returns:
+            The flags, and the order in which the first rank completed the groups, where that was
+            asked for (else empty).
+        """
+        local = [[slot.used for slot in group.slots] for group in groups]
+        everything = [[True] * len(flags) for flags in local]
+        if self.mode == "zeros":
+            return everything, []
+        if comm.size == 1:
+            return local, []
+        wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
+        key = tuple(flag for flags in wanted for flag in flags)
+        if self.mode == "auto" and self._known.get(key):
+            # A backward that is not for the parameters at all (autograd.grad of the inputs)
+            # must not leave zeros behind.
+            return (everything if any(any(flags) for flags in local) else local), []
+        order: list[int] = []
+        if key not in self._known:
+            flat, order = _ask_store(local, completed, comm)
+            self._known[key] = all(u or not w for u, w in zip(flat, key, strict=True))
+        else:
+            flat = _ask_ranks(local, comm, groups[0].buffer.shard.device)
+        flags = iter(flat)
+        return [[next(flags) for _ in group] for group in local], order
+
+
+def _ask_store(
+    local: list[list[bool]], completed: list[int], comm: Comm
+) -> tuple[list[bool], list[int]]:
+    """The flags of all ranks or-ed, and the first rank's order of completion."""
+    flat = [flag for flags in local for flag in flags]
+    payload = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
+
+    def merge(payloads: list[str]) -> str:
+        found = [json.loads(p) for p in payloads]
+        used = [
+            "1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)
+        ]
+        return json.dumps({"used": "".join(used), "order": found[0]["order"]})
+
+    answer = json.loads(exchange("used parameters", payload, comm.reduce_group, merge))
+    return [flag == "1" for flag in answer["used"]], answer["order"]
+
+
+def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> list[bool]:
+    """The flags of all ranks or-ed, by a small collective (one byte per parameter)."""
+    flags = torch.tensor([f for group in local for f in group], dtype=torch.uint8, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=comm.reduce_group)
+    return [bool(flag) for flag in flags.tolist()]
