@@ -17,14 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DTENSOR_SUBCLASSES_NEED_A_MODE",
     "DTensorSpec",
+    "DispatchMode",
     "NormPartial",
     "Store",
     "TensorMeta",
     "all_gather_single",
     "all_to_all_single",
+    "call_in_mode",
     "current_backward",
     "default_store",
     "mesh_group",
@@ -94,6 +98,33 @@ def support_foreach(tensor_type: type[torch.Tensor]) -> None:
     """Let ``torch.optim`` pick its foreach kernels for a tensor type: it goes by exact type."""
     if tensor_type not in _foreach_supported_types:
         _foreach_supported_types.append(tensor_type)
+
+
+# Before 2.13, operators on a subclass of DTensor go to DTensor's own dispatch in C++, past the
+# ``__torch_dispatch__`` of the subclass. A dispatch mode is asked before that.
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+DTENSOR_SUBCLASSES_NEED_A_MODE = _VERSION < (2, 13)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sends the operators on tensors of one type to a function, and lets all others pass."""
+
+    def __init__(self, tensor_type: type[torch.Tensor], dispatch: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensor_type, self._dispatch = tensor_type, dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every operator while the mode is entered."""
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        if any(isinstance(leaf, self._tensor_type) for leaf in leaves):
+            return self._dispatch(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def call_in_mode(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a ``__torch_function__`` does that leaves all to ``mode``."""
+    with torch._C.DisableTorchFunctionSubclass(), mode:
+        return func(*args, **(kwargs or {}))
 
 
 def mesh_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:

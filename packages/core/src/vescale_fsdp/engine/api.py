@@ -222,8 +222,12 @@ def _check_mesh(mesh: object) -> None:
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    device_type = "cpu"
+    if torch.accelerator.is_available():  # a build for CUDA names it on machines without one too
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "there is one"
+        device_type = accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -53,6 +53,7 @@ class RaggedShard(Placement):
         self._set(dims, [(len(list(ranks)), units) for units, ranks in groupby(local_units)])
 
     def _set(self, dims: Sequence[int], runs: Iterable[_Run]) -> None:
+        super().__init__()  # a C++ object: torch 2.11 refuses one that was not initialised
         dims = tuple(dims)
         if dims != tuple(range(len(dims))):
             raise ValueError(

@@ -55,6 +55,17 @@ class RaggedTensor(DTensor):
 
         return dispatch(func, args, kwargs or {})
 
+    if compat.DTENSOR_SUBCLASSES_NEED_A_MODE:
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            from vescale_fsdp.ragged.dispatch import dispatch
+
+            mode = compat.DispatchMode(RaggedTensor, dispatch)
+            return compat.call_in_mode(mode, func, args, kwargs)
+
     @staticmethod
     def from_local(  # type: ignore[override]  # the shape cannot be guessed from one rank
         local_tensor: torch.Tensor,
