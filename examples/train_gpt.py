@@ -121,9 +121,10 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    args = parse_args()
     torch.set_num_threads(1)  # the processes share the cores
     dist.init_process_group("gloo")
     try:
-        train(parse_args())
+        train(args)
     finally:
         dist.destroy_process_group()

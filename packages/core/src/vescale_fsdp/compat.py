@@ -28,6 +28,7 @@ __all__ = [
     "TensorMeta",
     "all_gather_single",
     "all_to_all_single",
+    "axis_ranks",
     "call_in_mode",
     "current_backward",
     "default_store",
@@ -125,6 +126,11 @@ def call_in_mode(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What a ``__torch_function__`` does that leaves all to ``mode``."""
     with torch._C.DisableTorchFunctionSubclass(), mode:
         return func(*args, **(kwargs or {}))
+
+
+def axis_ranks(mesh: DeviceMesh, axis: int) -> list[int]:
+    """The global ranks along one axis of a mesh, those that include the caller."""
+    return dist.get_process_group_ranks(mesh_group(mesh, axis))
 
 
 def mesh_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:

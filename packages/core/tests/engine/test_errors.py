@@ -391,3 +391,16 @@ def units_on_different_meshes() -> None:
 
 def test_units_on_different_meshes_are_refused_by_name() -> None:
     run_ranks(units_on_different_meshes, 2)
+
+
+def outer_module_first() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model)
+    with pytest.raises(ValueError, match="inner modules first"):
+        fully_shard(model[0])
+    with pytest.raises(TypeError, match=r"MixedPrecisionPolicy\(param_dtype"):
+        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
+
+
+def test_wrong_order_and_wrong_policy_are_named() -> None:
+    run_ranks(outer_module_first, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,3 +372,24 @@ def check_pickle() -> None:
 
 def test_pickle_keeps_part_and_placement() -> None:
     run_ranks(check_pickle, 2)
+
+
+def saved_and_loaded(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12.0).view(3, 4)
+    rank = dist.get_rank()
+    buffer = torch.zeros(100)
+    buffer[:8] = whole.flatten()[:4].repeat(2) if rank == 0 else whole.flatten()[4:]
+    local = buffer[:4] if rank == 0 else buffer[:8]
+    placements = [RaggedShard((0,), (1, 2))]
+    tensor = RaggedTensor.from_local(local, mesh, placements, shape=(3, 4))
+    torch.save({"weight": nn.Parameter(tensor)}, path / f"{rank}.pt")
+    assert (path / f"{rank}.pt").stat().st_size < 8000
+    loaded = torch.load(path / f"{rank}.pt", weights_only=False)["weight"]
+    assert isinstance(loaded, nn.Parameter)
+    assert loaded.requires_grad
+    assert torch.equal(loaded.full_tensor(), whole)
+
+
+def test_torch_save_and_load_keep_the_part_of_each_rank(tmp_path: Path) -> None:
+    run_ranks(saved_and_loaded, 2, tmp_path)

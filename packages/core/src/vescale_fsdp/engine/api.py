@@ -24,6 +24,7 @@ from vescale_fsdp.engine.granularity import (
 from vescale_fsdp.engine.group import Group, ParamToShard
 from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.ragged import RaggedTensor
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
 
@@ -91,11 +92,11 @@ def fully_shard(
     _check_arguments(
         reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, granularity
     )
-    _check_engine_arguments(unused, in_flight)
+    _check_engine_arguments(mp_policy, unused, in_flight)
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
     device = _device(mesh)
-    params = _params_to_shard(module, ignored_params or set(), granularity)
+    params = _params_to_shard(module, set(ignored_params or ()), granularity)
     _move_buffers(module, device)
     unit = Unit(module, mp_policy, _as_bool(reshard_after_forward), unused, in_flight)
     with plain_tensors():
@@ -191,7 +192,12 @@ def _check_arguments(
     check_granularity(granularity)
 
 
-def _check_engine_arguments(unused: object, in_flight: object) -> None:
+def _check_engine_arguments(mp_policy: object, unused: object, in_flight: object) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
+            "dtype write MixedPrecisionPolicy(param_dtype=...)"
+        )
     if unused not in ("auto", "exchange", "zeros"):
         raise ValueError(
             f"fully_shard: unused must be 'auto', 'exchange' or 'zeros', got {unused!r}"
@@ -287,6 +293,11 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             f"Parameter '{fqn}' is shared with a parameter already managed by another FSDP "
             "group. Tied parameters must be in one unit for now: do not call fully_shard on "
             "the inner module that holds one of them, so that the outer call takes both"
+        )
+    if isinstance(param, RaggedTensor):
+        raise ValueError(
+            f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
+            "one; call fully_shard on the inner modules first, and on the whole model last"
         )
     if isinstance(param, DTensor):
         raise NotImplementedError(

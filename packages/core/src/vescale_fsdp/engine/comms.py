@@ -21,7 +21,7 @@ atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the inte
 def comm_for(group: Group) -> Comm:
     """The communicators of a group's mesh axis. Collective over the axis at the first call."""
     axis_group = compat.mesh_group(group.mesh, 0)
-    ranks = dist.get_process_group_ranks(axis_group)
+    ranks = compat.axis_ranks(group.mesh, 0)
     world, comm = _COMMS.get(tuple(ranks), (None, None))
     if comm is None or world is not dist.group.WORLD:
         comm = Comm(

@@ -60,7 +60,8 @@ class Schedule:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
-        if any(group.mesh != groups[0].mesh for group in groups):
+        axes = {tuple(compat.axis_ranks(group.mesh, 0)) for group in groups}
+        if len(axes) > 1:
             raise NotImplementedError(
                 "units of one model on different meshes are not there yet in vescale_fsdp, got "
                 f"{[str(group.mesh) for group in groups]}; pass the same mesh to each fully_shard"

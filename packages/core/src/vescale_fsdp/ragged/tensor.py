@@ -162,6 +162,12 @@ class RaggedTensor(DTensor):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The parts of one shard share memory: without the copy each would be saved with all.
+        is_param = isinstance(self, torch.nn.Parameter)
+        local = self._local_tensor.detach().clone()
+        return _rebuild, (local, self._spec, self.requires_grad, is_param)
+
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.local_range
         return (
@@ -232,6 +238,16 @@ def make_spec(
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> RaggedTensor:
     """A RaggedTensor around ``local``, unchecked. Several tensors may share one spec."""
     return RaggedTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+
+
+def _rebuild(
+    local: torch.Tensor, spec: DTensorSpec, requires_grad: bool, is_param: bool
+) -> RaggedTensor:
+    """What ``torch.load`` and ``pickle`` call."""
+    tensor = wrap_local(local, spec, requires_grad)
+    if is_param:
+        tensor._is_param = True  # how torch marks subclasses
+    return tensor
 
 
 def _ragged_axis(placements: Sequence[Placement]) -> int:
