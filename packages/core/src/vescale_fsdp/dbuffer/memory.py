@@ -158,7 +158,7 @@ def _trim_heap() -> None:
 
     Torch asks for aligned memory, and glibc 2.36 caches the slivers that it cuts off for that; a
     cached sliver keeps the free memory around it apart. What a step frees then does not fit the
-    next one, and the heap's resident part grows by some MB in every step, ours or not.
+    next one, and the heap's resident part grew by some MB in every step.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

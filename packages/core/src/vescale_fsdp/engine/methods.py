@@ -166,12 +166,9 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = _CLASSES[cls]
 
 
-def pinned(units: list[Unit]) -> AbstractContextManager[None]:
-    """Keep the parameters of ``units`` gathered within a context."""
-    return _Pinned(units)
-
-
 class _Pinned(AbstractContextManager[None]):
+    """Keeps the parameters of units gathered within a context."""
+
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
 
@@ -203,7 +200,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
             "unsharded(writeback=True) is not there yet; change the sharded parameters in place"
         )
     units = {id(unit): unit for module in modules for unit in units_in(module).values()}
-    return pinned(list(units.values()))
+    return _Pinned(list(units.values()))
 
 
 def _unit(module: Any) -> Unit:

@@ -9,8 +9,8 @@ gather is announced to the other ranks beforehand, so that a difference is an er
 Reductions follow one canonical order on every rank, whatever was used on it: a group whose
 gradients are complete waits until the groups before it have been issued, and at the end of the
 backward all that is left is issued, as zeros where there is no gradient. So ranks that use
-different units or parameters still issue the same collectives. The order is that of definition,
-reversed, in the first backward, and afterwards the order in which the first rank completed.
+different parameters still issue the same reductions. The order is that of definition, reversed, in
+the first backward, and afterwards the order in which the first rank completed.
 """
 
 from __future__ import annotations
