@@ -7,13 +7,17 @@ nowhere else, so that a new torch release is a change to one file.
 from __future__ import annotations
 
 import datetime
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.optim.optimizer import _foreach_supported_types
@@ -21,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTENSOR_SUBCLASSES_NEED_A_MODE",
+    "AsyncCollectiveTensor",
     "DTensorSpec",
     "DispatchMode",
     "NormPartial",
@@ -29,13 +34,16 @@ __all__ = [
     "all_gather_single",
     "all_to_all_single",
     "axis_ranks",
+    "broadcast",
     "call_in_mode",
     "current_backward",
     "default_store",
+    "group_over",
     "mesh_group",
     "new_group",
     "queue_backward_callback",
     "reduce_scatter_single",
+    "route_redistribute",
     "store_wait",
     "support_foreach",
 ]
@@ -60,10 +68,16 @@ def reduce_scatter_single(
 
 
 def all_to_all_single(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
 ) -> dist.Work:
-    """Start an even all-to-all of one flat tensor."""
-    work: dist.Work = dist.all_to_all_single(output, input, group=group, async_op=True)
+    """Start an all-to-all of one flat tensor: even, or by the elements for and from each rank."""
+    work: dist.Work = dist.all_to_all_single(
+        output, input, output_splits, input_splits, group=group, async_op=True
+    )
     return work
 
 
@@ -72,6 +86,51 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
     return group
+
+
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_GROUPS = weakref.WeakKeyDictionary()  # by default group: a new world has new communicators
+
+
+def group_over(ranks: list[int]) -> dist.ProcessGroup:
+    """A communicator over these global ranks, made at first use and kept. All of them call."""
+    world = dist.group.WORLD
+    assert world is not None, "a device mesh has initialised torch.distributed"
+    key = tuple(sorted(ranks))
+    if len(key) == dist.get_world_size():
+        return world
+    known = _GROUPS.setdefault(world, {})
+    if key not in known:
+        known[key] = new_group(list(key))
+    return known[key]
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Start a broadcast from a global rank."""
+    work: dist.Work = dist.broadcast(tensor, source, group=group, async_op=True)
+    return work
+
+
+def route_redistribute(
+    concerns: Callable[[Any], bool], redistribute: Callable[..., DTensor]
+) -> None:
+    """Let ``DTensor.redistribute`` hand over to us when a target placement concerns us.
+
+    Torch's own keeps the local tensor as it is for a placement that it does not know, and labels
+    it with that placement: wrong data without an error (torch 2.13). Everything else goes to
+    torch's method, unchanged. The only method of torch that we touch; see docs/design/ragged.md.
+    """
+    original = DTensor.redistribute
+
+    @functools.wraps(original)
+    def routed(
+        self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> DTensor:
+        if placements is not None and any(map(concerns, placements)):
+            return redistribute(self, device_mesh, placements, **options)
+        return original(self, device_mesh, placements, **options)
+
+    DTensor.redistribute = routed  # type: ignore[method-assign]
 
 
 def default_store() -> Store:

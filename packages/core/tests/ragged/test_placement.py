@@ -147,7 +147,7 @@ def test_is_none_of_the_placements_that_torch_knows() -> None:
         RaggedShard((), (0, 1)),
         RaggedShard((0, 1), (5, 7)),
         RaggedShard((), (0, 0)),
-        RaggedShard.from_interval(3, 100, 10_000, (1000, 1000)),
+        RaggedShard.from_interval(3, 100, 10_001, (1000, 1000)),
     ],
     ids=repr,
 )

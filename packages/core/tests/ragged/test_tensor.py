@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
@@ -91,9 +91,8 @@ def check_wrong_placements() -> None:
         with pytest.raises(ValueError, match=message):
             RaggedTensor.from_local(torch.zeros(4), mesh, placements, shape=(4, 2))
     grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    for placements in [[Shard(0), rows], [RaggedShard((0,), (1,)), rows]]:
-        with pytest.raises(ValueError, match="one RaggedShard and otherwise Replicate"):
-            RaggedTensor.distribute(torch.zeros(4, 2), grid, placements)
+    with pytest.raises(ValueError, match="one RaggedShard and otherwise Replicate"):
+        RaggedTensor.distribute(torch.zeros(4, 2), grid, [RaggedShard((0,), (1,)), rows])
 
 
 def test_placements_are_one_ragged_shard_that_fits_mesh_and_shape() -> None:
@@ -176,13 +175,15 @@ def test_full_tensor_is_a_copy(world_size: int) -> None:
 
 
 def check_cost_of_full_tensor() -> None:
-    for (x,) in distributed(random()):
+    mesh = make_mesh()
+    for units, expected in [((3, 3), 1), ((1, 5), 2), ((0, 6), 1)]:
+        x = RaggedTensor.distribute(random(), mesh, [RaggedShard((0,), units)])
         with CommDebugMode() as traffic:
             x.full_tensor()
-        assert traffic.get_total_counts() == 1
+        assert traffic.get_total_counts() == expected
 
 
-def test_full_tensor_is_one_collective() -> None:
+def test_full_tensor_is_one_gather_of_equal_parts_or_a_broadcast_per_holder() -> None:
     run_ranks(check_cost_of_full_tensor, 2)
 
 
@@ -223,7 +224,6 @@ def check_redistribute() -> None:
         assert replicated.placements == (Replicate(),)
         assert replicated.shape == (6, 16)
         assert torch.equal(replicated.to_local(), whole)
-        assert x.redistribute() is x
         assert x.redistribute(placements=list(x.placements)) is x
         assert x.redistribute(x.device_mesh, x.placements) is x
 
@@ -235,15 +235,18 @@ def test_redistribute_to_replicate_gathers(world_size: int) -> None:
 
 def check_redistribute_errors() -> None:
     for (x,) in distributed(random()):
-        for placement in (Shard(0), RaggedShard((0,), (3, 3)), RaggedShard((0,), (2, 4))):
-            with pytest.raises(NotImplementedError, match=r"not there yet; use full_tensor\(\)"):
-                x.redistribute(placements=[placement])
+        with pytest.raises(RuntimeError, match="needs placements"):
+            x.redistribute()
+        with pytest.raises(RuntimeError, match="sums are made by operators"):
+            x.redistribute(placements=[Partial()])
+        with pytest.raises(ValueError, match="is for 3 ranks"):
+            x.redistribute(placements=[RaggedShard((0,), (1, 2, 3))])
         other = init_device_mesh("cpu", (1, 2))
         with pytest.raises(NotImplementedError, match="another mesh"):
             x.redistribute(other, [Replicate(), Replicate()])
 
 
-def test_redistribute_elsewhere_raises_and_names_full_tensor() -> None:
+def test_a_target_that_cannot_be_raises() -> None:
     run_ranks(check_redistribute_errors, 2)
 
 

@@ -11,6 +11,18 @@ The unit is ``numel / sum(local_units)`` = 24 / 6 = 4 elements, one row. Rank 2 
 range [4, 16). The placement is stored as runs of equal counts, ``((1, 1), (1, 0), (1, 3),
 (1, 2))`` here, so that a tensor in the middle of 10,000 ranks costs a handful of integers.
 
+On a mesh of several axes the ragged cut comes last: it divides what the ``Shard`` placements of
+the other axes leave. DTensor reads placements from left to right, so a ``Shard`` to the left
+of the RaggedShard needs nothing, and neither does one to the right whose dimension the units do
+not divide: the two cuts commute. A ``Shard`` to the right on a dimension of ``dims`` has cut it
+out of turn, and ``split_factor`` records into how many parts, as torch's strided shard does.
+Tensor parallelism over two ranks first, then rows (2, 1) over three::
+
+    mesh (data 3, tensor 2)     [RaggedShard((0,), (2, 1, 0), split_factor=2), Shard(0)]
+
+    rows of (6, 4)              0 1 | 2 | 3 4 | 5         tensor rank 0 has rows 0-2,
+    held by (data, tensor)      0,0  1,0  0,1  1,1        tensor rank 1 has rows 3-5
+
 Source: arXiv 2602.22437, section on RaggedShard; canonical units are ours (the same cut must
 be the same placement, whatever common factor it was written with).
 """
@@ -38,6 +50,8 @@ class RaggedShard(Placement):
             ``()`` means that the whole tensor is one unit.
         local_units: units per rank along the mesh axis, zeros allowed. They are divided by
             their greatest common divisor: ``(2, 4)`` and ``(1, 2)`` are the same placement.
+        split_factor: into how many parts axes to the right of this one have cut a dimension of
+            ``dims`` before (see the module's docstring); 1 if none has.
 
     The units say where the cuts are, not which granularity was asked for: 10 elements in
     blocks of 4 may be cut as (8, 2), which is (4, 1) in units of 2. Code that depends on
@@ -47,14 +61,20 @@ class RaggedShard(Placement):
     """
 
     dims: tuple[int, ...]
+    split_factor: int
     _runs: tuple[_Run, ...]
 
-    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
-        self._set(dims, [(len(list(ranks)), units) for units, ranks in groupby(local_units)])
+    def __init__(
+        self, dims: Sequence[int], local_units: Sequence[int], *, split_factor: int = 1
+    ) -> None:
+        runs = [(len(list(ranks)), units) for units, ranks in groupby(local_units)]
+        self._set(dims, runs, split_factor)
 
-    def _set(self, dims: Sequence[int], runs: Iterable[_Run]) -> None:
+    def _set(self, dims: Sequence[int], runs: Iterable[_Run], split_factor: int) -> None:
         super().__init__()  # a C++ object: torch 2.11 refuses one that was not initialised
         dims = tuple(dims)
+        if split_factor < 1:
+            raise ValueError(f"RaggedShard.split_factor must be at least 1, got {split_factor}")
         if dims != tuple(range(len(dims))):
             raise ValueError(
                 f"RaggedShard.dims must be a prefix (0, 1, ...) of the dimensions, got {dims}"
@@ -71,6 +91,7 @@ class RaggedShard(Placement):
             raise ValueError("RaggedShard.local_units must name at least one rank, got none")
         divisor = math.gcd(*(units for _, units in merged)) or 1
         self.dims = dims
+        self.split_factor = split_factor
         self._runs = tuple((count, units // divisor) for count, units in merged)
 
     @classmethod
@@ -93,35 +114,71 @@ class RaggedShard(Placement):
             shape: of the tensor; decides how few dimensions express the cuts.
 
         Costs O(1) time and memory, whatever the number of ranks.
+
+        Raises:
+            ValueError: the tensor does not lie in the buffer.
         """
         numel = math.prod(shape)
+        stop = start + numel
+        if start < 0 or stop > shard_size * num_shards:
+            raise ValueError(
+                f"a tensor of {numel} elements at {start} does not lie in a buffer of {num_shards} "
+                f"shards of {shard_size} elements; pass the offset and shard size of its layout"
+            )
         if numel == 0:
             return cls._from_runs((), ((num_shards, 0),))
-        stop = start + numel
         first, last = start // shard_size, (stop - 1) // shard_size
         if first == last:
             return cls.owner(first, num_shards)
         head, tail = (first + 1) * shard_size - start, stop - last * shard_size
-        middle = last - first - 1
-        unit = math.gcd(head, tail, shard_size if middle else 0)
-        trailing, num_dims = numel, 0
-        while unit % trailing:
-            trailing //= shape[num_dims]
-            num_dims += 1
         runs = (
             (first, 0),
             (1, head),
-            (middle, shard_size),
+            (last - first - 1, shard_size),
             (1, tail),
             (num_shards - last - 1, 0),
         )
+        return cls.from_runs_of_elements(runs, shape)
+
+    @classmethod
+    def from_runs_of_elements(cls, runs: Iterable[_Run], shape: Sequence[int]) -> RaggedShard:
+        """The placement that gives ranks so many elements of a tensor of ``shape``.
+
+        Args:
+            runs: ``(number of consecutive ranks, elements that each of them holds)``, in rank
+                order; together the elements of the tensor.
+            shape: of the tensor; decides how few dimensions express the cuts.
+        """
+        runs = tuple(runs)
+        held = sum(count * elements for count, elements in runs)
+        assert held == math.prod(shape), f"{held} elements are given out, of shape {shape}"
+        unit = math.gcd(*(elements for count, elements in runs if count))
+        trailing, num_dims = held, 0
+        while unit and unit % trailing:
+            trailing //= shape[num_dims]
+            num_dims += 1
         return cls._from_runs(range(num_dims), runs)
 
     @classmethod
-    def _from_runs(cls, dims: Sequence[int], runs: Iterable[_Run]) -> RaggedShard:
+    def _from_runs(
+        cls, dims: Sequence[int], runs: Iterable[_Run], split_factor: int = 1
+    ) -> RaggedShard:
         placement = cls.__new__(cls)
-        placement._set(dims, runs)
+        placement._set(dims, runs, split_factor)
         return placement
+
+    def with_split_factor(self, split_factor: int) -> RaggedShard:
+        """The same cut, where axes to the right have split a dimension of ``dims`` before."""
+        return RaggedShard._from_runs(self.dims, self._runs, split_factor)
+
+    def cuts_like(self, other: RaggedShard) -> bool:
+        """Whether both cut a tensor at the same places; ``dims`` may be written differently."""
+        return self._runs == other._runs and self.split_factor == other.split_factor
+
+    @property
+    def runs(self) -> tuple[_Run, ...]:
+        """``(number of consecutive ranks, units that each of them holds)``, in lowest terms."""
+        return self._runs
 
     @property
     def num_shards(self) -> int:
@@ -184,14 +241,15 @@ class RaggedShard(Placement):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RaggedShard):
             return False
-        return self.dims == other.dims and self._runs == other._runs
+        return self.dims == other.dims and self.cuts_like(other)
 
     def __hash__(self) -> int:
-        return hash((RaggedShard, self.dims, self._runs))
+        return hash((RaggedShard, self.dims, self._runs, self.split_factor))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The base class is a C++ object: the default protocol cannot rebuild it.
-        return RaggedShard._from_runs, (self.dims, self._runs)
+        # The base class is a C++ object: the default protocol cannot rebuild it. A function, not
+        # a bound method: torch.load(weights_only=True) allows only what it knows by name.
+        return _rebuild_placement, (self.dims, self._runs, self.split_factor)
 
     def __repr__(self) -> str:
         if len(self._runs) > 8:
@@ -200,4 +258,12 @@ class RaggedShard(Placement):
             units = f"{self._runs} as (ranks, units)"
         else:
             units = f"{self.local_units}"
-        return f"RaggedShard(dims={self.dims}, local_units={units})"
+        strided = f", split_factor={self.split_factor}" if self.split_factor > 1 else ""
+        return f"RaggedShard(dims={self.dims}, local_units={units}{strided})"
+
+
+def _rebuild_placement(
+    dims: tuple[int, ...], runs: tuple[_Run, ...], split_factor: int
+) -> RaggedShard:
+    """What ``pickle`` and ``torch.load`` call."""
+    return RaggedShard._from_runs(dims, runs, split_factor)

@@ -17,7 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "contiguous_strides", "flat_range_to_boxes"]
+import torch
+
+__all__ = ["Box", "contiguous_strides", "flat_range_to_boxes", "intersection"]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -35,6 +37,12 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]  # one per dimension of the tensor
     start: int  # first element, counted from the start of the range
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of this part of a tensor that has all dimensions."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
 
 def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cover the half-open flat range [start, stop) of a row-major tensor exactly once.
@@ -45,6 +53,19 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box
     boxes: list[Box] = []
     _append_boxes(boxes, tuple(shape), start, stop, (), 0)
     return boxes
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The elements that lie in both boxes; ``start`` is that of ``first``. None if there are none.
+
+    The result is a box inside ``first``, not always contiguous there.
+    """
+    offsets = tuple(map(max, first.offsets, second.offsets))
+    sizes = tuple(
+        min(first.offsets[d] + first.sizes[d], second.offsets[d] + second.sizes[d]) - offsets[d]
+        for d in range(len(offsets))
+    )
+    return Box(offsets, sizes, first.start) if all(size > 0 for size in sizes) else None
 
 
 def _append_boxes(

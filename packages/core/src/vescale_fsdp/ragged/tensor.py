@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -28,9 +27,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.ragged.holdings import (
+    check_placements,
+    holding_of,
+    ragged_axis_of,
+    remaining_box,
+)
+from vescale_fsdp.ragged.pending import PendingTensor
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.regions import Box, contiguous_strides, flat_range_to_boxes
+from vescale_fsdp.ragged.redistribute import move, respecified
+from vescale_fsdp.ragged.regions import Box, contiguous_strides
 
 __all__ = ["RaggedTensor"]
 
@@ -38,8 +45,8 @@ __all__ = ["RaggedTensor"]
 class RaggedTensor(DTensor):
     """A tensor of which this rank holds a flat range, as its ``RaggedShard`` says.
 
-    Invariants: exactly one RaggedShard among the placements and ``Replicate`` elsewhere; the
-    local tensor is 1-D and has the length of ``local_range``; the global tensor is contiguous.
+    Invariants: exactly one RaggedShard among the placements; the local tensor is 1-D and has the
+    length of ``local_range``; the global tensor is contiguous.
 
     Pointwise, in-place, ``foreach`` and ``fused`` operators run on the local part without
     communication. Norms give a partial DTensor. Everything else raises and names the way out.
@@ -88,21 +95,39 @@ class RaggedTensor(DTensor):
                 f"{tuple(shape)}, but the local tensor has shape {tuple(local_tensor.shape)}; "
                 "pass the flat part with that many elements"
             )
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            return cast(RaggedTensor, _FromLocal.apply(local_tensor, spec))  # type: ignore[no-untyped-call]
         return wrap_local(local_tensor.detach(), spec, local_tensor.requires_grad)
 
     @staticmethod
     def distribute(
         full_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
     ) -> RaggedTensor:
-        """Keep this rank's part of a full tensor that every rank holds. A local copy only."""
+        """Keep this rank's part of a full tensor that every rank holds. A local copy only.
+
+        Raises:
+            ValueError: as `from_local`, or a placement is ``Partial``.
+        """
         spec = make_spec(device_mesh, placements, full_tensor.shape, full_tensor.dtype)
-        start, stop = _local_range(spec)
-        return wrap_local(full_tensor.detach().reshape(-1)[start:stop].clone(), spec, False)
+        if any(p.is_partial() for p in spec.placements):
+            raise ValueError(
+                f"a full tensor cannot be distributed as {spec.placements}: no Partial"
+            )
+        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec))
+        local = full_tensor.new_empty(held.local_shape)
+        with torch.no_grad():
+            for box in held.boxes:
+                numel = math.prod(box.sizes)
+                part = local[box.start : box.start + numel].view(box.sizes)
+                part.copy_(box.of(full_tensor.detach()))
+        return wrap_local(local, spec, False)
 
     @property
     def ragged_axis(self) -> int:
         """The mesh axis that carries the RaggedShard."""
-        return _ragged_axis(self._spec.placements)
+        axis = ragged_axis_of(self._spec.placements)
+        assert axis is not None, "a RaggedTensor has a RaggedShard"
+        return axis
 
     @property
     def ragged_placement(self) -> RaggedShard:
@@ -111,50 +136,69 @@ class RaggedTensor(DTensor):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The half-open flat range of the global tensor that this rank holds, in elements."""
+        """The half-open flat range that this rank holds, in elements.
+
+        Of the whole tensor; where other axes have a ``Shard``, of what they leave of it.
+        """
         return _local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's flat part. Differentiable; the gradient comes back with this placement."""
+        """This rank's flat part. Differentiable.
+
+        The gradient is taken to have the placements of this tensor, or ``grad_placements``.
+        """
+        local = self._local_tensor
+        if isinstance(local, PendingTensor):
+            local = local.wait()
         if not torch.is_grad_enabled() or not self.requires_grad:
-            return self._local_tensor
-        return cast(torch.Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
+            return local
+        spec = self._spec
+        if grad_placements is not None:
+            spec = make_spec(spec.mesh, grad_placements, spec.shape, self.dtype)
+        return cast(torch.Tensor, _ToLocal.apply(self, spec))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank. Differentiable (the gradient is cut locally).
+        """The whole tensor on every rank. Differentiable.
 
-        Cost: one even all-gather of ``num_shards`` times the largest local part.
+        The gradient is taken to be the same on every rank, and cut locally; with
+        ``grad_placements`` of ``Partial`` it is summed over the ranks instead.
+
+        Cost: what `redistribute` to ``Replicate`` costs: each rank receives what it lacks.
         """
-        return cast(torch.Tensor, _FullTensor.apply(self))  # type: ignore[no-untyped-call]
+        replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return replicated.to_local(grad_placements=grad_placements)
 
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
-        **options: Any,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """Change the placements: to the same ones, or to ``Replicate`` on every axis.
+        """Change the placements, with the least communication. Differentiable.
 
-        Other targets are not there yet and raise; ``full_tensor()`` reaches all of them.
+        Arguments and results are those of ``DTensor.redistribute``; targets may be ragged, and
+        so may the source. File `redistribute` has the cost of each case. With ``async_op`` the
+        result's local tensor arrives at its first use.
+
+        Raises:
+            ValueError: the placements do not fit the tensor or the mesh.
+            NotImplementedError: another mesh, or a placement unknown here.
+            RuntimeError: no placements, or ``Partial`` where the tensor is not.
         """
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise NotImplementedError(
-                f"RaggedTensor.redistribute to another mesh ({device_mesh}) is not there yet; "
-                "use full_tensor() and distribute the result"
-            )
-        if placements is None or tuple(placements) == self._spec.placements:
-            return self
-        if all(placement.is_replicate() for placement in placements):
-            return DTensor.from_local(
-                self.full_tensor(), self.device_mesh, list(placements), run_check=False
-            )
-        raise NotImplementedError(
-            f"RaggedTensor.redistribute from {self._spec.placements} to {tuple(placements)} is "
-            "not there yet; use full_tensor() and distribute the result"
+        return redistribute(
+            self,
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        copied = wrap_local(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+        copied = wrap_local(self._arrived().clone(), self._spec, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True  # how torch marks subclasses
         if self.grad is not None:
@@ -165,24 +209,29 @@ class RaggedTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The parts of one shard share memory: without the copy each would be saved with all.
         is_param = isinstance(self, torch.nn.Parameter)
-        local = self._local_tensor.detach().clone()
-        return _rebuild, (local, self._spec, self.requires_grad, is_param)
+        return _rebuild, (self._arrived().clone(), self._spec, self.requires_grad, is_param)
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.local_range
         return (
             f"RaggedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"placements={self._spec.placements}, local=[{start}, {stop}) "
-            f"{self._local_tensor})"
+            f"{self._arrived()})"
         )
+
+    def _arrived(self) -> torch.Tensor:
+        """The local part, detached, after it has arrived."""
+        local = self._local_tensor
+        return (local.wait() if isinstance(local, PendingTensor) else local).detach()
 
     # Distributed checkpoint's protocol. It knows boxes; a flat range is up to 2*ndim-1 of them.
 
     def _boxes(self) -> list[Box]:
+        spec = self._spec
         if self.numel() == 0:  # nobody holds an element: the first rank names the entry
-            first = self.device_mesh.get_local_rank(self.ragged_axis) == 0
+            first = not any(_coordinate(spec))
             return [Box((0,) * self.dim(), tuple(self.shape), 0)] if first else []
-        return flat_range_to_boxes(self.shape, *self.local_range)
+        return holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec)).boxes
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
@@ -205,7 +254,7 @@ class RaggedTensor(DTensor):
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 numel = math.prod(box.sizes)
-                return self._local_tensor.detach()[box.start : box.start + numel].view(box.sizes)
+                return self._arrived()[box.start : box.start + numel].view(box.sizes)
         raise ValueError(
             f"checkpoint entry {index.fqn!r} has a chunk at {index.offset}, but this rank holds "
             f"{[box.offsets for box in self._boxes()]}"
@@ -215,22 +264,13 @@ class RaggedTensor(DTensor):
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The DTensor spec of a contiguous tensor with one RaggedShard, checked against its shape."""
+    """The DTensor spec of a contiguous tensor with one RaggedShard, checked against its shape.
+
+    Raises:
+        ValueError: as `check_placements` says.
+    """
     placements = tuple(placements)
-    ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    others = [p for p in placements if not isinstance(p, RaggedShard | Replicate)]
-    if len(placements) != mesh.ndim or len(ragged) != 1 or others:
-        raise ValueError(
-            f"a RaggedTensor needs one RaggedShard and otherwise Replicate, one placement per "
-            f"axis of the mesh; got {placements} for a mesh of {mesh.ndim} axes"
-        )
-    placement = cast(RaggedShard, placements[ragged[0]])
-    if placement.num_shards != mesh.size(ragged[0]):
-        raise ValueError(
-            f"{placement} is for {placement.num_shards} ranks, but axis {ragged[0]} of the mesh "
-            f"has {mesh.size(ragged[0])}"
-        )
-    placement.unit_numel(shape)
+    check_placements(shape, placements, mesh.shape)
     shape = torch.Size(shape)
     return DTensorSpec(mesh, placements, TensorMeta(shape, contiguous_strides(shape), dtype))
 
@@ -250,62 +290,146 @@ def _rebuild(
     return tensor
 
 
-def _ragged_axis(placements: Sequence[Placement]) -> int:
-    return next(axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard))
+def redistribute(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """``DTensor.redistribute`` where the source or the target is ragged."""
+    if device_mesh is not None and device_mesh != tensor.device_mesh:
+        raise NotImplementedError(
+            f"redistribute from {tensor.device_mesh} to another mesh ({device_mesh}) is not there "
+            "yet; use full_tensor() and distribute the result"
+        )
+    if placements is None:
+        raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
+    target = respecified(tensor._spec, placements)
+    if tensor._spec.placements == target.placements and forward_dtype in (None, tensor.dtype):
+        return tensor
+    moved: DTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]
+        tensor, target.placements, async_op, forward_dtype, backward_dtype
+    )
+    return moved
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A RaggedTensor or a plain DTensor around ``local``, as the placements of ``spec`` say."""
+    if ragged_axis_of(spec.placements) is not None:
+        return wrap_local(local, spec, False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _local_range(spec: DTensorSpec) -> tuple[int, int]:
-    axis = _ragged_axis(spec.placements)
+    here, axis = _coordinate(spec), ragged_axis_of(spec.placements)
+    assert axis is not None, "specs of ragged tensors have one"
     placement = cast(RaggedShard, spec.placements[axis])
-    return placement.local_range(spec.shape, spec.mesh.get_local_rank(axis))
+    left = remaining_box(spec.shape, spec.placements, spec.mesh.shape, here)
+    return placement.local_range(left.sizes, here[axis])
+
+
+def _coordinate(spec: DTensorSpec) -> Sequence[int]:
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not part of {spec.mesh}; only its ranks may hold a part")
+    return coordinate
+
+
+def _as_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = spec.tensor_meta
+    assert meta is not None, "every DTensor that exists has its meta"
+    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
 
 
 class _ToLocal(torch.autograd.Function):
     """RaggedTensor -> flat local part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
-        ctx.spec = tensor._spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+    def forward(ctx: Any, tensor: RaggedTensor, grad_spec: DTensorSpec) -> torch.Tensor:
+        ctx.grad_spec = grad_spec
+        local = tensor._arrived()
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wrap_local(grad.reshape(-1), ctx.spec, False)
+        return wrap_local(grad.reshape(-1), ctx.grad_spec, False), None
 
 
-class _FullTensor(torch.autograd.Function):
-    """RaggedTensor -> the whole tensor, gathered from all ranks of the axis."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedTensor) -> torch.Tensor:
-        ctx.spec = tensor._spec
-        return _gather_full(tensor._local_tensor, tensor._spec)
+class _FromLocal(torch.autograd.Function):
+    """Flat local part -> RaggedTensor."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        start, stop = _local_range(ctx.spec)
-        return wrap_local(grad.reshape(-1)[start:stop].clone(), ctx.spec, False)
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedTensor:
+        ctx.placements = [Replicate() if p.is_partial() else p for p in spec.placements]
+        return wrap_local(local.detach(), spec, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return grad.redistribute(placements=ctx.placements).to_local(), None
 
 
-def _gather_full(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    axis = _ragged_axis(spec.placements)
-    placement = cast(RaggedShard, spec.placements[axis])
-    num_shards = placement.num_shards
-    ranges = [placement.local_range(spec.shape, rank) for rank in range(num_shards)]
-    if num_shards == 1:
-        return local.clone().view(spec.shape)
-    longest = max(stop - start for start, stop in ranges)
-    padded = local.new_zeros(longest)
-    padded[: local.numel()].copy_(local)
-    gathered = local.new_empty(num_shards * longest)
-    group: dist.ProcessGroup = compat.mesh_group(spec.mesh, axis)
-    compat.all_gather_single(gathered, padded, group).wait()
-    parts = [
-        gathered[rank * longest : rank * longest + stop - start]
-        for rank, (start, stop) in enumerate(ranges)
-    ]
-    return torch.cat(parts).view(spec.shape)
+class _Redistribute(torch.autograd.Function):
+    """A DTensor, ragged or not -> the same tensor with other placements."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        placements: tuple[Placement, ...],
+        async_op: bool,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
+        ctx.placements = [Replicate() if p.is_partial() else p for p in tensor._spec.placements]
+        ctx.dtype, ctx.backward_dtype, ctx.async_op = tensor.dtype, backward_dtype, async_op
+        return _moved(tensor, placements, async_op, forward_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        dtype = ctx.backward_dtype or ctx.dtype
+        source = _as_dtype(grad._spec, dtype)
+        local = grad._local_tensor.to(dtype)
+        target = respecified(source, ctx.placements)
+        moved: torch.Tensor
+        if source.placements == target.placements:
+            moved = wrap(local.to(ctx.dtype), _as_dtype(target, ctx.dtype))
+        elif ragged_axis_of((*source.placements, *target.placements)) is None:
+            moved = wrap(local, source).redistribute(placements=target.placements).to(ctx.dtype)
+        else:
+            arrived = move(local, source, target).wait()
+            moved = wrap(arrived.to(ctx.dtype), _as_dtype(target, ctx.dtype))
+        return moved, None, None, None, None
+
+
+def _moved(
+    tensor: DTensor,
+    placements: tuple[Placement, ...],
+    async_op: bool,
+    dtype: torch.dtype | None,
+) -> DTensor:
+    local = tensor._local_tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    source = tensor._spec
+    if dtype is not None and dtype != tensor.dtype:
+        local, source = local.to(dtype), _as_dtype(source, dtype)
+    target = respecified(source, placements)
+    if source.placements == target.placements:
+        return wrap(local.view_as(local), target)
+    moving = move(local, source, target)
+    if async_op and moving.works:
+        held = holding_of(target.shape, target.placements, target.mesh.shape, _coordinate(target))
+        return wrap(PendingTensor(moving, held.local_shape, local.dtype, local.device), target)
+    return wrap(moving.wait(), target)
+
+
+def _is_ragged(placement: Placement) -> bool:
+    return isinstance(placement, RaggedShard)
 
 
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
+compat.route_redistribute(_is_ragged, redistribute)

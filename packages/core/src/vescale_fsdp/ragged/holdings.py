@@ -1,0 +1,128 @@
+"""Which part of a tensor each coordinate of a mesh holds, for any mix of placements.
+
+The placements of one tensor say it together. ``Shard`` placements narrow the tensor to a box,
+from left to right, each dividing what those before it left (as DTensor does, chunks of equal
+size and a shorter last one). Then the RaggedShard, if there is one, takes a flat range of that
+box. ``Replicate`` and ``Partial`` hold all of what is left.
+
+A holding is a list of boxes in global coordinates. Its elements lie in the rank's local tensor
+box after box, each box row-major: a ``Shard`` has one box, a flat range up to 2 * ndim - 1.
+
+Pure integers: nothing here communicates or looks at data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.regions import Box, flat_range_to_boxes
+
+__all__ = ["Holding", "check_placements", "holding_of", "ragged_axis_of", "remaining_box"]
+
+
+class Holding(NamedTuple):
+    """What one coordinate of the mesh holds of a tensor."""
+
+    boxes: list[Box]  # in global coordinates, in the order of the local tensor
+    local_shape: tuple[int, ...]  # of the local tensor: flat where a RaggedShard is among them
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local tensor."""
+        return math.prod(self.local_shape)
+
+
+def ragged_axis_of(placements: Sequence[Placement]) -> int | None:
+    """The axis that carries the RaggedShard, if one does."""
+    return next((a for a, p in enumerate(placements) if isinstance(p, RaggedShard)), None)
+
+
+def remaining_box(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Box:
+    """What the ``Shard`` placements leave of a tensor of ``shape`` at a coordinate: one box."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            dim = placement.dim
+            chunk = -(-sizes[dim] // mesh_shape[axis])
+            start = min(coordinate[axis] * chunk, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes), 0)
+
+
+def holding_of(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Holding:
+    """What the rank at ``coordinate`` holds. O(axes + dimensions)."""
+    whole = remaining_box(shape, placements, mesh_shape, coordinate)
+    axis = ragged_axis_of(placements)
+    if axis is None:
+        return Holding([whole] if math.prod(whole.sizes) else [], whole.sizes)
+    placement = placements[axis]
+    assert isinstance(placement, RaggedShard), "ragged_axis_of found it"
+    start, stop = placement.local_range(whole.sizes, coordinate[axis])
+    boxes = [
+        Box(tuple(map(int.__add__, whole.offsets, box.offsets)), box.sizes, box.start)
+        for box in flat_range_to_boxes(whole.sizes, start, stop)
+    ]
+    return Holding(boxes, (stop - start,))
+
+
+def check_placements(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> None:
+    """Check that the placements of a ragged tensor say one thing, and that it fits the shape.
+
+    Raises:
+        ValueError: not exactly one RaggedShard; another placement than ``Replicate``, ``Shard``
+            and ``Partial`` beside it; another number of ranks than the axis has; units that do
+            not divide what the other axes leave; a ``split_factor`` that is not so.
+    """
+    ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
+    known = (RaggedShard, Replicate, Partial)
+    others = [p for p in placements if type(p) is not Shard and not isinstance(p, known)]
+    if len(placements) != len(mesh_shape) or len(ragged) != 1 or others:
+        raise ValueError(
+            "a RaggedTensor needs one RaggedShard and otherwise Replicate, Shard or Partial, one "
+            f"placement per axis of the mesh; got {tuple(placements)} for a mesh of "
+            f"{len(mesh_shape)} axes"
+        )
+    axis = ragged[0]
+    placement = placements[axis]
+    assert isinstance(placement, RaggedShard), "by the search above"
+    if placement.num_shards != mesh_shape[axis]:
+        raise ValueError(
+            f"{placement} is for {placement.num_shards} ranks, but axis {axis} of the mesh "
+            f"has {mesh_shape[axis]}"
+        )
+    shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]
+    for a, dim in shards:
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"axis {a} has Shard({dim}), but the tensor has {len(shape)} dims")
+    num_dims = len(placement.dims)
+    split = math.prod(mesh_shape[a] for a, dim in shards if a > axis and dim < num_dims)
+    if placement.split_factor != split:
+        raise ValueError(
+            f"{tuple(placements)}: axes to the right of axis {axis} split the dimensions "
+            f"{placement.dims} into {split} parts before the ragged cut, but split_factor is "
+            f"{placement.split_factor}; write RaggedShard(..., split_factor={split})"
+        )
+    # Only where a Shard divides a dimension of the units can what is left differ in its units.
+    dividing = {a: mesh_shape[a] for a, dim in shards if dim < num_dims}
+    for there in product(*(range(dividing.get(a, 1)) for a in range(len(mesh_shape)))):
+        placement.unit_numel(remaining_box(shape, placements, mesh_shape, there).sizes)
