@@ -355,7 +355,9 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wrap_local(grad.reshape(-1), ctx.grad_spec, False), None
+        spec = ctx.grad_spec
+        flat = grad.reshape(-1)
+        return RaggedTensor.from_local(flat, spec.mesh, spec.placements, shape=spec.shape), None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -384,23 +386,13 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
     ) -> DTensor:
         ctx.placements = [Replicate() if p.is_partial() else p for p in tensor._spec.placements]
-        ctx.dtype, ctx.backward_dtype, ctx.async_op = tensor.dtype, backward_dtype, async_op
+        ctx.dtype, ctx.backward_dtype = tensor.dtype, backward_dtype
         return _moved(tensor, placements, async_op, forward_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         dtype = ctx.backward_dtype or ctx.dtype
-        source = _as_dtype(grad._spec, dtype)
-        local = grad._local_tensor.to(dtype)
-        target = respecified(source, ctx.placements)
-        moved: torch.Tensor
-        if source.placements == target.placements:
-            moved = wrap(local.to(ctx.dtype), _as_dtype(target, ctx.dtype))
-        elif ragged_axis_of((*source.placements, *target.placements)) is None:
-            moved = wrap(local, source).redistribute(placements=target.placements).to(ctx.dtype)
-        else:
-            arrived = move(local, source, target).wait()
-            moved = wrap(arrived.to(ctx.dtype), _as_dtype(target, ctx.dtype))
+        moved = grad.to(dtype).redistribute(placements=ctx.placements).to(ctx.dtype)
         return moved, None, None, None, None
 
 
