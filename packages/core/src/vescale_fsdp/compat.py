@@ -32,6 +32,7 @@ __all__ = [
     "Store",
     "TensorMeta",
     "all_gather_single",
+    "all_reduce",
     "all_to_all_single",
     "axis_ranks",
     "broadcast",
@@ -103,6 +104,12 @@ def group_over(ranks: list[int]) -> dist.ProcessGroup:
     if key not in known:
         known[key] = new_group(list(key))
     return known[key]
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start a sum over the ranks of ``group``, in place."""
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:

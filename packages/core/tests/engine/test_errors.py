@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -121,11 +121,6 @@ def test_mistake_is_refused_in_the_words_of_fsdp2(
     run_ranks(check_refused, 1, call, error, pattern)
 
 
-def shard_on_2d_mesh() -> None:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    fully_shard(MLP(), mesh=mesh)
-
-
 def shard_with(**options: Any) -> None:
     fully_shard(MLP(), **options)
 
@@ -149,7 +144,6 @@ def shard_with_int_reshard() -> None:
 @pytest.mark.parametrize(
     ("call", "name", "world_size"),
     [
-        (shard_on_2d_mesh, "mesh", 1),
         (shard_with_placement_fn, "shard_placement_fn", 1),
         (shard_with_offload, "offload_policy", 1),
         (shard_with_dp_mesh_dims, "dp_mesh_dims", 1),
@@ -377,20 +371,6 @@ def test_operator_without_a_meaning_on_shards_names_the_way_out(
     operator: Callable[[Tensor], Any],
 ) -> None:
     run_ranks(check_unsupported_operator, 2, operator)
-
-
-def units_on_different_meshes() -> None:
-    both = init_device_mesh("cpu", (2,))
-    alone = DeviceMesh("cpu", [dist.get_rank()])
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(model[0], mesh=alone)
-    fully_shard(model, mesh=both)
-    with pytest.raises(NotImplementedError, match="different meshes"):
-        model(torch.ones(1, 2))
-
-
-def test_units_on_different_meshes_are_refused_by_name() -> None:
-    run_ranks(units_on_different_meshes, 2)
 
 
 def outer_module_first() -> None:

@@ -34,7 +34,7 @@ Reduction = Literal["native", "all_to_all"]
 
 @dataclass
 class Comm:
-    """The communicators of one mesh axis.
+    """The communicators of the axis that shards, and of the one that holds replicas.
 
     Gathers and reductions have one each: gloo serves a group with two threads and NCCL with one
     stream, so sharing would make each wait for the other.
@@ -45,6 +45,13 @@ class Comm:
     rank: int
     size: int
     reduction: Reduction
+    replica_group: dist.ProcessGroup | None = None
+    num_replicas: int = 1
+
+    @property
+    def reducing_groups(self) -> list[dist.ProcessGroup]:
+        """The communicators that gradients are summed over, one after the other."""
+        return [self.reduce_group, *([self.replica_group] if self.replica_group else [])]
 
     def start_gather(self, buffer: DBuffer) -> dist.Work | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
@@ -66,22 +73,28 @@ class Comm:
         return compat.all_gather_single(full, own, self.gather_group)
 
     def start_reduce(
-        self, full: torch.Tensor, reduce_dtype: torch.dtype, pool: SlabPool
+        self,
+        full: torch.Tensor,
+        reduce_dtype: torch.dtype,
+        pool: SlabPool,
+        divisor: float | None = None,
     ) -> PendingReduce:
-        """Start averaging the full gradient buffers of all ranks into one shard each.
+        """Start summing the full gradient buffers of all ranks into one shard each.
 
         Args:
             full: this rank's gradients, flat, ``size * shard_size`` elements, gaps zero. It is
                 read until `PendingReduce.finish` and must not be touched before.
             reduce_dtype: in which the sum is made, and the result.
             pool: lends the memory that the collective needs until `PendingReduce.finish`.
+            divisor: of the sum. Default: the number of ranks, for the average.
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
         """
         if self.size == 1 or full.numel() == 0:
-            return PendingReduce(reduce_dtype, done=full.to(reduce_dtype, copy=True))
-        pending = PendingReduce(reduce_dtype, size=self.size, pool=pool)
+            done = full.to(reduce_dtype, copy=True)
+            return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
+        pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         if self.reduction == "all_to_all":
             pending.parts = pending.borrow(full.numel(), full.dtype)
             pending.work = compat.all_to_all_single(pending.parts, full, self.reduce_group)
@@ -91,10 +104,19 @@ class Comm:
             sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
         pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
         # gloo has no average; NCCL divides inside its kernel.
-        pending.is_average = dist.get_backend(self.reduce_group) == "nccl"
+        is_nccl = dist.get_backend(self.reduce_group) == "nccl"
+        pending.is_average = is_nccl and pending.divisor == self.size
         op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
+
+    def start_replica_sum(self, shard: torch.Tensor) -> dist.Work:
+        """Start summing a reduced shard over the replicas, in place.
+
+        Cost: one all-reduce of the shard.
+        """
+        assert self.replica_group is not None, "only called where there are replicas"
+        return compat.all_reduce(shard, self.replica_group)
 
 
 @dataclass
@@ -108,6 +130,7 @@ class PendingReduce:
     parts: torch.Tensor | None = None  # all_to_all: one shard from each rank, still to be summed
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False
+    divisor: float = 1.0
     _borrowed: list[torch.Tensor] = field(default_factory=list)
 
     def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,7 +140,10 @@ class PendingReduce:
         return self._borrowed[-1]
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return the average over ranks: flat, ``shard_size`` elements. Call it once."""
+        """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.
+
+        Call it once.
+        """
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -128,8 +154,8 @@ class PendingReduce:
             for part in parts[1:]:  # in rank order, so that the sum is the same on every run
                 result.add_(part)
         assert result is not None, "a reduction has one of the two"
-        if self.size > 1 and not self.is_average:
-            result.mul_(1.0 / self.size)
+        if self.divisor != 1.0 and not self.is_average:
+            result.mul_(1.0 / self.divisor)
         while self._borrowed and self.pool is not None:
             self.pool.give(self._borrowed.pop())
         self.parts = self.done = None

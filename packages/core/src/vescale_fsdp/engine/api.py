@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import (
     Granularity,
     GranularityPolicy,
@@ -54,7 +55,8 @@ def fully_shard(
 
     Args:
         module: any module with a forward. Its class becomes ``FSDP<Class>``.
-        mesh: one axis to shard over. Default: all ranks, on the accelerator or the CPU.
+        mesh: one axis to shard over, or two named ones: the first holds replicas and the
+            second shards (HSDP). Default: all ranks, on the accelerator or the CPU.
         reshard_after_forward: free the gathered parameters after forward and gather them again
             in backward. None: yes, except for the root of a model in training.
         mp_policy: dtypes of compute, reduction and outputs. The shards keep the dtype that the
@@ -73,7 +75,8 @@ def fully_shard(
         ``module`` itself.
 
     Cost: nothing is communicated here. Afterwards, per unit and step: one all-gather in forward,
-    one more in backward if it was released, one reduction; memory between steps is the shard.
+    one more in backward if it was released, one reduction (with replicas: and one all-reduce of
+    the shard); memory between steps is the shard.
 
     Ranks must call the same units in the same order. A difference in the first pass is an error on
     every rank; later ones are not looked for, unless ``VESCALE_FSDP_CHECK_ORDER=1`` is set, which
@@ -83,7 +86,7 @@ def fully_shard(
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
         NotImplementedError: ``shard_placement_fn``, ``CPUOffloadPolicy``, ``dp_mesh_dims``, a
-            2-D mesh, a list of modules and an int ``reshard_after_forward`` are not there yet.
+            list of modules and an int ``reshard_after_forward`` are not there yet.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
@@ -100,7 +103,7 @@ def fully_shard(
     _move_buffers(module, device)
     unit = Unit(module, mp_policy, _as_bool(reshard_after_forward), unused, in_flight)
     with plain_tensors():
-        unit.groups = _make_groups(unit, params, mesh, device)
+        unit.groups = _make_groups(unit, params, Axes.of(mesh), device)
     _register_hooks(module)
     swap_class(module)
     for below in module.modules():  # what Dynamo looks for
@@ -211,13 +214,8 @@ def _check_mesh(mesh: object) -> None:
         raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim > 2:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2:
-        if mesh.mesh_dim_names is None:
-            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-        raise NotImplementedError(
-            f"fully_shard: a 2D mesh (HSDP) is not there yet in vescale_fsdp, got {mesh}; pass "
-            f"one of its axes, mesh[{mesh.mesh_dim_names[-1]!r}]"
-        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"fully_shard: rank {dist.get_rank()} is not part of {mesh}; pass a mesh that "
@@ -307,7 +305,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
 
 
 def _make_groups(
-    unit: Unit, params: list[ParamToShard], mesh: DeviceMesh, device: torch.device
+    unit: Unit, params: list[ParamToShard], axes: Axes, device: torch.device
 ) -> list[Group]:
     """One group per dtype and trainability, in order of first appearance."""
     by_kind: dict[tuple[torch.dtype, bool, bool], list[ParamToShard]] = {}
@@ -326,7 +324,7 @@ def _make_groups(
         groups.append(
             Group(
                 members,
-                mesh,
+                axes,
                 torch.device("meta") if on_meta else device,
                 compute_dtype=unit.mp_policy.param_dtype,
                 reduce_dtype=unit.mp_policy.reduce_dtype,

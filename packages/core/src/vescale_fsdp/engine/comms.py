@@ -1,4 +1,4 @@
-"""The communicators of a mesh axis, made once and shared by all models on it."""
+"""The communicators of the axes of a mesh, made once and shared by all models on them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, choose_reduction
-from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.axes import Axes
 
 __all__ = ["comm_for"]
 
-# By the ranks of the axis. With each the world it belongs to: after a restart of torch.distributed
+# By the ranks of the axes. With each the world it belongs to: after a restart of torch.distributed
 # it is of no use.
-_COMMS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, Comm]] = {}
+_COMMS: dict[tuple[tuple[int, ...], ...], tuple[dist.ProcessGroup | None, Comm]] = {}
 atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the interpreter
 
 
-def comm_for(group: Group) -> Comm:
-    """The communicators of a group's mesh axis. Collective over the axis at the first call."""
-    axis_group = compat.mesh_group(group.mesh, 0)
-    ranks = compat.axis_ranks(group.mesh, 0)
-    world, comm = _COMMS.get(tuple(ranks), (None, None))
+def comm_for(axes: Axes) -> Comm:
+    """The communicators of these axes. Collective over the axes at the first call."""
+    key = (axes.shard_ranks, axes.replica_ranks)
+    world, comm = _COMMS.get(key, (None, None))
     if comm is None or world is not dist.group.WORLD:
+        has_replicas = axes.num_replicas > 1
         comm = Comm(
-            gather_group=compat.new_group(ranks),
-            reduce_group=compat.new_group(ranks),
-            rank=group.rank,
-            size=group.num_shards,
-            reduction=choose_reduction(dist.get_backend(axis_group)),
+            gather_group=compat.new_group(list(axes.shard_ranks)),
+            reduce_group=compat.new_group(list(axes.shard_ranks)),
+            rank=axes.rank,
+            size=axes.num_shards,
+            reduction=choose_reduction(dist.get_backend(axes.groups[0])),
+            replica_group=compat.new_group(list(axes.replica_ranks)) if has_replicas else None,
+            num_replicas=axes.num_replicas,
         )
-        _COMMS[tuple(ranks)] = (dist.group.WORLD, comm)
+        _COMMS[key] = (dist.group.WORLD, comm)
     return comm

@@ -20,7 +20,6 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import (
@@ -31,6 +30,7 @@ from vescale_fsdp.dbuffer import (
     pool_for,
     shard_view,
 )
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import ShardLayout, TensorSpec, plan
 from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.ragged.tensor import make_spec, wrap_local
@@ -86,7 +86,7 @@ class Group:
 
     Args:
         params: the parameters, all of one dtype and trainability, in definition order.
-        mesh: one axis, over which they are sharded.
+        axes: of the mesh, over which they are sharded and replicated.
         device: on which the shard lives (meta while the parameters are there).
         compute_dtype: of the gathered parameters; None for that of the sharded ones.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
@@ -96,15 +96,15 @@ class Group:
     def __init__(
         self,
         params: list[ParamToShard],
-        mesh: DeviceMesh,
+        axes: Axes,
         device: torch.device,
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         on_gradient: Callable[[], None],
     ) -> None:
-        self.mesh = mesh
-        self.rank, self.num_shards = mesh.get_local_rank(), mesh.size()
+        self.axes = axes
+        self.rank, self.num_shards = axes.rank, axes.num_shards
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
@@ -113,7 +113,11 @@ class Group:
         self._kept_version = 0
         self._work: torch.distributed.Work | None = None
         self._filling: GradientBuffer | None = None
-        self._reducing: tuple[GradientBuffer, PendingReduce] | None = None
+        self.sums_replicas = True  # whether the coming reduction is for all replicas
+        self.divide_factor: float | None = None  # of the gradients; None: number of ranks
+        self._reducing: tuple[GradientBuffer, PendingReduce, Comm] | None = None
+        self._summing: tuple[torch.Tensor, torch.distributed.Work] | None = None
+        self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
         dtype = params[0].param.dtype
         self.layout = _plan(params, self.num_shards)
@@ -131,7 +135,7 @@ class Group:
             start, stop = self.layout.local_range(index, self.rank)
             with torch.no_grad():
                 view.copy_(p.param.detach().reshape(-1)[start:stop])
-            spec = make_spec(mesh, (placement,), p.param.shape, dtype)
+            spec = make_spec(axes.mesh, axes.placements(placement), p.param.shape, dtype)
             tensor = wrap_local(view, spec, False)
             sharded = nn.Parameter(tensor, requires_grad=p.param.requires_grad)
             slot = Slot(p.fqn, p.sites, p.param.shape, spec, sharded, _local(sharded))
@@ -279,18 +283,46 @@ class Group:
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._gradient_buffer()
         self._filling = None
-        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool)
+        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool, self.divide_factor)
         self._has_accumulated = False
-        self._reducing = (gradients, pending)
+        self._reducing = (gradients, pending, comm)
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction, if one is under way, and keep its shard for `publish`."""
+        """Wait for the reduction, if one is under way, and start the sum over the replicas.
+
+        Without replicas the shard is kept for `publish` at once.
+        """
         if self._reducing is None:
             return
-        gradients, pending = self._reducing
+        gradients, pending, comm = self._reducing
         self._reducing = None
-        reduced = pending.finish().to(self.buffer.shard.dtype)
+        self.finish_sum()  # of an earlier reduction in the same backward
+        reduced = pending.finish()
         gradients.release()
+        if comm.replica_group is None:
+            self._keep(reduced)
+            return
+        if self._unsummed is not None:
+            reduced.add_(self._unsummed)
+            self._unsummed = None
+        if self.sums_replicas:
+            self._summing = (reduced, comm.start_replica_sum(reduced))
+        else:
+            self._unsummed = reduced
+
+    def finish_sum(self) -> None:
+        """Wait for the sum over the replicas, if one is under way, and keep it for `publish`."""
+        if self._summing is None:
+            return
+        summed, work = self._summing
+        self._summing = None
+        work.wait()
+        if self.divide_factor is None:
+            summed.mul_(1.0 / self.axes.num_replicas)
+        self._keep(summed)
+
+    def _keep(self, reduced: torch.Tensor) -> None:
+        reduced = reduced.to(self.buffer.shard.dtype)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
     def publish(self, used: list[bool]) -> None:
@@ -318,14 +350,16 @@ class Group:
         if self._filling is not None:
             self._filling.release()
             self._filling = None
+        self._unsummed = None
 
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop all gradients of it."""
         self._wait()
         self.finish_reduce()
+        self.finish_sum()
         if self._filling is not None:
             self._filling.release()
-        self._filling = self._reduced = None
+        self._filling = self._reduced = self._unsummed = None
         for slot in self.slots:
             slot.used = False
             if slot.gathered is not None:
@@ -364,7 +398,7 @@ class Group:
         ):
             with torch.no_grad():
                 view.copy_(local)
-            slot.spec = make_spec(self.mesh, slot.spec.placements, slot.shape, view.dtype)
+            slot.spec = make_spec(self.axes.mesh, slot.spec.placements, slot.shape, view.dtype)
             requires_grad = param.requires_grad
             fresh = nn.Parameter(wrap_local(view, slot.spec, False), requires_grad=requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it

@@ -90,6 +90,20 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Switch the sum over replicas (HSDP) on or off.
+
+        While it is off, gradients are reduced within each replica, and kept there until a
+        backward with it on sums all of them; ``.grad`` is not touched.
+        """
+        for unit in _units(self, recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the summed gradients by ``factor`` instead of by the number of ranks."""
+        for group in _unit(self).groups:
+            group.divide_factor = float(factor)
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed after forward, and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):

@@ -26,6 +26,7 @@ import torch
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, plain_tensors
 from vescale_fsdp.engine.agreement import agree
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.usage import Usage
@@ -60,16 +61,13 @@ class Schedule:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
-        axes = {tuple(compat.axis_ranks(group.mesh, 0)) for group in groups}
-        if len(axes) > 1:
-            raise NotImplementedError(
-                "units of one model on different meshes are not there yet in vescale_fsdp, got "
-                f"{[str(group.mesh) for group in groups]}; pass the same mesh to each fully_shard"
-            )
-        if groups:
-            self._all_ranks = compat.mesh_group(groups[0].mesh, 0)
-            agree("model", _describe(units), self._all_ranks, _SAME_MODEL)
-        self._comms = {id(group): comm_for(group) for group in groups}
+        # By the ranks they are over, in one order on every rank.
+        self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
+        described = _describe(units)
+        for axes in self._axes.values():
+            for ranks in axes.groups:
+                agree("model", described, ranks, _SAME_MODEL)
+        self._comms = {id(group): comm_for(group.axes) for group in groups}
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
         self._entered: list[int] = []  # units in the order this pass has begun them
@@ -85,7 +83,7 @@ class Schedule:
         self._expected_back = _Prediction([])
         self._order = [weakref.ref(group) for group in reversed(groups)]
         self._reductions = _Reductions([], self)
-        self._usage = Usage(unused)
+        self._usage = {key: Usage(unused) for key in self._axes}
 
     def units(self) -> list[Unit]:
         """The units that are still alive, outermost first."""
@@ -153,8 +151,9 @@ class Schedule:
     def _gather(self, unit: Unit, upcoming: Sequence[int], when: str) -> None:
         is_first = self._first_backward if when == "backward" else self._is_first_pass
         is_first = is_first or self._always_announce
-        if is_first and unit.is_sharded:
-            self._announce(f"the gather of {unit.fqn or 'the root'} in {when}")
+        if is_first and unit.groups and unit.is_sharded:
+            axes = unit.groups[0].axes
+            self._announce(f"the gather of {unit.fqn or 'the root'} in {when}", axes)
         unit.start_gather()
         self._ahead.discard(self._index[id(unit)])
         room = self.in_flight - 1
@@ -177,14 +176,14 @@ class Schedule:
     def _is_first_pass(self) -> bool:
         return self._kind not in self._recorded
 
-    def _announce(self, what: str) -> None:
-        """Compare the next step with the other ranks, through the store.
+    def _announce(self, what: str, axes: Axes | None = None) -> None:
+        """Compare the next step with the ranks that share it, through the store.
 
         Only in the first pass of a kind and in the first backward: a rank that gathers another
-        unit would get a mix of both as parameters, or hang.
+        unit would get a mix of both as parameters, or hang. Replicas do not gather together.
         """
-        if self._comms:
-            agree("next step", [what], self._all_ranks, _SAME_ORDER)
+        for each in self._axes.values() if axes is None else (axes,):
+            agree("next step", [what], each.groups[0], _SAME_ORDER)
 
     def _drop_ahead(self) -> None:
         """Release what was gathered on a prediction that did not come true."""
@@ -211,7 +210,10 @@ class Schedule:
             if unit.requires_gradient_sync
             for group in unit.groups
         }
-        groups = [group for ref in self._order if (group := ref()) is not None]
+        for unit in self.units():
+            for group in unit.groups:
+                group.sums_replicas = unit.requires_all_reduce
+        groups = [alive for ref in self._order if (alive := ref()) is not None]
         for group in groups:
             group.wait_for_more(id(group) not in synced)
         due = [group for group in groups if id(group) in synced and group.trainable]
@@ -243,16 +245,28 @@ class Schedule:
 
     def _publish(self) -> None:
         """Set the gradients, and adopt the first rank's order of reductions when it is new."""
-        groups = self._reductions.groups
-        if not groups:
-            return
-        completed = self._reductions.completed
-        used, order = self._usage.of(groups, completed, self.comm(groups[0]))
-        for group, flags in zip(groups, used, strict=True):
-            group.publish(flags)
-        for pool in {id(group.pool): group.pool for group in groups}.values():
+        reduced = self._reductions.groups
+        for pool in {id(group.pool): group.pool for group in reduced}.values():
             pool.trim()
-        first = [groups[position] for position in order]
+        for key, axes in self._axes.items():
+            here = [g for g in reduced if (g.axes.shard_ranks, g.axes.replica_ranks) == key]
+            groups = [group for group in here if group.sums_replicas or axes.num_replicas == 1]
+            if not groups:
+                continue
+            places = {id(group): place for place, group in enumerate(groups)}
+            completed = [
+                places[id(reduced[i])]
+                for i in self._reductions.completed
+                if id(reduced[i]) in places
+            ]
+            used, order = self._usage[key].of(groups, completed, self.comm(groups[0]))
+            for group, flags in zip(groups, used, strict=True):
+                group.publish(flags)
+            if len(self._axes) == 1:  # across meshes the order of definition stays
+                self._adopt([groups[place] for place in order])
+
+    def _adopt(self, first: list[Group]) -> None:
+        """Reduce these groups first, in this order, from now on."""
         rest = [ref for ref in self._order if all(ref() is not group for group in first)]
         self._order = [*map(weakref.ref, first), *rest]
 
@@ -330,6 +344,8 @@ class _Reductions:
             if group.has_gradients:
                 self._issue(group)
         self._land(0)
+        for group in self.groups:
+            group.finish_sum()
 
     def _issue(self, group: Group) -> None:
         self._land(self._schedule.in_flight - 1)

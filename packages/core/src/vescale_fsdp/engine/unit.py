@@ -59,6 +59,7 @@ class Unit:
         self.reshard_after_backward = True
         self.unused, self.in_flight = unused, in_flight
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.fqn = ""
         self.is_root = False
         self.groups: list[Group] = []
@@ -89,7 +90,7 @@ class Unit:
         with plain_tensors():
             for group in self.groups:
                 schedule = self.schedule
-                group.start_gather(schedule.comm(group) if schedule else comm_for(group))
+                group.start_gather(schedule.comm(group) if schedule else comm_for(group.axes))
 
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""

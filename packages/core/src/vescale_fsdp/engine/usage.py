@@ -44,7 +44,7 @@ class Usage:
         everything = [[True] * len(flags) for flags in local]
         if self.mode == "zeros":
             return everything, []
-        if comm.size == 1:
+        if comm.size * comm.num_replicas == 1:
             return local, []
         wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
         key = tuple(flag for flags in wanted for flag in flags)
@@ -67,21 +67,23 @@ def _ask_store(
 ) -> tuple[list[bool], list[int]]:
     """The flags of all ranks or-ed, and the first rank's order of completion."""
     flat = [flag for flags in local for flag in flags]
-    payload = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
+    answer = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
+    for group in comm.reducing_groups:
+        answer = exchange("used parameters", answer, group, _merged)
+    found = json.loads(answer)
+    return [flag == "1" for flag in found["used"]], found["order"]
 
-    def merge(payloads: list[str]) -> str:
-        found = [json.loads(p) for p in payloads]
-        used = [
-            "1" if "1" in flags else "0" for flags in zip(*(f["used"] for f in found), strict=True)
-        ]
-        return json.dumps({"used": "".join(used), "order": found[0]["order"]})
 
-    answer = json.loads(exchange("used parameters", payload, comm.reduce_group, merge))
-    return [flag == "1" for flag in answer["used"]], answer["order"]
+def _merged(payloads: list[str]) -> str:
+    found = [json.loads(payload) for payload in payloads]
+    flags_of_parameters = zip(*(each["used"] for each in found), strict=True)
+    used = ["1" if "1" in flags else "0" for flags in flags_of_parameters]
+    return json.dumps({"used": "".join(used), "order": found[0]["order"]})
 
 
 def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> list[bool]:
     """The flags of all ranks or-ed, by a small collective (one byte per parameter)."""
     flags = torch.tensor([f for group in local for f in group], dtype=torch.uint8, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=comm.reduce_group)
+    for group in comm.reducing_groups:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in flags.tolist()]

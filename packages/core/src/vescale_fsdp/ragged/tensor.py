@@ -392,7 +392,8 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         dtype = ctx.backward_dtype or ctx.dtype
-        moved = grad.to(dtype).redistribute(placements=ctx.placements).to(ctx.dtype)
+        cast_grad = cast(DTensor, grad.to(dtype))
+        moved = cast_grad.redistribute(placements=ctx.placements).to(ctx.dtype)
         return moved, None, None, None, None
 
 

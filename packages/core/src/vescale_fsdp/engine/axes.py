@@ -1,0 +1,73 @@
+"""Which axes of a mesh a group is sharded over, and which it is replicated over.
+
+One axis: all ranks share the work of holding the parameters. Two axes, hybrid sharding (HSDP): the
+inner axis shards, the outer one holds replicas of the same shards. Four ranks as 2 x 2::
+
+                        inner 0      inner 1
+    outer 0 (replica)   shard 0      shard 1      gathers and reduce-scatters along a row,
+    outer 1 (replica)   shard 0      shard 1      then sums of the reduced shards along a column
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp import compat
+
+__all__ = ["Axes"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh by what they do for a group of parameters."""
+
+    mesh: DeviceMesh
+    shard: int  # the axis that shards
+    replicate: int | None = None  # the axis that holds replicas, if there is one
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Axes:
+        """The last axis shards; the first of two holds replicas."""
+        return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+
+    @property
+    def rank(self) -> int:
+        """Of the caller along the axis that shards."""
+        return int(self.mesh.get_local_rank(self.shard))
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.mesh.size(self.shard))
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.replicate is None else int(self.mesh.size(self.replicate))
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold one replica together, the caller among them."""
+        return tuple(compat.axis_ranks(self.mesh, self.shard))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold the caller's shard."""
+        if self.replicate is None:
+            return (dist.get_rank(),)
+        return tuple(compat.axis_ranks(self.mesh, self.replicate))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The mesh's own process groups: of the shards, then of the replicas."""
+        axes = [self.shard] if self.replicate is None else [self.shard, self.replicate]
+        return [compat.mesh_group(self.mesh, axis) for axis in axes]
+
+    def placements(self, sharded: Placement) -> tuple[Placement, ...]:
+        """One placement per axis of the mesh: ``sharded`` where it shards."""
+        return tuple(
+            sharded if axis == self.shard else Replicate() for axis in range(self.mesh.ndim)
+        )
