@@ -102,7 +102,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients by ``factor`` instead of by the number of ranks."""
         for group in _unit(self).groups:
-            group.divide_factor = float(factor)
+            group.gradients.divide_factor = float(factor)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed after forward, and gathered again in backward."""
@@ -139,7 +139,7 @@ class FSDPModule(TorchFSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, recurse=True):
             for group in unit.groups:
-                group.zero_grad(set_to_none)
+                group.gradients.zero(set_to_none)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""

@@ -212,10 +212,10 @@ class Schedule:
         }
         for unit in self.units():
             for group in unit.groups:
-                group.sums_replicas = unit.requires_all_reduce
+                group.gradients.sums_replicas = unit.requires_all_reduce
         groups = [alive for ref in self._order if (alive := ref()) is not None]
         for group in groups:
-            group.wait_for_more(id(group) not in synced)
+            group.gradients.wait_for_more(id(group) not in synced)
         due = [group for group in groups if id(group) in synced and group.trainable]
         self._reductions = _Reductions(due, self)
 
@@ -250,7 +250,9 @@ class Schedule:
             pool.trim()
         for key, axes in self._axes.items():
             here = [g for g in reduced if (g.axes.shard_ranks, g.axes.replica_ranks) == key]
-            groups = [group for group in here if group.sums_replicas or axes.num_replicas == 1]
+            groups = [
+                group for group in here if group.gradients.sums_replicas or axes.num_replicas == 1
+            ]
             if not groups:
                 continue
             places = {id(group): place for place, group in enumerate(groups)}
@@ -261,7 +263,7 @@ class Schedule:
             ]
             used, order = self._usage[key].of(groups, completed, self.comm(groups[0]))
             for group, flags in zip(groups, used, strict=True):
-                group.publish(flags)
+                group.gradients.publish(flags)
             if len(self._axes) == 1:  # across meshes the order of definition stays
                 self._adopt([groups[place] for place in order])
 
@@ -341,21 +343,21 @@ class _Reductions:
         self._next = len(self.groups)
         self._land(0)
         for group in self.groups:  # gradients that came after their group was thought complete
-            if group.has_gradients:
+            if group.gradients.are_waiting:
                 self._issue(group)
         self._land(0)
         for group in self.groups:
-            group.finish_sum()
+            group.gradients.finish_sum()
 
     def _issue(self, group: Group) -> None:
         self._land(self._schedule.in_flight - 1)
-        group.start_reduce(self._schedule.comm(group))
+        group.gradients.start_reduce(self._schedule.comm(group))
         self._flying.append(group)
 
     def _land(self, most: int) -> None:
         """Wait for the oldest reductions until ``most`` are in flight."""
         while len(self._flying) > most:
-            self._flying.popleft().finish_reduce()
+            self._flying.popleft().gradients.finish_reduce()
 
 
 def _describe(units: list[Unit]) -> list[str]:

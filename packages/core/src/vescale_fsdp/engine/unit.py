@@ -1,5 +1,8 @@
 """Unit: what one call of ``fully_shard`` made of a module, and its life around each forward.
 
+Several modules may be one unit: it stays gathered from the forward of the first to that of the
+last, in whatever order they run.
+
 The events of a step, for a unit in the middle of the model::
 
     pre_forward    wait for the gather, register the gathered parameters, start the next gather
@@ -15,6 +18,7 @@ checkpoint's recomputation inside of one.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.engine.slot import Site
+from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.ragged import RaggedTensor
 
@@ -39,7 +45,7 @@ class Unit:
     """The state of one sharded module. The module owns it; it knows the module weakly.
 
     Args:
-        module: the module that ``fully_shard`` was called on.
+        modules: those that ``fully_shard`` was called on; one, or several that gather together.
         mp_policy: dtypes of compute, reduction and outputs.
         reshard_after_forward: None means True, except for the root of a model in training.
         unused, in_flight: as of ``fully_shard``; a root's values hold for its schedule.
@@ -47,13 +53,13 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         unused: str,
         in_flight: int,
     ) -> None:
-        self.module_ref = weakref.ref(module)
+        self.module_refs = [weakref.ref(module) for module in modules]
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -72,7 +78,9 @@ class Unit:
         self._call: boundary.Call | None = None  # of the forward that is running
         self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
         self._in_backward = False
-        object.__setattr__(module, _ATTRIBUTE, self)
+        self._to_run: set[int] = set()  # modules of the unit that are still to run in this pass
+        for module in modules:
+            object.__setattr__(module, _ATTRIBUTE, self)
 
     # Gathering
 
@@ -130,10 +138,14 @@ class Unit:
 
     # Forward
 
-    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens before the module's forward; returns its arguments."""
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens before the forward of one of its modules; returns its arguments."""
         self._depth += 1
         schedule = self.ready_schedule()
+        if len(self.module_refs) > 1 and self._depth == 1:
+            if not self._to_run:
+                self._to_run = {id(ref()) for ref in self.module_refs}
+            self._to_run.discard(id(module))
         if self._depth > 1:
             if self._may_be_stale:  # and an optimizer may have stepped since
                 self.reshard()
@@ -172,7 +184,7 @@ class Unit:
                 output, reachable = boundary.leave(call, output)
             assert self.schedule is not None, "pre_forward made it"
             # Without a tensor to come back through, a backward could not gather them again.
-            keep = not reachable or self._keep_after_forward()
+            keep = not reachable or bool(self._to_run) or self._keep_after_forward()
             with plain_tensors():
                 self.schedule.after_forward(self, keep)
         if (dtype := self.mp_policy.output_dtype) is not None:
@@ -238,12 +250,35 @@ class Unit:
     def end_backward(self) -> None:
         """The whole backward has ended."""
         self._in_backward = False
+        self._to_run.clear()
         self._may_be_stale = self._depth > 0
         if self.reshard_after_backward:
             self.reshard()
 
+    def give_back(self, param: nn.Parameter) -> list[Site]:
+        """Give up an original parameter, whole: it is used in other units as well. Collective.
+
+        Raises:
+            RuntimeError: a forward has run: an optimizer may have changed what is sharded.
+        """
+        if self.schedule is not None:
+            raise RuntimeError(
+                "fully_shard met a parameter that is tied to one in a unit that has run before; "
+                "call fully_shard on all modules before the first forward"
+            )
+        self.reshard()
+        for group in self.groups:
+            for index, slot in enumerate(group.slots):
+                if slot.original() is param:
+                    group.give_back(index)
+                    slot.register(param)
+                    self.groups = [each for each in self.groups if each.slots]
+                    return slot.sites
+        raise AssertionError("the mark on a parameter names the unit that has it")
+
     def reset(self) -> None:
         """Forget a step that was broken off."""
+        self._to_run.clear()
         self._call, self._has_begun, self._in_backward = None, False, False
         self._open_calls.clear()
         for group in self.groups:
@@ -258,8 +293,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
     """The units of a module and its descendants by module name, outermost first."""
-    found = ((name, unit_of(child)) for name, child in module.named_modules())
-    return {name: unit for name, unit in found if unit is not None}
+    found: dict[int, tuple[str, Unit]] = {}
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None:
+            found.setdefault(id(unit), (name, unit))
+    return dict(found.values())
 
 
 def make_root(unit: Unit) -> None:
@@ -269,8 +308,15 @@ def make_root(unit: Unit) -> None:
         RuntimeError: a unit below has run on its own before; or parameters are still on meta.
         RankMismatchError: other ranks have another model.
     """
-    module = unit.module_ref()
+    if len(unit.module_refs) > 1:
+        raise RuntimeError(
+            "FSDP requires a single root module but got "
+            f"{tuple(type(ref()).__name__ for ref in unit.module_refs)}; call fully_shard on the "
+            "module around them as well"
+        )
+    module = unit.module_refs[0]()
     assert module is not None, "somebody is calling it"
+    refuse_waiting(module)
     units = units_in(module)
     for name, below in units.items():
         if below.schedule is not None:

@@ -1,0 +1,99 @@
+"""What ``fully_shard`` refuses, with FSDP2's words where it refuses the same."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from vescale_fsdp.engine.granularity import check_granularity
+from vescale_fsdp.engine.unit import unit_of
+
+__all__ = ["check_arguments", "check_engine_arguments", "check_mesh", "checked_modules"]
+
+
+def checked_modules(module: object) -> list[nn.Module]:
+    """The modules of one unit: ``module`` itself, or those of a list that lie in no other.
+
+    Raises:
+        ValueError: not a module, or a container without a forward.
+        AssertionError: one of them is a unit already.
+    """
+    modules = module if isinstance(module, list | tuple) else [module]
+    if not modules:
+        raise ValueError("fully_shard expects a module or modules, got an empty list")
+    for each in modules:
+        _check_module(each)
+    inner = {id(below) for each in modules for below in each.modules() if below is not each}
+    return [each for each in dict.fromkeys(modules) if id(each) not in inner]
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"fully_shard expects a module, got {type(module).__name__}")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and (
+        type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
+    ):
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+    if unit_of(module) is not None:
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. "
+            f"fully_shard has already been applied to this module:\n{module}"
+        )
+
+
+def check_arguments(
+    reshard_after_forward: object,
+    shard_placement_fn: object,
+    offload_policy: object,
+    dp_mesh_dims: object,
+    granularity: object,
+) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {reshard_after_forward}"
+        )
+    not_yet = {
+        "reshard_after_forward as an int": (
+            isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+        ),
+        "shard_placement_fn": shard_placement_fn is not None,
+        "offload_policy=CPUOffloadPolicy": isinstance(offload_policy, CPUOffloadPolicy),
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    for name, given in not_yet.items():
+        if given:
+            raise NotImplementedError(f"fully_shard: {name} is not there yet in vescale_fsdp")
+    check_granularity(granularity)
+
+
+def check_engine_arguments(mp_policy: object, unused: object, in_flight: object) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
+            "dtype write MixedPrecisionPolicy(param_dtype=...)"
+        )
+    if unused not in ("auto", "exchange", "zeros"):
+        raise ValueError(
+            f"fully_shard: unused must be 'auto', 'exchange' or 'zeros', got {unused!r}"
+        )
+    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
+        raise ValueError(f"fully_shard: in_flight must be an int of at least 1, got {in_flight!r}")
+
+
+def check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim > 2:
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not part of {mesh}; pass a mesh that "
+            "contains the rank that calls"
+        )

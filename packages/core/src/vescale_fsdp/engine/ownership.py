@@ -1,0 +1,139 @@
+"""Which parameters one call of ``fully_shard`` takes.
+
+A call takes the parameters of its modules that no earlier call has taken. A parameter that is
+used in several units (a head tied to an embedding in another block) belongs to the innermost call
+around all of its uses: that unit's gather outlives all of them. So a unit that took such a
+parameter first gives it back as soon as a later call meets it elsewhere, and the parameter waits,
+whole, until a call covers all places where it was met.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, block_of
+from vescale_fsdp.engine.slot import ParamToShard, Site
+from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
+from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.ragged import RaggedTensor
+
+__all__ = ["mark_taken", "own_modules", "params_to_shard"]
+
+_OWNER = "_vescale_fsdp_owner"  # on an original parameter: a weak reference to its unit
+
+
+class _Found(NamedTuple):
+    fqn: str
+    param: nn.Parameter
+    sites: list[Site]
+
+
+def params_to_shard(
+    modules: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    granularity: Granularity | GranularityPolicy | None,
+) -> list[ParamToShard]:
+    """The parameters to take now, each once, with every place where it is used.
+
+    Collective where a parameter that is tied across units is given back: what is left of its
+    former group moves to its new layout.
+
+    Raises:
+        ValueError: a parameter is sharded already by a call on a module around.
+        NotImplementedError: a parameter is a DTensor.
+    """
+    inside = {id(child) for module in modules for child in module.modules()}
+    found = _parameters_of(own_modules(modules), ignored)
+    for item in _waiting_below(modules):
+        found.setdefault(id(item.param), item)
+    taken = []
+    for fqn, param, sites in found.values():
+        _check_param(fqn, param)
+        owner = getattr(param, _OWNER, None)
+        unit: Unit | None = owner() if owner is not None else None
+        if unit is not None:
+            sites = unit.give_back(param) + sites
+            delattr(param, _OWNER)
+        sites = _merged(waiting_sites(param) or [], sites)
+        if all(id(module()) in inside for module, _ in sites):
+            stop_waiting(param)
+            taken.append(ParamToShard(fqn, param, sites, block_of(granularity, fqn, param)))
+        else:
+            wait_at(param, sites)
+    return taken
+
+
+def mark_taken(params: Sequence[ParamToShard], unit: Unit) -> None:
+    """Remember on the original parameters who has them now."""
+    for item in params:
+        setattr(item.param, _OWNER, weakref.ref(unit))
+
+
+def own_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules and their descendants by name, in order, without those of nested units.
+
+    Names are relative to the module; where there are several, its place in the list comes first.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for place, module in enumerate(modules):
+        _collect_own(module, f"{place}" if len(modules) > 1 else "", found)
+    return list(found.values())
+
+
+def _collect_own(module: nn.Module, prefix: str, found: dict[int, tuple[str, nn.Module]]) -> None:
+    # No function within the caller: its closure would be a cycle that keeps the modules alive.
+    if id(module) in found or unit_of(module) is not None:
+        return
+    found[id(module)] = (prefix, module)
+    for name, child in module.named_children():
+        _collect_own(child, _join(prefix, name), found)
+
+
+def _parameters_of(
+    modules: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
+) -> dict[int, _Found]:
+    found: dict[int, _Found] = {}
+    for prefix, child in modules:
+        for name, param in child._parameters.items():
+            if param is None or param in ignored:
+                continue
+            entry = found.setdefault(id(param), _Found(_join(prefix, name), param, []))
+            entry.sites.append((weakref.ref(child), name))
+    return found
+
+
+def _waiting_below(modules: Sequence[nn.Module]) -> list[_Found]:
+    """The parameters that wait inside of nested units."""
+    return [
+        _Found(name, param, [])
+        for module in modules
+        for name, param in module.named_parameters()
+        if waiting_sites(param) is not None
+    ]
+
+
+def _merged(known: list[Site], new: list[Site]) -> list[Site]:
+    keys = {(id(module()), name) for module, name in known}
+    return known + [(m, name) for m, name in new if (id(m()), name) not in keys]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, RaggedTensor):
+        raise ValueError(
+            f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
+            "one; call fully_shard on the inner modules first, and on the whole model last"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn!r} is a DTensor on {param.device_mesh}; sharding "
+            "tensor-parallel parameters further is not there yet in vescale_fsdp"
+        )

@@ -1,0 +1,176 @@
+"""Gradients of a group, from autograd to ``.grad`` of its sharded parameters.
+
+::
+
+    add            a gradient of this rank goes to its place in the flat buffer
+    start_reduce   the buffer is summed over the ranks that shard: one shard comes back
+    finish_reduce  (replicas) that shard is summed over the replicas, unless they are to wait
+    finish_sum     it is added to what earlier reductions of this backward gave
+    publish        the shard's parts become ``.grad``, or are added to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vescale_fsdp.dbuffer import (
+    Comm,
+    DBuffer,
+    GradientBuffer,
+    PendingReduce,
+    SlabPool,
+    shard_view,
+)
+from vescale_fsdp.engine.slot import Slot, local_of
+from vescale_fsdp.ragged.tensor import wrap_local
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """What a group has of gradients between the backwards that make them and the optimizer.
+
+    Args:
+        buffer: of the parameters; says where each tensor lies and in which dtype it travels.
+        slots: the parameters, in the order of the buffer's layout.
+        reduce_dtype: in which gradients are summed; None for the compute dtype.
+        pool: lends the memory of what is not reduced yet.
+    """
+
+    def __init__(
+        self,
+        buffer: DBuffer,
+        slots: Sequence[Slot],
+        reduce_dtype: torch.dtype | None,
+        pool: SlabPool,
+    ) -> None:
+        self.sums_replicas = True  # whether the coming reduction is for all replicas
+        self.divide_factor: float | None = None  # of the sum; None: the number of ranks
+        self._reduce_dtype = reduce_dtype
+        self._has_accumulated = False  # whether any rank may hold gradients that wait
+        self._filling: GradientBuffer | None = None
+        self._reducing: tuple[GradientBuffer, PendingReduce, Comm] | None = None
+        self._summing: tuple[torch.Tensor, torch.distributed.Work, Comm] | None = None
+        self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
+        self._reduced: torch.Tensor | None = None
+        self.bind(buffer, slots, pool)
+
+    def bind(self, buffer: DBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
+        """Belong to another buffer from now on: the group was converted, moved or planned anew."""
+        self._buffer, self._slots, self.pool = buffer, slots, pool
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether gradients were added that no reduction has sent yet."""
+        return self._filling is not None
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed over ranks and micro-batches."""
+        return self._reduce_dtype or self._buffer.full.flat.dtype
+
+    def wait_for_more(self, waits: bool) -> None:
+        """Say whether the gradients of the coming backward wait for a later one."""
+        self._has_accumulated |= waits
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index``: one copy, or one addition."""
+        if self._filling is None:
+            self.finish_reduce()  # a late gradient: its buffer may still be travelling
+            self._filling = self._new_buffer()
+        self._filling.add(index, gradient)
+        self._slots[index].used = True
+
+    def _new_buffer(self) -> GradientBuffer:
+        """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
+        # The same on every rank, also on one that had no gradient in the backwards before.
+        dtype = self.sum_dtype if self._has_accumulated else self._buffer.full.flat.dtype
+        shapes = [slot.shape for slot in self._slots]
+        return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool)
+
+    def start_reduce(self, comm: Comm) -> None:
+        """Issue the reduction of the gradients added so far (zeros where there is none)."""
+        assert self._reducing is None, "one reduction of a group at a time"
+        gradients = self._filling or self._new_buffer()
+        self._filling = None
+        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool, self.divide_factor)
+        self._has_accumulated = False
+        self._reducing = (gradients, pending, comm)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction, if one is under way, and start the sum over the replicas."""
+        if self._reducing is None:
+            return
+        gradients, pending, comm = self._reducing
+        self._reducing = None
+        self.finish_sum()  # of an earlier reduction in the same backward
+        reduced = pending.finish()
+        gradients.release()
+        if comm.replica_group is None:
+            self._keep(reduced)
+            return
+        if self._unsummed is not None:
+            reduced.add_(self._unsummed)
+            self._unsummed = None
+        if self.sums_replicas:
+            self._summing = (reduced, comm.start_replica_sum(reduced), comm)
+        else:
+            self._unsummed = reduced
+
+    def finish_sum(self) -> None:
+        """Wait for the sum over the replicas, if one is under way."""
+        if self._summing is None:
+            return
+        summed, work, comm = self._summing
+        self._summing = None
+        work.wait()
+        if self.divide_factor is None:
+            summed.mul_(1.0 / comm.num_replicas)
+        self._keep(summed)
+
+    def _keep(self, reduced: torch.Tensor) -> None:
+        reduced = reduced.to(self._buffer.shard.dtype)
+        self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
+
+    def publish(self, used: list[bool]) -> None:
+        """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
+        reduced, self._reduced = self._reduced, None
+        layout, rank = self._buffer.layout, self._buffer.rank
+        for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
+            slot.used = False
+            if reduced is None or not was_used or not slot.sharded.requires_grad:
+                continue
+            local = shard_view(layout, rank, reduced, index)
+            if slot.sharded.grad is None:
+                slot.sharded.grad = wrap_local(local, slot.spec, False)
+            else:
+                local_of(slot.sharded.grad).add_(local)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""
+        for slot in self._slots:
+            slot.used = False
+            if slot.sharded.grad is not None:
+                if set_to_none:
+                    slot.sharded.grad = None
+                else:
+                    slot.sharded.grad.detach_().zero_()
+        self._drop()
+
+    def reset(self) -> None:
+        """Forget a step that was broken off: wait for what flies, drop what was not published."""
+        self.finish_reduce()
+        self.finish_sum()
+        self._drop()
+        self._reduced = None
+        for slot in self._slots:
+            slot.used = False
+            if slot.gathered is not None:
+                slot.gathered.grad = None
+
+    def _drop(self) -> None:
+        if self._filling is not None:
+            self._filling.release()
+        self._filling = self._unsummed = None
