@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import assert_bit_equal, full_gradients, shard_units
@@ -129,25 +129,15 @@ def shard_with_placement_fn() -> None:
     shard_with(shard_placement_fn=lambda parameter: None)
 
 
-def shard_with_offload() -> None:
-    shard_with(offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
 def shard_with_dp_mesh_dims() -> None:
     shard_with(dp_mesh_dims="dp")
-
-
-def shard_with_int_reshard() -> None:
-    shard_with(reshard_after_forward=2)
 
 
 @pytest.mark.parametrize(
     ("call", "name", "world_size"),
     [
         (shard_with_placement_fn, "shard_placement_fn", 1),
-        (shard_with_offload, "offload_policy", 1),
         (shard_with_dp_mesh_dims, "dp_mesh_dims", 1),
-        (shard_with_int_reshard, "reshard_after_forward", 4),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(
@@ -354,10 +344,6 @@ def transpose(weight: Tensor) -> Tensor:
     return weight.t()
 
 
-def take_row(weight: Tensor) -> Tensor:
-    return weight[0]
-
-
 def factorize(weight: Tensor) -> Tensor:
     return torch.linalg.svdvals(weight)
 
@@ -366,7 +352,7 @@ def sort(weight: Tensor) -> Tensor:
     return weight.sort().values
 
 
-@pytest.mark.parametrize("operator", [multiply_matrices, transpose, take_row, factorize, sort])
+@pytest.mark.parametrize("operator", [multiply_matrices, transpose, factorize, sort])
 def test_operator_without_a_meaning_on_shards_names_the_way_out(
     operator: Callable[[Tensor], Any],
 ) -> None:

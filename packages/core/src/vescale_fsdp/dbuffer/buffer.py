@@ -35,7 +35,9 @@ class DBuffer:
         rank: this rank along the sharded axis.
         shard_dtype: of the resting shard, ``layout.shard_size`` elements.
         full_dtype: of the full face, ``layout.total_size`` elements.
-        device: of both. On meta there is a shard and no full face.
+        device: of the shard. On meta there is a shard and no full face.
+        full_device: of the full face, if the shard rests elsewhere (CPU offload).
+        pin_memory: of a shard on the CPU, so that copies to an accelerator are asynchronous.
     """
 
     def __init__(
@@ -47,12 +49,19 @@ class DBuffer:
         shard_dtype: torch.dtype,
         full_dtype: torch.dtype,
         device: torch.device,
+        full_device: torch.device | None = None,
+        pin_memory: bool = False,
     ) -> None:
         self.layout = layout
         self.rank = rank
-        self.shard = torch.zeros(layout.shard_size, dtype=shard_dtype, device=device)
+        pin_memory = pin_memory and device.type == "cpu"
+        self.shard = torch.zeros(
+            layout.shard_size, dtype=shard_dtype, device=device, pin_memory=pin_memory
+        )
         self.full_face = (
-            None if device.type == "meta" else FlatBuffer(layout, shapes, full_dtype, device)
+            None
+            if device.type == "meta"
+            else FlatBuffer(layout, shapes, full_dtype, full_device or device)
         )
 
     @property
@@ -65,6 +74,15 @@ class DBuffer:
         """This rank's part of the full face: where its shard lies in the gathered buffer."""
         size = self.layout.shard_size
         return self.full.flat[self.rank * size : (self.rank + 1) * size]
+
+    def part(self, num_parts: int) -> torch.Tensor:
+        """One of ``num_parts`` equal parts of the full face, by this rank's place among them.
+
+        Ranks 0 to ``num_parts - 1`` hold the parts in order, and so do the next ``num_parts``.
+        """
+        size = self.layout.total_size // num_parts
+        place = self.rank % num_parts
+        return self.full.flat[place * size : (place + 1) * size]
 
     def shard_views(self) -> list[torch.Tensor]:
         """This rank's flat part of each tensor, as views of the resting shard."""

@@ -57,7 +57,7 @@ class Comm:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
-        place. One cast of the own shard where the faces differ in dtype, otherwise no copy.
+        place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
         """
         full = buffer.full.flat
         buffer.full.materialize()
@@ -67,10 +67,28 @@ class Comm:
             full.copy_(buffer.shard)
             return None
         own = buffer.shard
-        if own.dtype != full.dtype:
+        if own.dtype != full.dtype or own.device != full.device:
             own = buffer.own_slice()
-            own.copy_(buffer.shard)
+            own.copy_(buffer.shard, non_blocking=True)
         return compat.all_gather_single(full, own, self.gather_group)
+
+    def start_gather_of_parts(self, buffer: DBuffer, part: torch.Tensor) -> dist.Work | None:
+        """Fill the full face from the equal parts that neighbouring ranks have kept.
+
+        Cost: as `start_gather`, among as many ranks as there are parts.
+        """
+        full = buffer.full.flat
+        buffer.full.materialize()
+        num_parts = full.numel() // max(part.numel(), 1)
+        if full.numel() == 0:
+            return None
+        if num_parts == 1:
+            full.copy_(part)
+            return None
+        ranks = dist.get_process_group_ranks(self.gather_group)
+        first = self.rank // num_parts * num_parts
+        group = compat.group_over(ranks[first : first + num_parts])
+        return compat.all_gather_single(full, part, group)
 
     def start_reduce(
         self,

@@ -9,10 +9,11 @@ the store, `usage` tells which parameters got a gradient, `comms` makes communic
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.engine.api import fully_shard, register_fsdp_forward_method
+from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.blocks import repeated_blocks
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
+from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
 
 __all__ = [

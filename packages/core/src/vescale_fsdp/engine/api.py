@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
@@ -27,9 +26,9 @@ from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
 from vescale_fsdp.engine.slot import ParamToShard
-from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.engine.unit import Unit
 
-__all__ = ["fully_shard", "register_fsdp_forward_method"]
+__all__ = ["fully_shard"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -61,9 +60,14 @@ def fully_shard(
         mesh: one axis to shard over, or two named ones: the first holds replicas and the
             second shards (HSDP). Default: all ranks, on the accelerator or the CPU.
         reshard_after_forward: free the gathered parameters after forward and gather them again
-            in backward. None: yes, except for the root of a model in training.
+            in backward. None: yes, except for the root of a model in training. An int k, a factor
+            of the number of ranks: keep one part of k on each rank, so that the gather in
+            backward is among k neighbours (the ranks of one machine).
         mp_policy: dtypes of compute, reduction and outputs. The shards keep the dtype that the
             parameters have now.
+        offload_policy: ``CPUOffloadPolicy()`` lets shards, gradients and so the optimizer rest on
+            the CPU; they go to the mesh's device for each gather and come back after each
+            reduction.
         ignored_params: are left alone: not sharded, not reduced.
         granularity: what must not be cut: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
@@ -88,25 +92,25 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        NotImplementedError: ``shard_placement_fn``, ``CPUOffloadPolicy``, ``dp_mesh_dims``, a
-            an int ``reshard_after_forward`` are not there yet.
+        NotImplementedError: ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
     """
     modules = checked_modules(module)
-    check_arguments(
-        reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, granularity
-    )
-    check_engine_arguments(mp_policy, unused, in_flight)
+    check_arguments(reshard_after_forward, shard_placement_fn, dp_mesh_dims, granularity)
+    check_engine_arguments(mp_policy, offload_policy, unused, in_flight)
     mesh = _default_mesh() if mesh is None else mesh
     check_mesh(mesh)
     device = _device(mesh)
     params = params_to_shard(modules, set(ignored_params or ()), granularity)
     _move_buffers(modules, device)
-    unit = Unit(modules, mp_policy, _as_bool(reshard_after_forward), unused, in_flight)
+    axes = Axes.of(mesh)
+    reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
+    unit = Unit(modules, mp_policy, reshard, unused, in_flight)
+    unit.num_parts = num_parts
     with plain_tensors():
-        unit.groups = _make_groups(unit, params, Axes.of(mesh), device)
+        unit.groups = _make_groups(unit, params, axes, device, offload_policy)
     mark_taken(params, unit)
     for each in modules:
         register_hooks(each)
@@ -115,43 +119,6 @@ def fully_shard(
             below.__dict__["_is_fsdp_managed_module"] = True
             below.__dict__["_fsdp_use_orig_params"] = True
     return module
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather the module's parameters around itself.
-
-    For example ``generate``, or a Lightning module's ``training_step``. Calls of the module
-    inside the method are part of the same pass. Does nothing on a module that is not sharded.
-
-    Raises:
-        ValueError: the module has no such method.
-    """
-    if unit_of(module) is None:
-        return
-    if not callable(getattr(module, method_name, None)):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method = getattr(module, method_name)
-    module_ref = weakref.ref(module)
-    function = getattr(method, "__func__", method)  # bound anew: the module owns no cycle
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        owner = module_ref()
-        assert owner is not None, "its method is being called"
-        unit = unit_of(owner)
-        assert unit is not None, "checked at registration"
-        output = None
-        try:
-            args, kwargs = unit.pre_forward(owner, args, kwargs)
-            if function is method:
-                output = function(*args, **kwargs)
-            else:
-                output = function(owner, *args, **kwargs)
-        finally:
-            output = unit.post_forward(output)
-        return output
-
-    module.__dict__[method_name] = wrapped
 
 
 def _default_mesh() -> DeviceMesh:
@@ -173,35 +140,52 @@ def _device(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def _as_bool(reshard_after_forward: bool | int | None) -> bool | None:
-    return None if reshard_after_forward is None else bool(reshard_after_forward)
+def _reshard(reshard_after_forward: bool | int | None, num_shards: int) -> tuple[bool | None, int]:
+    """Whether to reshard after forward, and over how many ranks a part is kept (1: none)."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, 1
+    size = reshard_after_forward
+    if size < 1 or num_shards % size:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{num_shards}, not {size}"
+        )
+    if size == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) keeps the whole parameters after forward, as "
+            "reshard_after_forward=False does; pass that",
+            stacklevel=3,
+        )
+        return False, 1
+    return True, size if size < num_shards else 1
 
 
 def _make_groups(
-    unit: Unit, params: list[ParamToShard], axes: Axes, device: torch.device
+    unit: Unit,
+    params: list[ParamToShard],
+    axes: Axes,
+    device: torch.device,
+    offload_policy: OffloadPolicy,
 ) -> list[Group]:
     """One group per dtype and trainability, in order of first appearance."""
     by_kind: dict[tuple[torch.dtype, bool, bool], list[ParamToShard]] = {}
     for item in params:
         kind = (item.param.dtype, item.param.requires_grad, item.param.is_meta)
         by_kind.setdefault(kind, []).append(item)
-    unit_ref = weakref.ref(unit)
-
-    def on_gradient() -> None:
-        owner = unit_ref()
-        if owner is not None:
-            owner.on_gradient()
-
+    rests_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+    pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     groups = []
     for (_, _, on_meta), members in by_kind.items():
         groups.append(
             Group(
                 members,
                 axes,
-                torch.device("meta") if on_meta else device,
+                torch.device("meta") if on_meta else rests_on,
+                compute_device=device,
+                pin_memory=pins,
                 compute_dtype=unit.mp_policy.param_dtype,
                 reduce_dtype=unit.mp_policy.reduce_dtype,
-                on_gradient=on_gradient,
+                on_gradient=unit.gradient_callback(),
             )
         )
     return groups

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import unit_of
@@ -20,7 +23,7 @@ def checked_modules(module: object) -> list[nn.Module]:
         ValueError: not a module, or a container without a forward.
         AssertionError: one of them is a unit already.
     """
-    modules = module if isinstance(module, list | tuple) else [module]
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if not modules:
         raise ValueError("fully_shard expects a module or modules, got an empty list")
     for each in modules:
@@ -48,21 +51,17 @@ def _check_module(module: object) -> None:
 def check_arguments(
     reshard_after_forward: object,
     shard_placement_fn: object,
-    offload_policy: object,
     dp_mesh_dims: object,
     granularity: object,
 ) -> None:
+    """Raise for values of FSDP2's arguments that are wrong, or not there yet."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to "
             f"reshard to, not {reshard_after_forward}"
         )
     not_yet = {
-        "reshard_after_forward as an int": (
-            isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-        ),
         "shard_placement_fn": shard_placement_fn is not None,
-        "offload_policy=CPUOffloadPolicy": isinstance(offload_policy, CPUOffloadPolicy),
         "dp_mesh_dims": dp_mesh_dims is not None,
     }
     for name, given in not_yet.items():
@@ -71,11 +70,24 @@ def check_arguments(
     check_granularity(granularity)
 
 
-def check_engine_arguments(mp_policy: object, unused: object, in_flight: object) -> None:
+def check_engine_arguments(
+    mp_policy: object, offload_policy: object, unused: object, in_flight: object
+) -> None:
+    """Raise for wrong policies, and wrong values of the arguments that FSDP2 does not have."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
             f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
             "dtype write MixedPrecisionPolicy(param_dtype=...)"
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"fully_shard: offload_policy must be an OffloadPolicy, got {offload_policy!r}"
+        )
+    pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    if pins and not torch.accelerator.is_available():
+        raise RuntimeError(
+            "Cannot access accelerator device when none is available.\n"
+            "CPUOffloadPolicy pins memory for copies to it; pass pin_memory=False"
         )
     if unused not in ("auto", "exchange", "zeros"):
         raise ValueError(
@@ -86,6 +98,7 @@ def check_engine_arguments(mp_policy: object, unused: object, in_flight: object)
 
 
 def check_mesh(mesh: object) -> None:
+    """Raise unless ``mesh`` has one axis, or two named ones, and contains this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim > 2:

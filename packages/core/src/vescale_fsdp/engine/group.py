@@ -13,12 +13,16 @@ forward and backward see). Gradients of the gathered one are taken away as they 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dbuffer import Comm, DBuffer, pool_for, shard_view
@@ -50,7 +54,9 @@ class Group:
     Args:
         params: the parameters, all of one dtype and trainability, in definition order.
         axes: of the mesh, over which they are sharded and replicated.
-        device: on which the shard lives (meta while the parameters are there).
+        device: on which the shard rests (meta while the parameters are there).
+        compute_device: of the gathered parameters.
+        pin_memory: of a shard on the CPU.
         compute_dtype: of the gathered parameters; None for that of the sharded ones.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         on_gradient: called after each gradient that the group has taken.
@@ -62,6 +68,8 @@ class Group:
         axes: Axes,
         device: torch.device,
         *,
+        compute_device: torch.device,
+        pin_memory: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         on_gradient: Callable[[], None],
@@ -69,22 +77,26 @@ class Group:
         self.axes = axes
         self.rank, self.num_shards = axes.rank, axes.num_shards
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
+        self._compute_device, self._pin_memory = compute_device, pin_memory
+        self._offloads = device.type != "meta" and device != compute_device
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
         self._kept_version = 0
         self._work: torch.distributed.Work | None = None
+        self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
+        self._part_in_flight: torch.Tensor | None = None
         narrowest = min(2, *(p.param.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
-        self._reduce_dtype = reduce_dtype
         self.slots: list[Slot] = []
         specs = [TensorSpec(p.fqn, tuple(p.param.shape), p.block) for p in params]
         placements = self._lay_out(specs)
         self._allocate([p.param.shape for p in params], params[0].param.dtype, device)
+        self.gradients = Gradients(self.buffer, self.slots, reduce_dtype, self.pool)
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
             start, stop = self.layout.local_range(index, self.rank)
             part = p.param.detach().reshape(-1)[start:stop]
             self.slots.append(self._new_slot(p, placement, self._shard_view(index, part)))
-        self._finish_allocation()
+        self._make_gathered()
 
     def _lay_out(self, specs: list[TensorSpec]) -> list[RaggedShard]:
         """Plan the buffer; return where each tensor lies."""
@@ -105,8 +117,10 @@ class Group:
             shard_dtype=dtype,
             full_dtype=full_dtype,
             device=device,
+            full_device=self._compute_device,
+            pin_memory=self._pin_memory,
         )
-        self.pool = pool_for(device)
+        self.pool = pool_for(self._compute_device)
 
     def _shard_view(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """The place of tensor ``index`` in the shard, with ``values`` copied to it."""
@@ -123,14 +137,6 @@ class Group:
         slot = Slot(p.fqn, p.sites, p.param.shape, spec, sharded, local, weakref.ref(p.param))
         slot.register(sharded)
         return slot
-
-    def _finish_allocation(self) -> None:
-        """Tell those who hold the buffer that it is a new one."""
-        self._make_gathered()
-        if hasattr(self, "gradients"):
-            self.gradients.bind(self.buffer, self.slots, self.pool)
-        else:
-            self.gradients = Gradients(self.buffer, self.slots, self._reduce_dtype, self.pool)
 
     def _make_gathered(self) -> None:
         """Make the parameters that forward sees, once, as views of the full buffer."""
@@ -161,12 +167,20 @@ class Group:
         """Whether the modules hold the gathered parameters."""
         return self.state is GroupState.GATHERED
 
-    def start_gather(self, comm: Comm) -> None:
-        """Issue the all-gather, unless the parameters are there or on their way."""
+    def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
+        """Issue the all-gather, unless the parameters are there or on their way.
+
+        In backward, from the larger parts that forward has kept, if it has.
+        """
         if self.state is GroupState.SHARDED:
-            if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
-                self.rebind()  # a submodule was converted: its parameters left the shard
-            self._work = comm.start_gather(self.buffer)
+            part, self._part = self._part, None
+            if in_backward and part is not None:
+                self._work = comm.start_gather_of_parts(self.buffer, part)
+            else:
+                if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
+                    self.rebind()  # a submodule was converted: its parameters left the shard
+                self._work = comm.start_gather(self.buffer)
+            self._part_in_flight = part
             self.state = GroupState.GATHERING
 
     def finish_gather(self) -> None:
@@ -186,9 +200,21 @@ class Group:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        self._part_in_flight = None
+
+    def keep_part(self, num_parts: int) -> None:
+        """Reshard, but keep one of ``num_parts`` equal parts of the full buffer for backward."""
+        if self.state is not GroupState.SHARDED:
+            self._wait()
+            part = self.buffer.part(num_parts)
+            kept = torch.empty_like(part)  # not a view: the full buffer is freed
+            kept.copy_(part)
+            self.reshard()
+            self._part = kept
 
     def reshard(self) -> None:
         """Give the modules the sharded parameters and free the full buffer."""
+        self._part = None
         if self.state is GroupState.SHARDED:
             return
         self._wait()
@@ -263,8 +289,36 @@ class Group:
             _checked_local(param, slot) for param, slot in zip(current, self.slots, strict=True)
         ]
         device = next((t.device for t in locals_ if t.numel()), self.buffer.shard.device)
+        if device.type != "meta" and not self._offloads:
+            self._compute_device = device
         placements = [slot.spec.placements for slot in self.slots]
         self._move_into_new_buffer(current, locals_, placements, dtypes.pop(), device)
+
+    def copied(self, memo: dict[int, Any], on_gradient: Callable[[], None]) -> Group:
+        """A group of its own with the same data and layout, for ``copy.deepcopy``.
+
+        ``memo`` learns the copies of the sharded parameters. They are registered nowhere yet.
+        """
+        assert self.is_sharded, "the unit has released it"
+        twin = copy.copy(self)
+        twin.on_gradient, twin._work = on_gradient, None
+        shapes = [slot.shape for slot in self.slots]
+        twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)
+        twin.buffer.shard.copy_(self.buffer.shard)
+        twin.slots = []
+        for index, slot in enumerate(self.slots):
+            view = shard_view(twin.layout, twin.rank, twin.buffer.shard, index)
+            sharded = nn.Parameter(
+                wrap_local(view, slot.spec, False), requires_grad=slot.sharded.requires_grad
+            )
+            sharded.grad = copy.deepcopy(slot.sharded.grad, memo)
+            memo[id(slot.sharded)] = sharded
+            local = local_of(sharded)
+            new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
+            twin.slots.append(new)
+        twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
+        twin._make_gathered()
+        return twin
 
     def give_back(self, index: int) -> Slot:
         """Take parameter ``index`` out of the group; what is left moves to a new layout.
@@ -280,7 +334,7 @@ class Group:
         current = [slot.sharded for slot in self.slots]
         shard = self.buffer.shard
         locals_ = [
-            local_of(param.redistribute(placements=target)) if not shard.is_meta else None
+            None if shard.is_meta else local_of(_redistributed(param, target))
             for param, target in zip(current, placements, strict=True)
         ]
         self._move_into_new_buffer(current, locals_, placements, shard.dtype, shard.device)
@@ -312,7 +366,13 @@ class Group:
                 slot.sharded = fresh
             slot.register(slot.sharded)
             slot.local = local_of(slot.sharded)
-        self._finish_allocation()
+        self._make_gathered()
+        self.gradients.bind(self.buffer, self.slots, self.pool)
+
+
+def _redistributed(param: nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor:
+    sharded = cast(DTensor, param.detach())
+    return sharded.redistribute(placements=placements)
 
 
 def _take_gradients(param: nn.Parameter, group_ref: weakref.ref[Group], index: int) -> None:

@@ -1,14 +1,19 @@
-"""The hooks that ``fully_shard`` puts on a module. They find the unit through the module."""
+"""What calls a unit when its module runs: hooks, and methods that are wrapped like ``forward``.
+
+All of them find the unit through the module, so that they keep neither alive.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 from torch import nn
 
 from vescale_fsdp.engine.unit import unit_of
 
-__all__ = ["register_hooks"]
+__all__ = ["register_fsdp_forward_method", "register_hooks"]
 
 
 def register_hooks(module: nn.Module) -> None:
@@ -52,3 +57,43 @@ def register_hooks(module: nn.Module) -> None:
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(after_load)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` gather the module's parameters around itself.
+
+    For example ``generate``, or a Lightning module's ``training_step``. Calls of the module
+    inside the method are part of the same pass. Does nothing on a module that is not sharded.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if unit_of(module) is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+    module_ref = weakref.ref(module)
+    function = getattr(method, "__func__", method)  # bound anew: the module owns no cycle
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        owner = module_ref()
+        assert owner is not None, "its method is being called"
+        unit = unit_of(owner)
+        assert unit is not None, "checked at registration"
+        output = None
+        try:
+            args, kwargs = unit.pre_forward(owner, args, kwargs)
+            if function is method:
+                output = function(*args, **kwargs)
+            else:
+                output = function(owner, *args, **kwargs)
+        finally:
+            output = unit.post_forward(output)
+        return output
+
+    module.__dict__[method_name] = wrapped
+    unit = unit_of(module)
+    assert unit is not None, "checked above"
+    unit.forward_methods.add(method_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
 __all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
@@ -152,11 +154,22 @@ class FSDPModule(TorchFSDPModule):
             group.rebind()
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise NotImplementedError(
-            "copy.deepcopy of a module sharded by vescale_fsdp is not there yet; copy it before "
-            "fully_shard, or save its state_dict"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
+        """A sharded module of its own with the same data: for averages of weights (EMA).
+
+        No communication. The copy is a root of its own; optimizers know nothing of it.
+        """
+        unit = _unit(self)
+        twin_unit: Unit = memo.get(id(unit)) or unit.copied(memo)
+        twin = object.__new__(type(self))  # FSDPModule.__new__ makes the class without us
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if value is not unit and name not in unit.forward_methods:
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        twin_unit.join(twin, unit, memo)  # type: ignore[arg-type]
+        for name in unit.forward_methods & self.__dict__.keys():
+            register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]
+        return twin
 
     def _get_fsdp_state(self) -> Any:
         return _unit(self)

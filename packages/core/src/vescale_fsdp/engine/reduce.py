@@ -61,6 +61,12 @@ class Gradients:
         """Belong to another buffer from now on: the group was converted, moved or planned anew."""
         self._buffer, self._slots, self.pool = buffer, slots, pool
 
+    def copied(self, buffer: DBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
+        """For a copy of the group: the same settings, and no gradients on their way."""
+        twin = Gradients(buffer, slots, self._reduce_dtype, pool)
+        twin.divide_factor = self.divide_factor
+        return twin
+
     @property
     def are_waiting(self) -> bool:
         """Whether gradients were added that no reduction has sent yet."""
@@ -131,7 +137,8 @@ class Gradients:
         self._keep(summed)
 
     def _keep(self, reduced: torch.Tensor) -> None:
-        reduced = reduced.to(self._buffer.shard.dtype)
+        shard = self._buffer.shard
+        reduced = reduced.to(device=shard.device, dtype=shard.dtype)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
     def publish(self, used: list[bool]) -> None:

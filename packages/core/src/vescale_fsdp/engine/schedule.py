@@ -119,14 +119,14 @@ class Schedule:
         self._entered.append(index)
         self._gather(unit, self._expected.after(index), "forward")
 
-    def after_forward(self, unit: Unit, keep: bool) -> None:
-        """Release ``unit`` unless it is to be kept."""
+    def after_forward(self, unit: Unit, keep: bool, comes_back: bool) -> None:
+        """Release ``unit`` unless it is to be kept; ``comes_back`` if a backward may follow."""
         if compat.current_backward() != -1:
             return
         self._left.append(self._index[id(unit)])
         self._running = max(self._running - 1, 0)
         if not keep:
-            unit.reshard()
+            unit.release_after_forward(comes_back)
         elif unit.reshard_after_forward is False:
             for group in unit.groups:
                 group.mark_kept()
@@ -154,7 +154,8 @@ class Schedule:
         if is_first and unit.groups and unit.is_sharded:
             axes = unit.groups[0].axes
             self._announce(f"the gather of {unit.fqn or 'the root'} in {when}", axes)
-        unit.start_gather()
+        in_backward = when == "backward"
+        unit.start_gather(in_backward=in_backward)
         self._ahead.discard(self._index[id(unit)])
         room = self.in_flight - 1
         for index in () if is_first else upcoming:
@@ -164,7 +165,7 @@ class Schedule:
             if coming is None or not coming.groups:
                 continue
             if coming.is_sharded:
-                coming.start_gather()
+                coming.start_gather(in_backward=in_backward)
                 self._ahead.add(index)
             elif index not in self._ahead:
                 continue  # kept since its forward: nothing to fetch

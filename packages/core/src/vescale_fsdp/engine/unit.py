@@ -18,7 +18,7 @@ checkpoint's recomputation inside of one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,12 +62,14 @@ class Unit:
         self.module_refs = [weakref.ref(module) for module in modules]
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
+        self.num_parts = 1  # more: what forward releases is kept, one part on each of so many ranks
         self.reshard_after_backward = True
         self.unused, self.in_flight = unused, in_flight
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.fqn = ""
         self.is_root = False
+        self.forward_methods: set[str] = set()  # that gather, as forward does
         self.groups: list[Group] = []
         self.schedule: Schedule | None = None
         self.pins = 0  # contexts that want the parameters to stay gathered
@@ -91,14 +93,15 @@ class Unit:
             for group in self.groups:
                 group.finish_gather()
 
-    def start_gather(self) -> None:
+    def start_gather(self, *, in_backward: bool = False) -> None:
         """Have the gathers of all groups under way when this returns."""
         if self.schedule is None:  # before the first forward: somebody wants to look inside
             check_materialized([self])
         with plain_tensors():
             for group in self.groups:
                 schedule = self.schedule
-                group.start_gather(schedule.comm(group) if schedule else comm_for(group.axes))
+                comm = schedule.comm(group) if schedule else comm_for(group.axes)
+                group.start_gather(comm, in_backward=in_backward)
 
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""
@@ -106,6 +109,15 @@ class Unit:
             self.held = False
             for group in self.groups:
                 group.reshard()
+
+    def release_after_forward(self, comes_back: bool) -> None:
+        """Free the gathered parameters, or all but this rank's part if a backward may come."""
+        if self.num_parts > 1 and comes_back and not self.pins:
+            self.held = False
+            for group in self.groups:
+                group.keep_part(self.num_parts)
+        else:
+            self.reshard()
 
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
         """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
@@ -185,8 +197,9 @@ class Unit:
             assert self.schedule is not None, "pre_forward made it"
             # Without a tensor to come back through, a backward could not gather them again.
             keep = not reachable or bool(self._to_run) or self._keep_after_forward()
+            comes_back = torch.is_grad_enabled()
             with plain_tensors():
-                self.schedule.after_forward(self, keep)
+                self.schedule.after_forward(self, keep, comes_back)
         if (dtype := self.mp_policy.output_dtype) is not None:
             output = map_tensors(lambda tensor: _cast(tensor, dtype), output)
         return output
@@ -225,6 +238,17 @@ class Unit:
 
     # Backward
 
+    def gradient_callback(self) -> Callable[[], None]:
+        """`on_gradient` for a group to call, without keeping the unit alive."""
+        self_ref = weakref.ref(self)
+
+        def on_gradient() -> None:
+            unit = self_ref()
+            if unit is not None:
+                unit.on_gradient()
+
+        return on_gradient
+
     def on_gradient(self) -> None:
         """A gradient was taken: see that this backward ends with the final callback."""
         assert self.schedule is not None, "a forward has made it"
@@ -254,6 +278,36 @@ class Unit:
         self._may_be_stale = self._depth > 0
         if self.reshard_after_backward:
             self.reshard()
+
+    def copied(self, memo: dict[int, Any]) -> Unit:
+        """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
+
+        Raises:
+            RuntimeError: a forward or backward runs, or a context pins the parameters.
+        """
+        if not self.is_idle:
+            raise RuntimeError(
+                f"copy.deepcopy of the sharded module {self.fqn!r} while a forward or backward "
+                "runs or its parameters are unsharded; copy it between steps"
+            )
+        self.reshard()
+        twin = Unit([], self.mp_policy, self.reshard_after_forward, self.unused, self.in_flight)
+        twin.num_parts, twin.reshard_after_backward = self.num_parts, self.reshard_after_backward
+        twin.requires_gradient_sync = self.requires_gradient_sync
+        twin.requires_all_reduce = self.requires_all_reduce
+        with plain_tensors():
+            twin.groups = [g.copied(memo, twin.gradient_callback()) for g in self.groups]
+        memo[id(self)] = twin
+        return twin
+
+    def join(self, module: nn.Module, original: Unit, memo: dict[int, Any]) -> None:
+        """Belong to ``module``, the copy of a module of ``original``."""
+        object.__setattr__(module, _ATTRIBUTE, self)
+        self.module_refs.append(weakref.ref(module))
+        for group, former in zip(self.groups, original.groups, strict=True):
+            for slot, old in zip(group.slots, former.slots, strict=True):
+                copies = [(memo.get(id(ref())), name) for ref, name in old.sites]
+                slot.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
 
     def give_back(self, param: nn.Parameter) -> list[Site]:
         """Give up an original parameter, whole: it is used in other units as well. Collective.

@@ -1,0 +1,117 @@
+"""Copies of sharded modules: averages of weights, and models that go their own way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_fsdp import RaggedTensor, fully_shard, register_fsdp_forward_method
+from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import full_parameters, shard_units
+from .models import MLP, TinyGPT, gpt_loss, inputs_of, make, tokens_of
+
+WORLD_SIZE = 2
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    loss = gpt_loss(model, tokens_of(number, dist.get_rank()))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def check_copy_trains_alike() -> None:
+    model = make(TinyGPT)
+    shard_units(model, model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model)
+    names, twin_names = dict(model.named_parameters()), dict(twin.named_parameters())
+    assert names.keys() == twin_names.keys()
+    for name, parameter in twin_names.items():
+        assert type(parameter) is RaggedTensor
+        assert parameter is not names[name]
+        assert torch.equal(parameter.to_local(), names[name].to_local())
+    assert twin.head.weight is twin.embedding.weight
+    assert unit_of(twin.blocks[0]) is not unit_of(model.blocks[0])
+    before = full_parameters(twin)
+    losses = [step(model, optimizer, number) for number in (1, 2)]
+    for name, parameter in full_parameters(twin).items():
+        assert torch.equal(parameter, before[name]), "the copy has memory of its own"
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    assert losses == [step(twin, twin_optimizer, number) for number in (1, 2)]
+    ours, theirs = full_parameters(model), full_parameters(twin)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_copy_has_its_own_parameters_and_trains_alike() -> None:
+    run_ranks(check_copy_trains_alike, WORLD_SIZE)
+
+
+def check_average() -> None:
+    model, plain = make(MLP), make(MLP)
+    shard_units(model, model.layers)
+    averages = [torch.optim.swa_utils.AveragedModel(each) for each in (plain, model)]
+    for number in range(3):
+        for each, average in zip((plain, model), averages, strict=True):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.mul_(1.0 + number)
+            average.update_parameters(each)
+    expected = dict(averages[0].module.named_parameters())
+    for name, parameter in full_parameters(averages[1].module).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=0)
+    x = inputs_of(0, 0)
+    torch.testing.assert_close(averages[1](x), averages[0](x), rtol=1e-6, atol=1e-6)
+
+
+def test_torch_averaged_model_works_on_a_sharded_model() -> None:
+    run_ranks(check_average, WORLD_SIZE)
+
+
+class Generating(MLP):
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x) + self.layers[0].weight.sum()
+
+
+def check_methods_of_a_copy() -> None:
+    model = make(Generating)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "generate")
+    x = inputs_of(0, 0)
+    expected = model.generate(x)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin.generate(x), expected)
+    del model
+    assert torch.equal(twin.generate(x), expected)
+
+
+def test_registered_methods_of_a_copy_work_on_the_copy() -> None:
+    run_ranks(check_methods_of_a_copy, WORLD_SIZE)
+
+
+class CopiesItself(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        copy.deepcopy(self)
+        return super().forward(x)
+
+
+def check_copy_in_forward() -> None:
+    model = fully_shard(make(CopiesItself))
+    with pytest.raises(RuntimeError, match="copy it between steps"):
+        model(inputs_of(0, 0))
+
+
+def test_a_copy_in_the_middle_of_a_step_is_refused() -> None:
+    run_ranks(check_copy_in_forward, WORLD_SIZE)
