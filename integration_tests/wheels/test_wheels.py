@@ -26,9 +26,9 @@ def run_python(code: str, cwd: Path) -> str:
 
 
 def shipped_files(distribution: str) -> list[str]:
-    """The files of a distribution, less its metadata."""
+    """The files of a distribution, less its metadata and the commands made from it."""
     files = [str(path) for path in metadata.files(distribution) or []]
-    return [name for name in files if ".dist-info/" not in name]
+    return [name for name in files if ".dist-info/" not in name and not name.startswith("..")]
 
 
 @pytest.mark.parametrize("distribution", SHIPPED)
@@ -66,6 +66,22 @@ def test_every_public_name_of_the_core_can_be_imported(tmp_path: Path) -> None:
         "print([name for name in vescale_fsdp.__all__ if not hasattr(vescale_fsdp, name)])"
     )
     assert run_python(code, tmp_path) == "[]"
+
+
+def test_command_line_plans_a_shapes_file_without_importing_torch(tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(
+        '{"groups": [{"name": "layer", "count": 2, "tensors": [["w", [6, 4]]]}]}'
+    )
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # importing torch now raises
+        "from importlib.metadata import entry_points\n"
+        "(script,) = entry_points(group='console_scripts', name='vescale-fsdp')\n"
+        "print(script.load()(['plan', 'tiny.json', '--ranks', '2']))"
+    )
+    # 24 elements in 2 shards, with starts and sizes that are multiples of 8.
+    output = run_python(code, tmp_path)
+    assert "tiny.json: 48 parameters in 2 units, ranks: 2" in output
+    assert output.splitlines()[-1] == "0"
 
 
 def test_lightning_adapter_declares_its_entry_point() -> None:

@@ -17,6 +17,7 @@ PACKAGES = [
     "vescale_fsdp.dbuffer",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.cli",
     "vescale_fsdp.testing",
 ]
 

@@ -1,106 +1,106 @@
 """Padding and time on the shapes of real models: one group per layer, alignment of 8 elements.
 
-Figures are percent of padding over real elements. They are the exact optima for the order of
-definition; no search can do better without changing the order.
+Figures are percent of padding over real elements.
 """
 
 import time
+from functools import cache
 
 import pytest
 
-from vescale_fsdp.planner import TensorSpec, plan
+from vescale_fsdp.planner import TensorSpec, lay_out
+
+from .shapes import (
+    ALIGNMENT,
+    GROUPS,
+    RANKS,
+    ROWS,
+    deepseek_v3_moe_layer,
+    experts,
+    gpt_oss_hf_layer,
+    llama_3_layer,
+    matrices,
+    specs_of,
+)
+
+CELLS = [
+    (group, blocked, rows)
+    for group in GROUPS
+    for blocked in (experts, matrices)
+    for rows in ROWS
+    if any(blocked(name, shape) for name, shape in group())
+]
 
 
-def deepseek_v3_layer():
-    """DeepSeek-V3-671B, a mixture-of-experts layer: 782 tensors."""
-    yield "self_attn.q_a_proj", (1536, 7168)
-    yield "self_attn.q_a_layernorm", (1536,)
-    yield "self_attn.q_b_proj", (24576, 1536)
-    yield "self_attn.kv_a_proj_with_mqa", (576, 7168)
-    yield "self_attn.kv_a_layernorm", (512,)
-    yield "self_attn.kv_b_proj", (32768, 512)
-    yield "self_attn.o_proj", (7168, 16384)
-    for expert in range(256):
-        yield f"experts.{expert}.gate_proj", (2048, 7168)
-        yield f"experts.{expert}.up_proj", (2048, 7168)
-        yield f"experts.{expert}.down_proj", (7168, 2048)
-    yield "gate", (256, 7168)
-    yield "gate.e_score_correction_bias", (256,)
-    yield "shared_experts.gate_proj", (2048, 7168)
-    yield "shared_experts.up_proj", (2048, 7168)
-    yield "shared_experts.down_proj", (7168, 2048)
-    yield "input_layernorm", (7168,)
-    yield "post_attention_layernorm", (7168,)
+@cache
+def specs_of_cell(group, blocked, rows):
+    return tuple(specs_of(group, blocked, rows))
 
 
-def gpt_oss_layer():
-    """GPT-OSS-120B, a layer with fused experts."""
-    yield "self_attn.sinks", (64,)
-    yield "self_attn.q_proj", (4096, 2880)
-    yield "self_attn.q_proj.bias", (4096,)
-    yield "self_attn.k_proj", (512, 2880)
-    yield "self_attn.k_proj.bias", (512,)
-    yield "self_attn.v_proj", (512, 2880)
-    yield "self_attn.v_proj.bias", (512,)
-    yield "self_attn.o_proj", (2880, 4096)
-    yield "self_attn.o_proj.bias", (2880,)
-    yield "router", (128, 2880)
-    yield "router.bias", (128,)
-    yield "experts.gate_up_proj", (128, 2880, 5760)
-    yield "gate_up_proj_bias", (128, 5760)
-    yield "experts.down_proj", (128, 2880, 2880)
-    yield "down_proj_bias", (128, 2880)
-    yield "input_layernorm", (2880,)
-    yield "post_attention_layernorm", (2880,)
-
-
-def llama_3_layer():
-    """Llama-3-70B, a layer."""
-    yield "attention.wq", (8192, 8192)
-    yield "attention.wk", (1024, 8192)
-    yield "attention.wv", (1024, 8192)
-    yield "attention.wo", (8192, 8192)
-    yield "feed_forward.w1", (28672, 8192)
-    yield "feed_forward.w2", (8192, 28672)
-    yield "feed_forward.w3", (28672, 8192)
-    yield "attention_norm", (8192,)
-    yield "ffn_norm", (8192,)
-
-
-def specs_of(layer, blocked, rows):
-    """Tensors for which ``blocked(name, shape)`` keep ``rows`` rows of the last dim together."""
-    return [
-        TensorSpec(name, shape, rows * shape[-1] if blocked(name, shape) else 1)
-        for name, shape in layer()
-    ]
-
-
-def experts(name, shape):
-    return name.startswith("experts.")
-
-
-def matrices(name, shape):
-    return len(shape) > 1
+def percent(layout):
+    return round(100 * layout.padding_ratio, 2)
 
 
 @pytest.mark.parametrize(
-    ("layer", "blocked", "rows", "percent"),
+    ("group", "blocked", "rows", "definition", "auto"),
     [  # percent at 64, 256, 512, 1024 shards
-        (deepseek_v3_layer, experts, 1, [0.00, 0.00, 0.02, 0.02]),
-        (deepseek_v3_layer, experts, 16, [0.02, 0.02, 0.02, 0.02]),
-        (deepseek_v3_layer, experts, 128, [0.02, 0.31, 2.06, 7.31]),
-        (gpt_oss_layer, experts, 1, [0.01, 0.05, 0.05, 0.05]),
-        (gpt_oss_layer, experts, 16, [0.05, 0.60, 1.33, 2.80]),
-        (gpt_oss_layer, experts, 128, [1.33, 5.74, 5.74, 17.48]),
-        (llama_3_layer, matrices, 1, [0.37, 1.22, 2.94, 2.94]),
-        (llama_3_layer, matrices, 16, [2.94, 9.80, 9.80, 9.80]),
+        (deepseek_v3_moe_layer, experts, 1, [0.00, 0.00, 0.02, 0.02], [0.00, 0.00, 0.02, 0.02]),
+        (deepseek_v3_moe_layer, experts, 16, [0.02, 0.02, 0.02, 0.02], [0.02, 0.02, 0.02, 0.02]),
+        (deepseek_v3_moe_layer, experts, 128, [0.02, 0.31, 2.06, 7.31], [0.02, 0.31, 0.31, 2.64]),
+        (gpt_oss_hf_layer, experts, 1, [0.01, 0.05, 0.05, 0.05], [0.01, 0.05, 0.05, 0.05]),
+        (gpt_oss_hf_layer, experts, 16, [0.05, 0.60, 1.33, 2.80], [0.05, 0.60, 1.33, 2.80]),
+        (gpt_oss_hf_layer, experts, 128, [1.33, 5.74, 5.74, 17.48], [1.33, 5.74, 5.74, 17.48]),
+        (llama_3_layer, matrices, 1, [0.37, 1.22, 2.94, 2.94], [0.37, 1.22, 2.94, 2.94]),
+        (llama_3_layer, matrices, 16, [2.94, 9.80, 9.80, 9.80], [2.94, 9.80, 9.80, 9.80]),
     ],
 )
-def test_padding_of_a_layer(layer, blocked, rows, percent):
-    specs = specs_of(layer, blocked, rows)
-    layouts = [plan(specs, num_shards, alignment=8) for num_shards in (64, 256, 512, 1024)]
-    assert [round(100 * layout.padding_ratio, 2) for layout in layouts] == percent
-    assert all(layout.exact for layout in layouts)
+def test_padding_of_a_layer(group, blocked, rows, definition, auto):
+    specs = specs_of_cell(group, blocked, rows)
+    for order, expected in (("definition", definition), ("auto", auto)):
+        layouts = [
+            lay_out(specs, num_shards, alignment=ALIGNMENT, order=order)
+            for num_shards in (64, 256, 512, 1024)
+        ]
+        assert [percent(layout) for layout in layouts] == expected
+        assert all(layout.exact for layout in layouts)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "rows", "num_shards", "definition", "auto", "name"),
+    [
+        (experts, 32, 1024, 2.06, 0.02, "best fit"),
+        (experts, 128, 512, 2.06, 0.31, "best fit"),
+        (experts, 128, 1024, 7.31, 2.64, "best fit"),
+        (matrices, 16, 1024, 11.97, 4.97, "by block"),
+        (matrices, 32, 512, 2.64, 0.31, "by block"),
+    ],
+)
+def test_another_order_needs_less(blocked, rows, num_shards, definition, auto, name):
+    specs = specs_of_cell(deepseek_v3_moe_layer, blocked, rows)
+    layout = lay_out(specs, num_shards, alignment=ALIGNMENT)
+    in_order = lay_out(specs, num_shards, alignment=ALIGNMENT, order="definition")
+    assert (percent(in_order), percent(layout)) == (definition, auto)
+    assert (in_order.order_name, layout.order_name) == ("definition", name)
+
+
+def test_no_cell_is_worse_than_the_definition_order_and_most_are_proven_optimal():
+    """All groups, rows and ranks; every layout checks itself when it is made."""
+    num_cells = num_optimal = num_better = 0
+    for cell in CELLS:
+        specs = specs_of_cell(*cell)
+        for num_shards in RANKS:
+            in_order = lay_out(specs, num_shards, alignment=ALIGNMENT, order="definition")
+            layout = lay_out(specs, num_shards, alignment=ALIGNMENT)
+            assert layout.exact
+            assert layout.shard_size <= in_order.shard_size
+            is_other = layout.order_name != "definition"
+            assert is_other == (layout.shard_size < in_order.shard_size)
+            num_cells += 1
+            num_optimal += layout.optimal
+            num_better += is_other
+            # What is not proven has next to no padding, but for two cells.
+            assert layout.optimal or layout.padding_ratio < 0.03
+    assert (num_cells, num_optimal, num_better) == (480, 420, 5)
 
 
 def test_rows_of_two_lengths_need_no_common_multiple():
@@ -108,21 +108,23 @@ def test_rows_of_two_lengths_need_no_common_multiple():
     # spanned, S would be a multiple of 150,528. Instead "position" has one cut inside, which
     # needs 263,168 <= S + S // 1024 * 1024; the first such multiple of 1176 is 113 * 1176.
     specs = [TensorSpec("patch", (1024, 588), 588), TensorSpec("position", (257, 1024), 1024)]
-    layout = plan(specs, 8, alignment=8)
+    layout = lay_out(specs, 8, alignment=8)
     assert layout.exact
+    assert layout.optimal
     assert layout.shard_size == 132_888
 
 
 @pytest.mark.parametrize("blocked", [experts, matrices])
-@pytest.mark.parametrize("rows", [1, 16, 128])
-def test_782_tensors_take_well_under_half_a_second(blocked, rows):
-    specs = specs_of(deepseek_v3_layer, blocked, rows)
+@pytest.mark.parametrize("rows", ROWS)
+def test_782_tensors_take_less_than_50_ms(blocked, rows):
+    specs = specs_of_cell(deepseek_v3_moe_layer, blocked, rows)
     assert len(specs) == 782
-    for num_shards in (8, 64, 512, 1024, 4096):
+    for num_shards in RANKS:
         seconds = []
-        for _ in range(3):  # the best of three: other work on the machine is not the planner's
+        for _ in range(20):  # other work on the machine is not the planner's: the best of some
             start = time.perf_counter()
-            layout = plan(specs, num_shards, alignment=8)
+            lay_out(specs, num_shards, alignment=ALIGNMENT)
             seconds.append(time.perf_counter() - start)
-        assert layout.exact
-        assert min(seconds) < 0.5
+            if seconds[-1] < 0.05:
+                break
+        assert min(seconds) < 0.05

@@ -1,7 +1,12 @@
 """The oracle itself, on cases that can be checked by eye."""
 
 from vescale_fsdp.planner import TensorSpec
-from vescale_fsdp.planner.naive import is_legal_start, least_shard_size, naive_fits
+from vescale_fsdp.planner.naive import (
+    is_legal_start,
+    least_in_any_order,
+    least_shard_size,
+    naive_fits,
+)
 
 
 def test_cut_inside_must_fall_on_a_block_boundary():
@@ -28,3 +33,10 @@ def test_a_larger_shard_can_lose_a_layout():
 def test_least_shard_size_of_the_example_is_6():
     specs = [TensorSpec("a", (2, 4), 4), TensorSpec("b", (3,), 1), TensorSpec("c", (5, 2), 2)]
     assert least_shard_size(specs, 4) == 6
+
+
+def test_the_least_of_all_orders():
+    # Whole tensors: |2 3|2 3| takes 5, |2 2|3 3| takes 6.
+    specs = [TensorSpec(str(i), (size,), size) for i, size in enumerate((2, 2, 3, 3))]
+    assert least_shard_size(specs, 2) == 6
+    assert least_in_any_order(specs, 2) == 5

@@ -1,4 +1,4 @@
-"""plan(): exact against brute force, invariants, edge cases, refusals."""
+"""plan() and lay_out(): exact against brute force, invariants, edge cases, refusals, warnings."""
 
 import itertools
 import subprocess
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.errors import PlanError
-from vescale_fsdp.planner import TensorSpec, plan
+from vescale_fsdp.planner import PaddingWarning, TensorSpec, lay_out, plan
 from vescale_fsdp.planner.naive import is_legal_start, least_shard_size
 
 
@@ -22,12 +22,16 @@ def spec_lists(max_size, max_block, max_tensors):
     return st.lists(pair, max_size=max_tensors).map(named)
 
 
+def in_order(specs, num_shards, alignment=1):
+    return lay_out(specs, num_shards, alignment=alignment, order="definition")
+
+
 def test_exact_for_all_pairs_of_small_tensors():
     pairs = list(itertools.product(range(1, 7), range(1, 4)))
     for first, second in itertools.product(pairs, pairs):
         specs = named([first, second])
         for num_shards in (1, 2, 3, 4):
-            layout = plan(specs, num_shards)
+            layout = in_order(specs, num_shards)
             assert layout.exact
             assert layout.shard_size == least_shard_size(specs, num_shards), (specs, num_shards)
 
@@ -37,7 +41,7 @@ def test_exact_for_all_single_tensors_and_alignments():
         range(13), range(1, 7), range(1, 7), range(1, 5)
     ):
         specs = named([(size, block)])
-        layout = plan(specs, num_shards, alignment=alignment)
+        layout = in_order(specs, num_shards, alignment)
         expected = least_shard_size(specs, num_shards, alignment)
         assert layout.shard_size == expected, (specs, num_shards, alignment)
 
@@ -45,21 +49,28 @@ def test_exact_for_all_single_tensors_and_alignments():
 @settings(deadline=None, max_examples=300)
 @given(spec_lists(16, 9, 5), st.integers(1, 8), st.integers(1, 4))
 def test_exact_for_small_groups(specs, num_shards, alignment):
-    layout = plan(specs, num_shards, alignment=alignment)
+    layout = in_order(specs, num_shards, alignment)
     assert layout.exact
     assert layout.shard_size == least_shard_size(specs, num_shards, alignment)
 
 
 @settings(deadline=None, max_examples=300)
-@given(spec_lists(300, 70, 10), st.integers(1, 40), st.integers(1, 16))
-def test_layout_is_legal_and_covers_each_tensor_once(specs, num_shards, alignment):
-    layout = plan(specs, num_shards, alignment=alignment)
+@given(
+    spec_lists(300, 70, 10),
+    st.integers(1, 40),
+    st.integers(1, 16),
+    st.sampled_from(["definition", "auto"]),
+)
+def test_layout_is_legal_and_covers_each_tensor_once(specs, num_shards, alignment, order):
+    layout = lay_out(specs, num_shards, alignment=alignment, order=order)
     shard_size = layout.shard_size
     assert shard_size % alignment == 0
     assert layout.total_size == num_shards * shard_size
     assert layout.padding == layout.total_size - sum(spec.numel for spec in specs)
+    assert sorted(layout.order) == list(range(len(specs)))
     end = 0
-    for i, (spec, offset) in enumerate(zip(specs, layout.offsets, strict=True)):
+    for i in layout.order:
+        spec, offset = specs[i], layout.offsets[i]
         assert offset % alignment == 0
         assert offset >= end
         end = offset + spec.numel
@@ -110,7 +121,7 @@ def test_scalars_take_one_element():
 
 def test_a_block_larger_than_its_tensor_means_the_whole_tensor():
     for block in (12, 13, 10**12):
-        layout = plan([TensorSpec("w", (3, 4), block)], 4)
+        layout = lay_out([TensorSpec("w", (3, 4), block)], 4)
         assert (layout.shard_size, layout.shard_ranges(0)) == (12, [(0, 0, 12)])
 
 
@@ -131,18 +142,62 @@ def test_more_shards_than_elements():
     assert layout.shard_ranges(0) == [(0, 0, 1), (1, 1, 2), (2, 2, 3)]
 
 
-def test_order_is_the_order_of_definition():
-    layout = plan(named([(1, 1), (9, 9), (4, 2)]), 2)
-    assert layout.order == (0, 1, 2)
+def test_order_is_that_of_definition_where_no_other_is_better():
+    # S = 9, for the tensor of 9 must stay whole.
+    layout = lay_out(named([(9, 9), (1, 1), (4, 2)]), 2)
+    assert (layout.order, layout.order_name) == ((0, 1, 2), "definition")
     assert list(layout.offsets) == sorted(layout.offsets)
+    assert layout.optimal
+
+
+def test_offsets_are_in_the_order_of_specs_where_the_order_is_another():
+    # Whole tensors: |2 2 . .|3 3| takes S = 6, |2 3|2 3| the average, 5.
+    specs = named([(2, 2), (2, 2), (3, 3), (3, 3)])
+    assert in_order(specs, 2).shard_size == 6
+    layout = lay_out(specs, 2)
+    assert (layout.shard_size, layout.order_name) == (5, "by trial")
+    assert (layout.order, layout.offsets) == ((0, 2, 1, 3), (0, 5, 2, 7))
+    assert layout.exact
+    assert layout.optimal
+
+
+def test_digest_tells_orders_apart():
+    specs = named([(2, 2), (2, 2), (3, 3), (3, 3)])
+    assert lay_out(specs, 2).digest != in_order(specs, 2).digest
+    # The name of the order is not part of the buffer: where the order is the same, so is it.
+    same = named([(5, 1), (3, 1)])
+    assert lay_out(same, 2).digest == in_order(same, 2).digest
 
 
 def test_same_arguments_same_layout():
     specs = named([(300, 7), (200, 11), (100, 13), (50, 50)])
-    first = plan(specs, 12, alignment=4)
-    again = plan(iter(specs), 12, alignment=4)
+    first = lay_out(specs, 12, alignment=4)
+    again = lay_out(iter(specs), 12, alignment=4)
     assert again == first
     assert again.digest == first.digest
+
+
+def test_plan_warns_where_blocks_force_padding_and_lay_out_does_not():
+    # 4 blocks over 8 ranks: half of them hold nothing.
+    specs = [TensorSpec("w", (4, 6), 6)]
+    with pytest.warns(
+        PaddingWarning, match="100.0% padding over 8 ranks, forced by .* 'w'"
+    ) as seen:
+        layout = plan(specs, 8)
+    assert seen[0].filename == __file__
+    assert layout == lay_out(specs, 8)
+
+
+def test_plan_is_silent_where_padding_is_small_or_nothing_forces_it():
+    assert plan([TensorSpec("w", (4, 6), 6)], 4).padding == 0
+    # 3 elements over 1000 ranks, and 1 in units of 16: no block is to blame.
+    assert plan(named([(3, 1)]), 1000).padding == 997
+    assert plan(named([(1, 1)]), 1, alignment=16).padding == 15
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(PlanError, match="order is 'best', expected 'auto' or 'definition'"):
+        plan(named([(4, 1)]), 2, order="best")
 
 
 @pytest.mark.parametrize(

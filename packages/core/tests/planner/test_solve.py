@@ -1,11 +1,11 @@
-"""The search: earliest starts, the least shard size, and what happens when the work runs out."""
+"""The least shard size for an order, and what happens when the work runs out."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_fsdp.planner.naive import is_legal_start
-from vescale_fsdp.planner.solve import Item, earliest_start, prefix_shard_size, solve, units
+from vescale_fsdp.planner.search import Item, earliest_start
+from vescale_fsdp.planner.solve import prefix_shard_size, solve, solve_below
 
 items_lists = st.lists(st.builds(Item, st.integers(1, 300), st.integers(1, 40)), max_size=12)
 
@@ -28,32 +28,6 @@ def fits(items, num_shards, shard_size):
             return False
         position = start + size
     return position <= num_shards * shard_size
-
-
-def test_units_round_sizes_up_and_join_blocks_with_the_alignment():
-    # Cuts are multiples of 4 from the start and of 6: of 12, which is 3 units of 4.
-    assert units(10, 6, 4) == Item(3, 3)
-    # A block that divides the alignment is no constraint any more.
-    assert units(16, 2, 8) == Item(2, 1)
-
-
-def test_earliest_start_is_the_least_legal_one_for_all_small_cases():
-    for shard_size in range(1, 8):
-        for block in range(1, 9):
-            may_span = shard_size % block == 0
-            for size in range(1, 17):
-                for position in range(shard_size):
-                    # Legality repeats with each shard: two shards of starts are all there are.
-                    expected = next(
-                        (
-                            start
-                            for start in range(position, position + 2 * shard_size)
-                            if is_legal_start(start, size, block, shard_size)
-                        ),
-                        None,
-                    )
-                    found = earliest_start(position, size, block, shard_size, may_span)
-                    assert found == expected, (position, size, block, shard_size)
 
 
 def test_feasibility_is_not_monotone_and_the_solver_knows():
@@ -120,3 +94,28 @@ def test_a_legal_node_is_taken_where_prefixes_are_worse():
 @pytest.mark.parametrize("num_shards", [1, 2, 7])
 def test_one_tensor_that_must_stay_whole_sets_the_shard(num_shards):
     assert solve([Item(10, 10)], num_shards) == (10, True)
+
+
+@settings(deadline=None, max_examples=300)
+@given(items_lists.filter(bool), st.integers(1, 40), st.integers(1, 300))
+def test_solve_below_finds_what_is_below_and_nothing_else(items, num_shards, below):
+    least = scan(items, num_shards)
+    found = solve_below(items, num_shards, low=1, below=below)
+    assert found == ((least, True) if least < below else None)
+
+
+def test_an_order_that_cannot_win_costs_one_look():
+    # The least is 6 (search.py's example), which the bound of 4 does not tell: two nodes.
+    items = [Item(13, 3)]
+    assert solve_below(items, 4, low=1, below=7) == (6, True)
+    # Without work there is only the fallback, which is not begun where 3 does not fit.
+    assert solve_below(items, 4, low=1, below=7, work_limit=0) == (6, False)
+    assert solve_below(items, 4, low=1, below=4, work_limit=0) is None
+
+
+@settings(deadline=None, max_examples=200)
+@given(items_lists, st.integers(1, 40))
+def test_a_known_bound_changes_nothing(items, num_shards):
+    least = scan(items, num_shards)
+    for low in (least // 2, least):
+        assert solve(items, num_shards, low=low) == (least, True)

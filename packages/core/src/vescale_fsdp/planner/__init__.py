@@ -1,8 +1,9 @@
 """The planner: where the tensors of a communication group lie in one flat, evenly cut buffer.
 
-Given tensors in order, each with a block that must not be cut, it finds the least shard size
-and a start for every tensor, so that all ranks have shards of the same size, every tensor is
-contiguous, and shard boundaries fall between blocks. Pure integers: it imports no torch.
+Given tensors, each with a block that must not be cut, it finds the least shard size and a start
+for every tensor, so that all ranks have shards of the same size, every tensor is contiguous, and
+shard boundaries fall between blocks. Tensors lie in the order given, or in another one where that
+pays. Pure integers: it imports no torch.
 
 Example: three tensors over 4 ranks.
 
@@ -17,6 +18,8 @@ Example: three tensors over 4 ranks.
 ... )
 >>> layout.shard_size, layout.offsets, layout.padding
 (6, (2, 10, 14), 3)
+>>> layout.order_name, layout.optimal
+('definition', True)
 
 ::
 
@@ -27,14 +30,25 @@ Example: three tensors over 4 ranks.
 
 21 elements need S >= 6, so S = 6 is the least, and 3 of 24 elements (``.``) are padding.
 
-Files: ``spec`` (what goes in), ``solve`` (the search), ``layout`` (what comes out), ``api``
-(``plan``), ``naive`` (the same by brute force, for tests).
+Files: ``spec`` (what goes in), ``layout`` (what comes out), ``api`` (``plan``), ``search`` (branch
+and bound), ``solve`` (the least shard size for an order), ``bound`` (what no order can beat),
+``orders`` (which orders compete), ``fitting`` (one built to measure), ``advice`` (what to change
+where padding is large), ``peers`` (what other systems pay), ``naive`` (brute force, for tests).
 """
 
 from __future__ import annotations
 
-from vescale_fsdp.planner.api import plan
+from vescale_fsdp.planner.advice import Advice, PaddingWarning, advise
+from vescale_fsdp.planner.api import lay_out, plan
 from vescale_fsdp.planner.layout import ShardLayout
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["ShardLayout", "TensorSpec", "plan"]
+__all__ = [
+    "Advice",
+    "PaddingWarning",
+    "ShardLayout",
+    "TensorSpec",
+    "advise",
+    "lay_out",
+    "plan",
+]

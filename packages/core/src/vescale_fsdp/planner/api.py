@@ -2,60 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 
 from vescale_fsdp.errors import PlanError
+from vescale_fsdp.planner.advice import PaddingWarning, advise
 from vescale_fsdp.planner.layout import ShardLayout
-from vescale_fsdp.planner.solve import Item, earliest_start, solve, units
+from vescale_fsdp.planner.orders import choose_order
+from vescale_fsdp.planner.search import Item, earliest_start, units
 from vescale_fsdp.planner.spec import TensorSpec, checked_int
 
-__all__ = ["plan"]
+__all__ = ["lay_out", "plan"]
 
 
-def plan(specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1) -> ShardLayout:
-    """Lay out ``specs``, in their order, over ``num_shards`` equal shards, as small as it goes.
+def plan(
+    specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1, order: str = "auto"
+) -> ShardLayout:
+    """Lay out ``specs`` over ``num_shards`` equal shards, as small as it goes.
 
     ``alignment`` counts elements: the shard size and every tensor's start are multiples of it.
     With it, a cut falls at multiples of ``lcm(block, alignment)`` elements of a tensor.
 
+    ``order="definition"`` keeps the order of ``specs``. ``"auto"`` keeps it too, unless it costs
+    over 1% more than any order must and another one that was tried costs less (``orders``).
+    ``ShardLayout.order`` and ``order_name`` say which it is; ``offsets`` are in the order of
+    ``specs`` in any case.
+
     The result depends on the arguments only, so all ranks compute the same one without
-    communication; compare ``digest`` to be sure. The shard size is the least there is for this
-    order if ``exact`` is true, and at most twice the least otherwise (the search gave up, see
-    ``solve``). Cost: a few milliseconds for hundreds of tensors, whatever the number of shards.
+    communication; compare ``digest`` to be sure. The shard size is the least there is for the
+    order used if ``exact`` is true, and at most twice the least otherwise (the search gave up,
+    see ``solve``); it is the least for all orders if ``optimal`` is true. Cost: a few
+    milliseconds for hundreds of tensors, whatever the number of shards; some tens where other
+    orders are tried, and a warning takes up to a second.
+
+    Warns with a ``PaddingWarning`` where ``advise`` has something to say: blocks force more than
+    5% padding.
 
     Raises:
-        PlanError: ``num_shards`` or ``alignment`` is no integer or below 1, or two specs have
-            the same name.
+        PlanError: ``num_shards`` or ``alignment`` is no integer or below 1, ``order`` is unknown,
+            or two specs have the same name.
+    """
+    layout = lay_out(specs, num_shards, alignment=alignment, order=order)
+    advice = advise(layout, order=order)
+    if advice is not None:
+        warnings.warn(str(advice), PaddingWarning, stacklevel=2)
+    return layout
+
+
+def lay_out(
+    specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1, order: str = "auto"
+) -> ShardLayout:
+    """``plan`` without the warning, for callers that plan many groups and warn in their own way.
+
+    Raises:
+        PlanError: as ``plan``.
     """
     specs = tuple(specs)
     num_shards = checked_int(num_shards, "num_shards", 1, "pass the number of ranks in the group")
     alignment = checked_int(alignment, "alignment", 1, "pass 1 if tensors may start anywhere")
+    if order not in ("auto", "definition"):
+        raise PlanError(
+            f"order is {order!r}, expected 'auto' or 'definition'; pass 'definition' to keep the "
+            f"order of the specs, whatever it costs"
+        )
     _refuse_duplicates(specs)
     items = [units(spec.numel, spec.block, alignment) for spec in specs]
-    solution = solve(items, num_shards)
-    offsets = _offsets(items, solution.shard_size)
+    choice = choose_order(items, num_shards, try_others=order == "auto")
+    offsets = _offsets(items, choice.order, choice.shard_size)
     return ShardLayout(
         specs=specs,
         num_shards=num_shards,
         alignment=alignment,
-        shard_size=solution.shard_size * alignment,
+        shard_size=choice.shard_size * alignment,
         offsets=tuple(offset * alignment for offset in offsets),
-        order=tuple(range(len(specs))),
-        exact=solution.exact,
+        order=choice.order,
+        exact=choice.exact,
+        order_name=choice.name,
+        optimal=choice.optimal,
     )
 
 
-def _offsets(items: list[Item], shard_size: int) -> list[int]:
-    """The earliest legal start of each item, in units of the alignment."""
-    offsets = []
+def _offsets(items: Sequence[Item], order: Sequence[int], shard_size: int) -> list[int]:
+    """The earliest legal start of each item, placed in ``order``, in units of the alignment."""
+    offsets = [0] * len(items)
     position = 0
-    for size, block in items:
+    for index in order:
+        size, block = items[index]
         if size:  # an empty tensor lies where the one before it ends
             may_span = shard_size % block == 0
             start = earliest_start(position, size, block, shard_size, may_span)
             assert start is not None, "the solver returned a shard size that does not fit"
             position = start
-        offsets.append(position)
+        offsets[index] = position
         position += size
     return offsets
 

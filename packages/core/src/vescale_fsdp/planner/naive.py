@@ -7,10 +7,11 @@ with all three, so keep it to tens of elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["is_legal_start", "least_shard_size", "naive_fits"]
+__all__ = ["is_legal_start", "least_in_any_order", "least_shard_size", "naive_fits"]
 
 
 def is_legal_start(start: int, numel: int, block: int, shard_size: int) -> bool:
@@ -40,5 +41,13 @@ def least_shard_size(specs: Sequence[TensorSpec], num_shards: int, alignment: in
     """The least shard size that fits, by trying all multiples of ``alignment`` from 0 up."""
     shard_size = 0
     while not naive_fits(specs, num_shards, shard_size, alignment):
+        shard_size += alignment
+    return shard_size
+
+
+def least_in_any_order(specs: Sequence[TensorSpec], num_shards: int, alignment: int = 1) -> int:
+    """The least shard size over all orders of ``specs``, by trying each."""
+    shard_size = 0
+    while not any(naive_fits(p, num_shards, shard_size, alignment) for p in permutations(specs)):
         shard_size += alignment
     return shard_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 
 from vescale_fsdp.errors import PlanError
 
@@ -51,7 +52,7 @@ class TensorSpec:
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "block", block)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements: 1 for a scalar, 0 where a dimension is 0."""
         return math.prod(self.shape)

@@ -1,0 +1,57 @@
+"""Amounts as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["binary", "bits_per_s", "count", "difference", "duration", "percent"]
+
+
+def count(number: float) -> str:
+    """Elements or parameters: 3_232_931_520 is "3.23 B"."""
+    return _scaled(number, 1000, ("", "K", "M", "B", "T"))
+
+
+def bits_per_s(bytes_per_s: float) -> str:
+    """50e9 is "400 Gbit/s"."""
+    return _scaled(8 * bytes_per_s, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def binary(num_bytes: float) -> str:
+    """In powers of 1,024: 2**31 is "2.00 GiB"."""
+    return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def duration(seconds: float) -> str:
+    """In seconds, or milli- or microseconds where that reads better."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 0.9995:
+            return f"{_digits(seconds * scale)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def percent(ratio: float) -> str:
+    """0.0574 is "5.74%"."""
+    return f"{_digits(100 * ratio)}%"
+
+
+def difference(value: float, base: float) -> str:
+    """By how much ``value`` is above (+) or below (-) ``base``; 0 where that is nothing."""
+    if not base:
+        return ""
+    text = f"{100 * (value / base - 1):+,.1f}%"
+    return "0.0%" if text[1:] == "0.0%" else text
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> str:
+    scale = 0
+    while number >= 999.5 and scale < len(units) - 1:
+        number /= step
+        scale += 1
+    digits = f"{number:.0f}" if scale == 0 and number == round(number) else _digits(number)
+    return f"{digits} {units[scale]}".rstrip()
+
+
+def _digits(number: float) -> str:
+    """Three of them, where there are."""
+    return f"{number:,.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"

@@ -1,0 +1,102 @@
+"""The commands of ``vescale-fsdp``, ours and those that plug-ins bring.
+
+A plug-in is an entry point of the group ``vescale_fsdp.cli``, a callable that is given the
+typer app and adds its commands to it::
+
+    [project.entry-points."vescale_fsdp.cli"]
+    doctor = "my_package.doctor:add_to"         # def add_to(app): app.command("doctor")(doctor)
+
+One that fails is named in a warning line and left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated
+
+import typer
+
+from vescale_fsdp.cli.errors import InputError
+from vescale_fsdp.cli.plan import plan
+from vescale_fsdp.errors import VeScaleError
+
+__all__ = ["PLUGINS", "make_app", "run"]
+
+PLUGINS = "vescale_fsdp.cli"
+
+# The base of what typer raises for bad arguments; it has been typer's own, and click's before.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the result is the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        result = make_app()(given, prog_name="vescale-fsdp", standalone_mode=False)
+    except _UsageError as error:
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        return _refuse(f"{message.rstrip('.')}. Try --help.")
+    except (InputError, VeScaleError) as error:
+        return _refuse(str(error))
+    except typer.Abort:
+        return _refuse("aborted")
+    return result if isinstance(result, int) else 0
+
+
+def make_app() -> typer.Typer:
+    """The app with all commands."""
+    app = typer.Typer(
+        name="vescale-fsdp",
+        help="Tools of veScale-FSDP: sharded training that respects the structure of the model.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # the boxes leave the text too little room
+    )
+    app.callback()(_options)
+    app.command("plan")(plan)
+    for plugin in entry_points(group=PLUGINS):
+        _add(app, plugin)
+    return app
+
+
+def _add(app: typer.Typer, plugin: EntryPoint) -> None:
+    commands, groups = list(app.registered_commands), list(app.registered_groups)
+    try:
+        plugin.load()(app)
+        typer.main.get_command(app)  # where typer looks at the new commands' parameters
+    except Exception as error:  # noqa: BLE001  # it is somebody else's code
+        app.registered_commands, app.registered_groups = commands, groups
+        _say(
+            f"warning: the plug-in {plugin.name!r} ({plugin.value}) is left out, "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from vescale_fsdp import __version__
+
+        print(f"vescale-fsdp {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """What comes before the name of a command."""
+
+
+def _refuse(message: str) -> int:
+    _say(message)
+    return 2
+
+
+def _say(message: str) -> None:
+    print(f"vescale-fsdp: {' '.join(message.split())}", file=sys.stderr)

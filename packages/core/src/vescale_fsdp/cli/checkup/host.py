@@ -1,0 +1,134 @@
+"""The machine: CPUs, memory, shared memory, open files, huge pages."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+from vescale_fsdp.cli.amounts import binary
+from vescale_fsdp.cli.checkup.cgroup import cpu_quota, memory_limit
+from vescale_fsdp.cli.checkup.findings import Section
+
+__all__ = ["look_at_host", "usable_cpus"]
+
+_LITTLE_MEMORY_BYTES = 2 << 30
+_LITTLE_SHARED_BYTES = 1 << 30  # Docker's default is 64 MiB
+_FEW_FILES = 4096  # the usual soft limit is 1,024
+_MANY_FILES = 65_536
+_BUSY = 2.0  # processes that want to run, for each CPU
+
+
+def usable_cpus(root: Path = Path("/")) -> float:
+    """How many CPUs' worth of time this process can have."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(float(cpus), cpu_quota(root) or float(cpus))
+
+
+def look_at_host(section: Section, root: Path = Path("/")) -> None:
+    """Fill in the facts, and findings where something is scarce.
+
+    Args:
+        root: of the file system.
+    """
+    _look_at_cpus(section, root)
+    _look_at_memory(section, root)
+    _look_at_shared_memory(section, root / "dev/shm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _look_at_open_files(section, soft, hard)
+    _look_at_huge_pages(section, root / "sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _look_at_cpus(section: Section, root: Path) -> None:
+    cpus, present = usable_cpus(root), os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    text = f"{cpus:g}" if cpus == present else f"{cpus:g} of {present}"
+    value = {"usable": cpus, "present": present, "load": round(load, 2)}
+    section.add("cpus", f"{text}, load {load:.1f}", value)
+    if load > _BUSY * present:
+        section.better(
+            f"{load:.0f} processes want to run on {present} CPUs: everything is slow",
+            "end other jobs, or wait for them",
+        )
+
+
+def _look_at_memory(section: Section, root: Path) -> None:
+    amounts: dict[str, int] = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        words = line.split()
+        if len(words) == 3:  # in KiB
+            amounts[words[0].rstrip(":")] = int(words[1]) << 10
+    total, free = amounts["MemTotal"], amounts["MemAvailable"]
+    value = {"total_bytes": total, "available_bytes": free}
+    section.add("memory", f"{binary(total)}, {binary(free)} available", value)
+    where, more = "", "end other jobs, or shard over more machines"
+    limit = memory_limit(root)
+    if limit is not None and limit.limit_bytes < total:
+        left = max(limit.limit_bytes - limit.used_bytes, 0)
+        section.add(
+            "memory limit",
+            f"{binary(limit.limit_bytes)} (cgroup), {binary(left)} left",
+            {"limit_bytes": limit.limit_bytes, "left_bytes": left},
+        )
+        if left < free:
+            free, where, more = left, " in this container", "raise its limit (docker run --memory)"
+    if free < _LITTLE_MEMORY_BYTES:
+        section.better(f"{binary(free)} of memory are left{where}", more)
+
+
+def _look_at_shared_memory(section: Section, folder: Path) -> None:
+    if not folder.exists():
+        section.add("shared memory", "none (/dev/shm)")
+        section.better(
+            "there is no /dev/shm: DataLoader workers and NCCL need it",
+            "mount -t tmpfs -o size=8G tmpfs /dev/shm",
+        )
+        return
+    usage = shutil.disk_usage(folder)
+    section.add(
+        "shared memory",
+        f"{binary(usage.total)}, {binary(usage.free)} free (/dev/shm)",
+        {"total_bytes": usage.total, "free_bytes": usage.free},
+    )
+    if usage.total < _LITTLE_SHARED_BYTES:
+        section.better(
+            f"/dev/shm holds {binary(usage.total)}: DataLoader workers and NCCL run out of it",
+            "docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
+        )
+    elif usage.free < usage.total // 10:
+        section.better(
+            f"/dev/shm is full: {binary(usage.free)} of {binary(usage.total)} are free",
+            "remove what ended jobs have left there",
+        )
+
+
+def _look_at_open_files(section: Section, soft: int, hard: int) -> None:
+    most, now = _files(hard), _files(soft)
+    text = now if soft == hard else f"{now}, at most {most}"
+    section.add("open files", text, {"soft": soft, "hard": hard})
+    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+        wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(_MANY_FILES, hard)
+        change = f"ulimit -n {wanted}, in the shell that starts the job"
+        if wanted <= soft:
+            change = f"as root: raise the hard limit (nofile {_MANY_FILES}, limits.conf)"
+        section.better(f"a process may open {now} files: DataLoader workers need more", change)
+
+
+def _files(limit: int) -> str:
+    return "any number" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+
+
+def _look_at_huge_pages(section: Section, setting: Path) -> None:
+    try:
+        text = setting.read_text()
+    except OSError:
+        return
+    chosen = text.partition("[")[2].partition("]")[0] or text.strip()
+    section.add("huge pages", chosen)
+    if chosen == "never":
+        section.better(
+            "huge pages are off: buffers in CPU memory take more time at their first touch",
+            f"as root: echo madvise > {setting}",
+        )

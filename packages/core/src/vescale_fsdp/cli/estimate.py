@@ -1,0 +1,210 @@
+"""Bytes per rank, bytes on the wire and seconds of one training step, from sizes alone.
+
+With S the shard of a group in elements, m ranks it is sharded over and R replicas of those:
+
+* weights and gradients: S elements in the dtype of the shards; gradients of trainable groups only
+* optimizer states: of the rank that holds most of them; gaps have none
+* gathers: each rank sends its shard to m - 1 others, (m - 1) S in the compute dtype, in forward,
+  and again in backward where it was released in between
+* reduction: (m - 1) S in the reduce dtype; on gloo in the compute dtype (``dbuffer/collectives``)
+* with replicas: an all-reduce of the reduced shard, 2 (R - 1) / R S in the reduce dtype
+* peak: see ``timeline``
+
+Seconds are bytes over bandwidth: no latency, and nothing hidden behind computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vescale_fsdp.cli.layouts import PlannedGroup
+from vescale_fsdp.cli.model import Group, Model, Tensor, Unit
+from vescale_fsdp.cli.settings import Settings
+from vescale_fsdp.cli.timeline import (
+    GroupMemory,
+    Peak,
+    Step,
+    UnitMemory,
+    run_step,
+)
+
+__all__ = ["Figures", "Traffic", "figures_of", "figures_of_others", "state_bytes"]
+
+_CODE_BLOCK = 256  # elements that share a scale in 8-bit states
+_LEAST_CODED = 4096  # smaller tensors keep full states
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one step."""
+
+    gather_forward_bytes: int
+    gather_backward_bytes: int
+    reduce_bytes: int
+    replicate_bytes: int  # between the replicas of HSDP
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return (
+            self.gather_forward_bytes
+            + self.gather_backward_bytes
+            + self.reduce_bytes
+            + self.replicate_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one kind of layout costs on one rank."""
+
+    shard_elements: int  # of all groups
+    padding_elements: int  # over all ranks of one replica
+    padding_ratio: float  # over the model's elements
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    peak: Peak  # of what comes and goes
+    traffic: Traffic
+    communication_s: float
+
+    @property
+    def resting_bytes(self) -> int:
+        """What is there between steps, without gradients."""
+        return self.weights_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any moment of a step, activations apart."""
+        return self.resting_bytes + self.peak.num_bytes
+
+
+def state_bytes(tensor: Tensor, group: Group, unit: Unit, optimizer: str, num_elements: int) -> int:
+    """Bytes of optimizer states for ``num_elements`` of a tensor; its step count is left out.
+
+    adamw: two elements each, in the shard's dtype. adamw8bit: two codes of a byte, and two fp32
+    scales per 256 elements; tensors below 4,096 elements as adamw. muon: one for matrices of
+    hidden layers (two dimensions or more, not in the root), two for the rest. sgd: one (momentum).
+    """
+    if not group.trainable or optimizer == "none":
+        return 0
+    if optimizer == "adamw8bit" and tensor.numel >= _LEAST_CODED:
+        return 2 * num_elements + 8 * -(-num_elements // _CODE_BLOCK)
+    is_muons = optimizer == "muon" and len(tensor.shape) >= 2 and not unit.is_root
+    states = 1 if optimizer == "sgd" or is_muons else 2
+    return states * num_elements * group.dtype.itemsize
+
+
+def figures_of(model: Model, planned: Sequence[PlannedGroup], settings: Settings) -> Figures:
+    """The figures of our layouts."""
+    by_rank = [0] * settings.num_shards
+    for each in planned:
+        for index, tensor in enumerate(each.group.tensors):
+            for rank, start, stop in each.layout.shard_ranges(index):
+                by_rank[rank] += each.unit.count * state_bytes(
+                    tensor, each.group, each.unit, settings.optimizer, stop - start
+                )
+    return _figures(model, planned, settings, lambda each: each.layout.shard_size, max(by_rank))
+
+
+def figures_of_others(
+    model: Model,
+    planned: Sequence[PlannedGroup],
+    settings: Settings,
+    shard_elements: Callable[[PlannedGroup], int],
+) -> Figures:
+    """The figures of another layout, with our engine's buffers around it.
+
+    Only the layout differs. Optimizer states are taken for the whole shard, in the proportion of
+    the group's tensors.
+    """
+    optimizer_bytes = 0
+    for each in planned:
+        whole = sum(
+            state_bytes(tensor, each.group, each.unit, settings.optimizer, tensor.numel)
+            for tensor in each.group.tensors
+        )
+        share = whole * shard_elements(each) / max(each.group.numel, 1)
+        optimizer_bytes += each.unit.count * round(share)
+    return _figures(model, planned, settings, shard_elements, optimizer_bytes)
+
+
+def _figures(
+    model: Model,
+    planned: Sequence[PlannedGroup],
+    settings: Settings,
+    shard_elements: Callable[[PlannedGroup], int],
+    optimizer_bytes: int,
+) -> Figures:
+    memory: dict[int, list[GroupMemory]] = {}
+    for each in planned:
+        memory.setdefault(id(each.unit), []).append(
+            _group_memory(each, shard_elements(each), settings)
+        )
+    units = [
+        UnitMemory(
+            unit.title, tuple(memory.get(id(unit), ())), unit.is_root, _keeps(unit, settings)
+        )
+        for unit in (model.units[index] for index in model.order)
+    ]
+    groups = [group for unit in units for group in unit.groups]
+    num_elements = sum(group.shard_elements for group in groups)
+    padding = num_elements * settings.num_shards - model.num_parameters
+    step = run_step(
+        units,
+        settings.backend,
+        num_replicas=settings.num_replicas,
+        in_flight=settings.in_flight,
+    )
+    traffic = _traffic(units, step, settings)
+    return Figures(
+        shard_elements=num_elements,
+        padding_elements=padding,
+        padding_ratio=padding / model.num_parameters if model.num_parameters else 0.0,
+        weights_bytes=sum(group.shard_bytes for group in groups),
+        gradients_bytes=sum(group.shard_bytes for group in groups if group.trainable),
+        optimizer_bytes=optimizer_bytes,
+        peak=step.peak,
+        traffic=traffic,
+        communication_s=traffic.total_bytes / settings.bandwidth_bytes_per_s,
+    )
+
+
+def _keeps(unit: Unit, settings: Settings) -> bool:
+    """Whether its gathered parameters stay from forward to backward, as ``fully_shard`` has it."""
+    return unit.is_root if settings.reshard is None else not settings.reshard
+
+
+def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -> GroupMemory:
+    dtype = each.group.dtype
+    return GroupMemory(
+        shard_elements=shard_elements,
+        num_shards=settings.num_shards,
+        largest_elements=max((tensor.numel for tensor in each.group.tensors), default=0),
+        shard_dtype=dtype,
+        compute_dtype=settings.compute_dtype if dtype.floating else dtype,
+        reduce_dtype=settings.reduce_dtype if dtype.floating else dtype,
+        trainable=each.group.trainable,
+    )
+
+
+def _traffic(units: Sequence[UnitMemory], step: Step, settings: Settings) -> Traffic:
+    others, replicas = settings.num_shards - 1, settings.num_replicas
+    trained = [group for unit in units for group in unit.groups if group.trainable]
+
+    def gathers(which: Sequence[int]) -> int:
+        groups = (group for index in which for group in units[index].groups)
+        return others * sum(g.shard_elements * g.compute_dtype.itemsize for g in groups)
+
+    def sent(group: GroupMemory) -> int:
+        dtype = group.compute_dtype if settings.backend == "gloo" else group.reduce_dtype
+        return others * group.shard_elements * dtype.itemsize
+
+    sums = sum(group.shard_elements * group.reduce_dtype.itemsize for group in trained)
+    return Traffic(
+        gather_forward_bytes=gathers(step.forward_gathers),
+        gather_backward_bytes=gathers(step.backward_gathers),
+        reduce_bytes=sum(sent(group) for group in trained),
+        replicate_bytes=2 * (replicas - 1) * sums // replicas,
+    )

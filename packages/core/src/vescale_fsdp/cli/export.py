@@ -1,0 +1,115 @@
+"""A plan as JSON. Every number's name ends with its unit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vescale_fsdp.cli.estimate import Figures
+from vescale_fsdp.cli.layouts import PlannedGroup
+from vescale_fsdp.cli.result import FSDP2, MEGATRON, OURS, Report
+
+__all__ = ["SCHEMA_VERSION", "as_json"]
+
+SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
+
+_KEYS = {OURS: "vescale_fsdp", FSDP2: "fsdp2", MEGATRON: "megatron_fsdp_v2"}
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The whole report, in types that JSON has."""
+    settings, model = report.settings, report.model
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {
+            "name": model.name,
+            "num_parameters": model.num_parameters,
+            "num_units": model.num_units,
+        },
+        "settings": {
+            "num_ranks": settings.num_ranks,
+            "num_replicas": settings.num_replicas,
+            "num_shards": settings.num_shards,
+            "granularity": list(report.rules),
+            "granularity_that_fits_nothing": list(report.unmatched_rules),
+            "compute_dtype": settings.compute_dtype.name,
+            "reduce_dtype": settings.reduce_dtype.name,
+            "optimizer": settings.optimizer,
+            "reshard_after_forward": settings.reshard,
+            "backend": settings.backend,
+            "bandwidth_bytes_per_s": settings.bandwidth_bytes_per_s,
+            "order": settings.order,
+            "in_flight": settings.in_flight,
+        },
+        "groups": [_group(each) for each in report.planned],
+        "per_rank": {_KEYS[name]: _figures(each) for name, each in report.figures.items()},
+        "suggestion": _suggestion(report),
+    }
+
+
+def _group(each: PlannedGroup) -> dict[str, Any]:
+    layout = each.layout
+    return {
+        "name": each.title,
+        "count": each.unit.count,
+        "dtype": each.group.dtype.name,
+        "trainable": each.group.trainable,
+        "num_tensors": len(layout.specs),
+        "num_elements": each.group.numel,
+        "shard_elements": layout.shard_size,
+        "padding_elements": layout.padding,
+        "padding_ratio": layout.padding_ratio,
+        "order": layout.order_name,
+        "is_least_for_order": layout.exact,
+        "is_least_for_every_order": layout.optimal,
+        "forced_by": list(each.advice.forced_by) if each.advice else [],
+        "digest": layout.digest,
+        "fsdp2_shard_elements": each.fsdp2_shard_elements,
+        "megatron_fsdp_v2_shard_elements": each.megatron_shard_elements,
+        "tensors": [
+            {
+                "name": spec.name,
+                "shape": list(spec.shape),
+                "block_elements": spec.block,
+                "offset_elements": offset,
+            }
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ],
+    }
+
+
+def _figures(figures: Figures) -> dict[str, Any]:
+    return {
+        "shard_elements": figures.shard_elements,
+        "padding_elements": figures.padding_elements,
+        "padding_ratio": figures.padding_ratio,
+        "weights_bytes": figures.weights_bytes,
+        "gradients_bytes": figures.gradients_bytes,
+        "optimizer_states_bytes": figures.optimizer_bytes,
+        "peak_bytes": figures.peak_bytes,
+        "peak_when": figures.peak.when,
+        "peak_parts_bytes": {
+            "weights": figures.weights_bytes,
+            "optimizer states": figures.optimizer_bytes,
+            **figures.peak.parts,
+        },
+        "sent_bytes": {
+            **dataclasses.asdict(figures.traffic),
+            "total_bytes": figures.traffic.total_bytes,
+        },
+        "communication_s": figures.communication_s,
+    }
+
+
+def _suggestion(report: Report) -> dict[str, Any] | None:
+    suggestion = report.suggestion
+    if suggestion is None:
+        return None
+    return {
+        "group": suggestion.group,
+        "sentence": suggestion.sentence,
+        "alternatives": [
+            {"options": list(each.options), "per_rank": _figures(each.figures)}
+            for each in suggestion.alternatives
+        ],
+    }

@@ -1,0 +1,74 @@
+"""The layouts of a model's groups: ours, and what others pay for the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from vescale_fsdp.cli.blocks import BlockRules
+from vescale_fsdp.cli.model import Group, Model, Unit
+from vescale_fsdp.planner import Advice, ShardLayout, TensorSpec, advise, lay_out
+from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size
+
+__all__ = ["PlannedGroup", "Track", "lay_out_model"]
+
+_ALIGNMENT_BYTES = 16  # of tensors in the narrowest dtype that travels, as the engine has it
+
+Track = Callable[[list[tuple[Unit, Group]]], Iterable[tuple[Unit, Group]]]
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group with its layout over one set of ranks."""
+
+    unit: Unit
+    group: Group
+    layout: ShardLayout
+    order: str  # what the planner was asked for
+
+    @property
+    def title(self) -> str:
+        """Its name in tables and pictures."""
+        return self.unit.title_of(self.group)
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """What forces the padding and what would not, where it is above 5%."""
+        return advise(self.layout, order=self.order)
+
+    @cached_property
+    def fsdp2_shard_elements(self) -> int:
+        """Elements per rank that FSDP2 pays for this group."""
+        return fsdp2_shard_size(self.layout.specs, self.layout.num_shards)
+
+    @cached_property
+    def megatron_shard_elements(self) -> int:
+        """Elements per rank that Megatron-FSDP v2 pays for this group."""
+        return megatron_shard_size(self.layout.specs, self.layout.num_shards)
+
+
+def lay_out_model(
+    model: Model, num_shards: int, rules: BlockRules, order: str, track: Track = iter
+) -> list[PlannedGroup]:
+    """Plan each different group once, in order of first appearance.
+
+    Args:
+        model: what to plan.
+        num_shards: ranks that one copy of the model is sharded over.
+        rules: the blocks.
+        order: "auto" or "definition", as of the planner.
+        track: is given the work and passes it on; shows a progress bar, for example.
+
+    Cost: up to 0.05 s for a group of hundreds of tensors.
+    """
+    work = [(unit, group) for unit in model.units for group in unit.groups]
+    planned = []
+    for unit, group in track(work):
+        specs = [
+            TensorSpec(tensor.name, tensor.shape, rules.block(tensor)) for tensor in group.tensors
+        ]
+        alignment = _ALIGNMENT_BYTES // min(2, group.dtype.itemsize)
+        layout = lay_out(specs, num_shards, alignment=alignment, order=order)
+        planned.append(PlannedGroup(unit, group, layout, order))
+    return planned

@@ -1,0 +1,144 @@
+"""What a plan needs to know of a model: units, their groups, and the tensors in them.
+
+A unit is what one call of ``fully_shard`` takes, a group the tensors of a unit that share a
+buffer (one dtype, all trainable or all frozen). Equal units are held once::
+
+    units   (root, model.layers.0-2, model.layers.3-60)       each different one, with its count
+    order   (0, 1, 1, 1, 2, 2, ..., 2)                        as they run
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from vescale_fsdp.cli.settings import Dtype
+
+__all__ = ["Group", "Model", "Tensor", "Unit", "joined", "kinds", "make_model"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter: its name within the unit, and its full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one unit that share a buffer."""
+
+    tensors: tuple[Tensor, ...]
+    dtype: Dtype  # of the shards
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors together."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One or several equal units of a model."""
+
+    title: str  # the modules' names, such as "model.layers.0-31"
+    groups: tuple[Group, ...]  # none in a root whose parameters are all in other units
+    is_root: bool
+    count: int
+
+    def title_of(self, group: Group) -> str:
+        """The group's name in tables and pictures."""
+        if len(self.groups) == 1:
+            return self.title
+        return f"{self.title}, {group.dtype.name}{'' if group.trainable else ', frozen'}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the planner sees it: no modules, no data."""
+
+    name: str
+    units: tuple[Unit, ...]  # different ones, in order of first appearance; the root first
+    order: tuple[int, ...]  # indices into units, in the order in which forward runs them
+
+    @property
+    def num_units(self) -> int:
+        """Units that have parameters of their own."""
+        return sum(unit.count for unit in self.units if unit.groups)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors of all units."""
+        return sum(unit.count * sum(group.numel for group in unit.groups) for unit in self.units)
+
+
+def make_model(
+    name: str, root: Sequence[Group], others: Iterable[tuple[str, Sequence[Group]]]
+) -> Model:
+    """Fold equal units into one.
+
+    Args:
+        name: of the model.
+        root: groups of what is in no other unit; may be empty.
+        others: name and groups of each other unit, in the order in which they run.
+    """
+    names: dict[tuple[Group, ...], list[str]] = {}
+    keys = []
+    for unit_name, groups in others:
+        keys.append(tuple(groups))
+        names.setdefault(keys[-1], []).append(unit_name)
+    units = [Unit("root", tuple(root), is_root=True, count=1)]
+    units += [
+        Unit(joined(members), groups, is_root=False, count=len(members))
+        for groups, members in names.items()
+    ]
+    index = {key: 1 + i for i, key in enumerate(names)}
+    return Model(name, tuple(units), (0, *(index[key] for key in keys)))
+
+
+def joined(names: Sequence[str]) -> str:
+    """One name for several: ``h.0-2,5`` for ``h.0``, ``h.1``, ``h.2`` and ``h.5``.
+
+    Where they differ in more than one number, or have more than three gaps, the first one and
+    how many there are.
+    """
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) == 1:
+        return distinct[0]
+    parts = [re.split(r"(\d+)", name) for name in distinct]
+    varying = {
+        k
+        for one in parts
+        for k, (mine, first) in enumerate(zip(one, parts[0], strict=False))
+        if mine != first
+    }
+    if len({len(one) for one in parts}) == 1 and len(varying) == 1 and min(varying) % 2:
+        k = varying.pop()
+        runs = _runs([int(one[k]) for one in parts])
+        if len(runs) <= 3:
+            return "".join([*parts[0][:k], ",".join(runs), *parts[0][k + 1 :]])
+    return f"{distinct[0]} and {len(distinct) - 1} more"
+
+
+def kinds(names: Iterable[str]) -> list[str]:
+    """Each name with the numbers between its dots as ``*``: ``experts.7.up``, ``experts.*.up``."""
+    return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """``[0, 1, 2, 5]`` as ``["0-2", "5"]``."""
+    found = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        found.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return found

@@ -1,0 +1,183 @@
+"""``vescale-fsdp plan``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from vescale_fsdp.cli.errors import InputError
+from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
+
+if TYPE_CHECKING:
+    from vescale_fsdp.cli.result import Report
+
+__all__ = ["plan"]
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="A shapes file; a config.json of transformers, or its folder; an architecture of "
+        "transformers, such as llama; or module:function that returns a torch.nn.Module.",
+    ),
+]
+_Ranks = Annotated[int, typer.Option(show_default=False, help="Number of ranks.")]
+_Replicas = Annotated[
+    int, typer.Option(help="HSDP: shard over ranks / replicas, and copy that many times.")
+]
+_Granularity = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[PATTERN=]SPEC",
+        show_default=False,
+        help="What must not be cut: elements:256, rows:128, tile:32x32 or whole. For all "
+        "matrices, or for tensors whose name in their unit matches a shell pattern. Repeat "
+        "for several; the last that fits holds.",
+    ),
+]
+_Order = Annotated[
+    Literal["auto", "definition"],
+    typer.Option(help="Of tensors in a buffer: the planner's choice, or as they are defined."),
+]
+_ShardDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--param-dtype",
+        metavar="DTYPE",
+        show_default=False,
+        help="Of the shards: fp32, bf16, fp16, fp64. Default: fp32, or what the function builds.",
+    ),
+]
+_ComputeDtype = Annotated[
+    str, typer.Option(metavar="DTYPE", help="Of gathered parameters and local gradients.")
+]
+_ReduceDtype = Annotated[
+    str, typer.Option(metavar="DTYPE", help="In which gradients are summed over ranks.")
+]
+_Optimizer = Annotated[
+    Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
+    typer.Option(help="Whose states are counted (sgd: with momentum)."),
+]
+_Reshard = Annotated[
+    bool | None,
+    typer.Option(
+        "--reshard/--no-reshard",
+        show_default=False,
+        help="Free gathered parameters after forward. Default: all but the root's.",
+    ),
+]
+_Backend = Annotated[
+    Literal["nccl", "gloo"],
+    typer.Option(help="Reductions: reduce-scatter (nccl) or all-to-all (gloo, on CPUs)."),
+]
+_Bandwidth = Annotated[str, typer.Option(help="Of one rank, one way, such as 400Gbit or 50GB.")]
+_Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", show_default=False, help="Write all of it; - is stdout."
+    ),
+]
+_Html = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", show_default=False, help="Write a page with the buffers' picture."
+    ),
+]
+_Svg = Annotated[
+    Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the picture alone.")
+]
+
+
+def plan(
+    model: _Model,
+    ranks: _Ranks,
+    replicas: _Replicas = 1,
+    granularity: _Granularity = None,
+    order: _Order = "auto",
+    shard_dtype: _ShardDtype = None,
+    compute_dtype: _ComputeDtype = "bf16",
+    reduce_dtype: _ReduceDtype = "fp32",
+    optimizer: _Optimizer = "adamw",
+    reshard: _Reshard = None,
+    backend: _Backend = "nccl",
+    bandwidth: _Bandwidth = "400Gbit",
+    json_file: _Json = None,
+    html: _Html = None,
+    svg: _Svg = None,
+) -> None:
+    """Show how a model would be sharded, and what that costs on each rank.
+
+    No weights are made or read, nothing is downloaded, no process group is started.
+
+    \b
+    vescale-fsdp plan llama --ranks 64
+    vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
+    """
+    settings = Settings(
+        num_ranks=ranks,
+        num_replicas=replicas,
+        compute_dtype=parse_dtype(compute_dtype, "--compute-dtype"),
+        reduce_dtype=parse_dtype(reduce_dtype, "--reduce-dtype"),
+        optimizer=optimizer,
+        reshard=reshard,
+        backend=backend,
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        order=order,
+    )
+    dtype = None if shard_dtype is None else parse_dtype(shard_dtype, "--param-dtype")
+    # Imported here: --help, and a mistake in an option, need not wait for it.
+    from vescale_fsdp.cli.blocks import BlockRules
+    from vescale_fsdp.cli.progress import track
+    from vescale_fsdp.cli.result import make_report
+    from vescale_fsdp.cli.sources import load
+
+    rules = granularity or []
+    BlockRules(rules)  # a mistake in a rule is found before the model is built
+    report = make_report(load(model, dtype), settings, rules, lambda work: track(work, "planning"))
+    _write(report, html, svg)
+    if json_file is not None:
+        from vescale_fsdp.cli.export import as_json
+
+        text = json.dumps(as_json(report), indent=1) + "\n"
+        if json_file == "-":
+            sys.stdout.write(text)
+            return
+        _write_text(Path(json_file), lambda: text)
+    from rich.console import Console
+
+    from vescale_fsdp.cli.report import print_report
+
+    print_report(report, Console())
+
+
+def _write(report: Report, html: Path | None, svg: Path | None) -> None:
+    if html is None and svg is None:
+        return
+    from vescale_fsdp.cli import picture
+    from vescale_fsdp.cli.report import facts
+
+    groups = [
+        picture.PictureGroup(
+            f"{each.title}, {each.unit.count} times" if each.unit.count > 1 else each.title,
+            each.layout,
+        )
+        for each in report.planned
+    ]
+    title = f"{report.model.name} on {report.settings.num_shards:,} ranks"
+    if svg is not None:
+        _write_text(svg, lambda: picture.svg(groups, title=title))
+    if html is not None:
+        _write_text(html, lambda: picture.html(groups, title=title, facts=facts(report)))
+
+
+def _write_text(path: Path, make: Callable[[], str]) -> None:
+    try:
+        path.write_text(make(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error

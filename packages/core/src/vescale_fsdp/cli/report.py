@@ -1,0 +1,210 @@
+"""A plan as text: tables that fit 80 columns."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vescale_fsdp.cli.amounts import (
+    binary,
+    bits_per_s,
+    count,
+    difference,
+    duration,
+    percent,
+)
+from vescale_fsdp.cli.estimate import Figures
+from vescale_fsdp.cli.layouts import PlannedGroup
+from vescale_fsdp.cli.model import kinds
+from vescale_fsdp.cli.result import OURS, Report
+from vescale_fsdp.cli.timeline import KINDS
+
+__all__ = ["facts", "print_report"]
+
+# A row of the table of figures: label, value, and how it is written.
+_Row = tuple[str, Callable[[Figures], float], Callable[[float], str]]
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print a header, the groups, the figures per rank, and what would be better."""
+    _print_header(report, console)
+    console.print()
+    console.print(_groups_table(report.planned))
+    _print_forced(report.planned, console)
+    console.print()
+    console.print(_figures_table(report))
+    when = report.figures[OURS].peak.when
+    _line(console, f"Peak: during {when}; activations come on top.", "dim")
+    unlike = ", which do not keep the blocks of --granularity" if report.rules else ""
+    _line(console, f"The other columns are their layouts in our engine{unlike}.", "dim")
+    console.print()
+    _print_suggestion(report, console)
+    for rule in report.unmatched_rules:
+        _line(console, f"Note: --granularity {rule} fits no tensor.")
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """The figures of our layouts as labels and values, for a page."""
+    figures, settings = report.figures[OURS], report.settings
+    return [
+        ("parameters", f"{report.model.num_parameters:,}"),
+        ("ranks", _ranks(report)),
+        ("granularity", ", ".join(report.rules) or "any"),
+        ("padding", percent(figures.padding_ratio)),
+        ("weights per rank", binary(figures.weights_bytes)),
+        ("gradients per rank", binary(figures.gradients_bytes)),
+        (f"{settings.optimizer} states per rank", binary(figures.optimizer_bytes)),
+        ("peak per rank in a step, without activations", binary(figures.peak_bytes)),
+        ("sent per rank in a step", binary(figures.traffic.total_bytes)),
+        (_wire(report), duration(figures.communication_s)),
+    ]
+
+
+def _line(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, markup=False)
+
+
+def _ranks(report: Report) -> str:
+    settings = report.settings
+    if settings.num_replicas == 1:
+        return f"{settings.num_ranks:,}"
+    return f"{settings.num_ranks:,} = {settings.num_replicas:,} replicas x {settings.num_shards:,}"
+
+
+def _wire(report: Report) -> str:
+    return f"time at {bits_per_s(report.settings.bandwidth_bytes_per_s)}"
+
+
+def _print_header(report: Report, console: Console) -> None:
+    settings, model = report.settings, report.model
+    _line(
+        console,
+        f"{model.name}: {count(model.num_parameters)} parameters in {model.num_units} units, "
+        f"ranks: {_ranks(report)}",
+        "bold",
+    )
+    shard_dtypes = ", ".join(sorted({each.group.dtype.name for each in report.planned}))
+    _line(
+        console,
+        f"shards {shard_dtypes}, gathered {settings.compute_dtype.name}, reduced "
+        f"{settings.reduce_dtype.name} by {settings.backend}; {settings.optimizer}",
+        "dim",
+    )
+    _line(console, f"granularity: {', '.join(report.rules) or 'any'}", "dim")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _groups_table(planned: Sequence[PlannedGroup]) -> Table:
+    table = _table("group", "units", "tensors", "elements", "per rank", "padding", "order")
+    for each in planned:
+        layout = each.layout
+        table.add_row(
+            escape(each.title),
+            f"{each.unit.count:,}",
+            f"{len(layout.specs):,}",
+            count(each.group.numel),
+            count(layout.shard_size),
+            percent(layout.padding_ratio),
+            layout.order_name,
+        )
+    return table
+
+
+def _print_forced(planned: Sequence[PlannedGroup], console: Console) -> None:
+    for each in planned:
+        if each.advice is None or not each.advice.forced_by:
+            continue
+        blocks = {spec.name: spec.block for spec in each.layout.specs}
+        names = ", ".join(_counted_kinds(each.advice.forced_by))
+        sizes = sorted({blocks[name] for name in each.advice.forced_by})
+        in_blocks = ", ".join(f"{size:,}" for size in sizes)
+        _line(
+            console,
+            f"{each.title}: padding is forced by {names}, in blocks of {in_blocks} elements",
+        )
+
+
+def _counted_kinds(names: Sequence[str]) -> list[str]:
+    """Names that differ in their numbers only as one: ``experts.*.up (256)``."""
+    return [f"{kind} ({n})" if n > 1 else kind for kind, n in Counter(kinds(names)).items()]
+
+
+def _figures_table(report: Report) -> Table:
+    table = _table("per rank", *report.figures)
+    all_figures = list(report.figures.values())
+    for label, value, form in _rows(report):
+        ours, *others = (value(figures) for figures in all_figures)
+        if label.startswith(" ") and not any((ours, *others)):
+            continue
+        shares = [difference(other, ours) if form is not percent else "" for other in others]
+        beside = [
+            form(other).rjust(9) + share.rjust(9)
+            for other, share in zip(others, shares, strict=True)
+        ]
+        table.add_row(label, form(ours), *beside)
+    return table
+
+
+def _rows(report: Report) -> list[_Row]:
+    peak: list[_Row] = [
+        (f"  {kind}", lambda f, kind=kind: f.peak.parts.get(kind, 0), binary)  # type: ignore[misc]
+        for kind in KINDS
+    ]
+    return [
+        ("padding", lambda f: f.padding_ratio, percent),
+        ("weights", lambda f: f.weights_bytes, binary),
+        ("gradients", lambda f: f.gradients_bytes, binary),
+        ("optimizer states", lambda f: f.optimizer_bytes, binary),
+        ("peak in a step", lambda f: f.peak_bytes, binary),
+        ("  weights and states", lambda f: f.resting_bytes, binary),
+        *peak,
+        ("sent in a step", lambda f: f.traffic.total_bytes, binary),
+        ("  gathers in forward", lambda f: f.traffic.gather_forward_bytes, binary),
+        ("  gathers in backward", lambda f: f.traffic.gather_backward_bytes, binary),
+        ("  reductions", lambda f: f.traffic.reduce_bytes, binary),
+        ("  between replicas", lambda f: f.traffic.replicate_bytes, binary),
+        (_wire(report), lambda f: f.communication_s, duration),
+    ]
+
+
+def _print_suggestion(report: Report, console: Console) -> None:
+    suggestion = report.suggestion
+    if suggestion is None:
+        _line(console, "No blocks force more than 5% padding: nothing to suggest.", "bold")
+        return
+    _line(console, f"Suggestion for {suggestion.group}: {suggestion.sentence}", "bold")
+    if not suggestion.alternatives:
+        return
+    rows = [("as above", report.figures[OURS])]
+    for number, each in enumerate(suggestion.alternatives, start=1):
+        pairs = zip(each.options[::2], each.options[1::2], strict=True)
+        text = " \\\n    ".join(shlex.join(pair) for pair in pairs)
+        # As it is: a line broken at a blank could not be pasted.
+        console.print(f"({number}) {text}", highlight=False, markup=False, soft_wrap=True)
+        rows.append((f"with ({number})", each.figures))
+    table = _table("the model", "padding", "weights", "states", "peak", "sent", "time")
+    for label, figures in rows:
+        table.add_row(
+            label,
+            percent(figures.padding_ratio),
+            binary(figures.weights_bytes),
+            binary(figures.optimizer_bytes),
+            binary(figures.peak_bytes),
+            binary(figures.traffic.total_bytes),
+            duration(figures.communication_s),
+        )
+    console.print(table)

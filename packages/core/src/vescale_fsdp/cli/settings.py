@@ -1,0 +1,98 @@
+"""What a plan is asked for: ranks, dtypes, optimizer, wire. Parsed and checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from vescale_fsdp.cli.errors import InputError
+
+__all__ = ["Backend", "Dtype", "Settings", "parse_bandwidth", "parse_dtype"]
+
+Backend = Literal["nccl", "gloo"]
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype, without torch."""
+
+    name: str  # torch's, such as "bfloat16"
+    itemsize: int
+    floating: bool = True
+
+
+_DTYPES = {
+    "fp64": Dtype("float64", 8),
+    "fp32": Dtype("float32", 4),
+    "bf16": Dtype("bfloat16", 2),
+    "fp16": Dtype("float16", 2),
+}
+
+_MOST_RANKS = 1 << 20  # states are counted rank by rank
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one plan."""
+
+    num_ranks: int
+    num_replicas: int = 1  # HSDP: groups of num_ranks / num_replicas
+    compute_dtype: Dtype = _DTYPES["bf16"]  # of what is gathered, and of gradients
+    reduce_dtype: Dtype = _DTYPES["fp32"]  # in which gradients are summed
+    optimizer: str = "adamw"
+    reshard: bool | None = None  # reshard_after_forward of all units; None: all but the root
+    backend: Backend = "nccl"
+    bandwidth_bytes_per_s: float = 50e9
+    order: str = "auto"
+    in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_ranks <= _MOST_RANKS:
+            raise InputError(f"--ranks is {self.num_ranks}, expected 1 to {_MOST_RANKS:,}")
+        if self.num_replicas < 1:
+            raise InputError(f"--replicas is {self.num_replicas}, expected at least 1")
+        if self.num_ranks % self.num_replicas:
+            raise InputError(
+                f"--ranks {self.num_ranks} cannot be divided into --replicas "
+                f"{self.num_replicas} equal groups; take a divisor of {self.num_ranks}"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that one copy of the model is sharded over."""
+        return self.num_ranks // self.num_replicas
+
+
+def parse_dtype(text: str, option: str) -> Dtype:
+    """``fp32``, ``bf16``, ... or torch's name of it.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    for short, dtype in _DTYPES.items():
+        if text.removeprefix("torch.") in (short, dtype.name):
+            return dtype
+    raise InputError(f"{option} is {text!r}, expected one of {', '.join(_DTYPES)}")
+
+
+_BANDWIDTH = re.compile(
+    r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kKMGT]?)(?P<unit>bits?|b|B|bytes?)(/s|ps)?"
+)
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second of ``400Gbit``, ``1Gbit``, ``50GB``; powers of ten, ``b`` is a bit.
+
+    Raises:
+        InputError: it is no number with a unit, or zero.
+    """
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if not found or not float(found["number"]):
+        raise InputError(
+            f"--bandwidth is {text!r}, expected a number above 0 with its unit: 400Gbit or 50GB"
+        )
+    scale = _SCALES[found["scale"].replace("K", "k")]
+    is_bytes = found["unit"] == "B" or found["unit"].startswith("byte")
+    return float(found["number"]) * scale / (1 if is_bytes else 8)

@@ -1,0 +1,282 @@
+"""The memory of one training step on one rank, event by event, in bytes.
+
+It follows the engine (``engine/schedule``, ``engine/reduce``, ``dbuffer/collectives``) in a step
+after the first, with the default ``in_flight=2``. F is a unit's gathered parameters, m shards in
+the compute dtype; G its gradients on their way, of the same size; R what its reduction needs on
+top: on gloo a buffer of G's size to receive in, on NCCL a copy of G in the reduce dtype, where
+that is another one; g its reduced gradient, one shard, which stays as ``.grad``. For a root
+``r`` and blocks 1 to 4::
+
+    forward of r    F_r F_1                                the root first, and a gather ahead
+    forward of 1    F_r F_1 F_2
+    forward of 2    F_r F_2 F_3                            F_1 was freed after its forward
+    forward of 4    F_r F_4
+    backward of r   F_r F_4      G_r                       G_r lives until the end
+    backward of 4   F_r F_4 F_3  G_r G_4
+    backward of 3   F_r F_3 F_2  G_r G_4 R_4 G_3           the reduction of 4 is under way
+    backward of 2   F_r F_2 F_1  G_r G_4 R_4 G_3 R_3 G_2   two reductions are: most blocks' peak
+    backward of 1   F_r F_1      G_r g_4 G_3 R_3 G_2 R_2 G_1
+    end             F_r          g_4 g_3 g_2 G_1 R_1 G_r R_r     a large root's peak
+    after           g_4 g_3 g_2 g_1 g_r
+
+All the time there are the shards and the optimizer's states. When a gradient is taken into G, the
+tensor that autograd has made is there too, for a moment: the newest gradient.
+
+Not counted: activations; what the optimizer needs for a moment; memory that an allocator or a
+communication library keeps for itself; scratch memory on CPUs that waits in its pool until the
+step's end; gradients that autograd holds back because a tied weight is used elsewhere too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vescale_fsdp.cli.settings import Backend, Dtype
+
+__all__ = ["KINDS", "GroupMemory", "Peak", "Step", "UnitMemory", "run_step"]
+
+GATHERED = "gathered parameters"
+LOCAL = "gradients on their way"
+REDUCING = "reductions"
+REDUCED = "reduced gradients"
+NEWEST = "newest gradient"
+KINDS = (GATHERED, LOCAL, NEWEST, REDUCING, REDUCED)
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """Sizes and dtypes of one group, per rank."""
+
+    shard_elements: int
+    num_shards: int
+    largest_elements: int  # of its largest tensor
+    shard_dtype: Dtype
+    compute_dtype: Dtype
+    reduce_dtype: Dtype
+    trainable: bool
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered parameters; of their local gradients too."""
+        return self.shard_elements * self.num_shards * self.compute_dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the shard; of its gradient too."""
+        return self.shard_elements * self.shard_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit of a model, in a place of the order in which forward runs them."""
+
+    title: str
+    groups: tuple[GroupMemory, ...]
+    is_root: bool
+    keeps: bool  # its gathered parameters stay from forward to backward
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters wants a gradient."""
+        return any(group.trainable for group in self.groups)
+
+
+class Peak(NamedTuple):
+    """The moment with the most bytes in buffers that come and go within a step."""
+
+    num_bytes: int
+    when: str  # such as "the backward of model.layers.0-31"
+    parts: dict[str, int]  # bytes by kind; they sum to num_bytes
+
+
+class Step(NamedTuple):
+    """What a step needs."""
+
+    peak: Peak
+    forward_gathers: list[int]  # indices of units, in the order of their gathers
+    backward_gathers: list[int]
+
+
+def _backward_order(units: Sequence[UnitMemory]) -> list[int]:
+    """The units that a backward visits: the root, then the others from the last one.
+
+    Frozen units ahead of the first trainable one see no gradient.
+    """
+    trained = [index for index, unit in enumerate(units) if unit.trainable]
+    if not trained:
+        return []
+    return [0, *range(len(units) - 1, max(trained[0], 1) - 1, -1)]
+
+
+def run_step(
+    units: Sequence[UnitMemory], backend: Backend, *, num_replicas: int = 1, in_flight: int = 2
+) -> Step:
+    """The gathers of one step, and the peak of the buffers that come and go in it.
+
+    Args:
+        units: in the order in which forward runs them, the root first (without groups, if it
+            has no parameters of its own).
+        backend: "gloo" reduces by all-to-all, "nccl" by reduce-scatter.
+        num_replicas: of HSDP; reduced gradients are summed over them, in place.
+        in_flight: as of ``fully_shard``.
+    """
+    return _Simulation(units, backend, num_replicas, in_flight).run()
+
+
+class _Simulation:
+    """What the schedule does in one step, on sizes instead of tensors."""
+
+    def __init__(
+        self, units: Sequence[UnitMemory], backend: Backend, num_replicas: int, in_flight: int
+    ) -> None:
+        self._units, self._in_flight, self._num_replicas = units, in_flight, num_replicas
+        self._by_all_to_all = backend == "gloo"
+        self._live: Counter[str] = Counter()
+        self._total = 0
+        self._peak = Peak(0, "the start", {})
+        self._when = "the start"
+        self._gathered: set[int] = set()
+        self._ahead: set[int] = set()
+        self._gathers: list[int] = []
+        self._flying: deque[GroupMemory] = deque()
+        self._summing: list[GroupMemory] = []  # over replicas, until the end
+
+    def run(self) -> Step:
+        """Forward, then backward."""
+        num_units = len(self._units)
+        for index, unit in enumerate(self._units):
+            self._when = f"the forward of {unit.title}"
+            self._gather(index, range(index + 1, num_units))
+            if not unit.is_root and not unit.keeps:
+                self._release(index)
+        if not self._units[0].keeps:
+            self._release(0)
+        forward_gathers, self._gathers = self._gathers, []
+        expected = [0, *reversed(range(1, num_units))]
+        order = _backward_order(self._units)
+        for place, index in enumerate(order):
+            self._backward(index, expected[place + 1 :], is_late=self._is_late(index, order))
+        self._when = "the end of the backward"
+        for index in list(self._ahead):  # frozen units that no gradient has reached
+            self._release(index)
+        for index in reversed(order):
+            if self._is_late(index, order):
+                if self._units[index].is_root:  # an embedding's gradient comes last
+                    self._take_newest(self._units[index])
+                self._reduce(index)
+        self._land(0)
+        for group in self._summing:
+            self._keep(group)
+        return Step(self._peak, forward_gathers, self._gathers)
+
+    def _is_late(self, index: int, order: Sequence[int]) -> bool:
+        """Whether the unit's inputs need no gradient, so that only the end completes it."""
+        return index == 0 or (index == order[-1] and not self._units[0].trainable)
+
+    def _backward(self, index: int, upcoming: Sequence[int], *, is_late: bool) -> None:
+        unit = self._units[index]
+        self._when = f"the backward of {unit.title}"
+        self._gather(index, upcoming)
+        for group in unit.groups:
+            if group.trainable:
+                self._add(LOCAL, group.full_bytes)
+        self._take_newest(unit)
+        if not is_late:
+            self._release(index)
+            self._reduce(index)
+
+    def _take_newest(self, unit: UnitMemory) -> None:
+        sizes = [
+            group.largest_elements * group.compute_dtype.itemsize
+            for group in unit.groups
+            if group.trainable
+        ]
+        self._add(NEWEST, max(sizes, default=0))
+        self._drop(NEWEST, max(sizes, default=0))
+
+    # Parameters
+
+    def _gather(self, index: int, upcoming: Sequence[int]) -> None:
+        self._start_gather(index)
+        self._ahead.discard(index)
+        room = self._in_flight - 1
+        for coming in upcoming:
+            if room == 0:
+                break
+            if not self._units[coming].groups:
+                continue
+            if coming not in self._gathered:
+                self._start_gather(coming)
+                self._ahead.add(coming)
+            elif coming not in self._ahead:
+                continue  # kept since its forward
+            room -= 1
+
+    def _start_gather(self, index: int) -> None:
+        if index not in self._gathered:
+            self._gathered.add(index)
+            self._gathers.append(index)
+            self._add(GATHERED, sum(group.full_bytes for group in self._units[index].groups))
+
+    def _release(self, index: int) -> None:
+        self._gathered.remove(index)
+        self._drop(GATHERED, sum(group.full_bytes for group in self._units[index].groups))
+
+    # Reductions
+
+    def _reduce(self, index: int) -> None:
+        for group in reversed(self._units[index].groups):
+            if group.trainable:
+                self._land(self._in_flight - 1)
+                self._add(REDUCING, self._scratch_bytes(group))
+                if not self._sums_at_end(group):
+                    self._add(REDUCED, self._sum_bytes(group))
+                self._flying.append(group)
+
+    def _land(self, most: int) -> None:
+        while len(self._flying) > most:
+            group = self._flying.popleft()
+            if self._sums_at_end(group):
+                self._add(REDUCED, self._sum_bytes(group))
+            self._drop(REDUCING, self._scratch_bytes(group))
+            self._drop(LOCAL, group.full_bytes)
+            if self._num_replicas > 1:
+                self._summing.append(group)
+            else:
+                self._keep(group)
+
+    def _keep(self, group: GroupMemory) -> None:
+        """Cast the sum to the dtype of the shard."""
+        if group.shard_dtype != group.reduce_dtype:
+            self._add(REDUCED, group.shard_bytes)
+            self._drop(REDUCED, self._sum_bytes(group))
+
+    def _sums_at_end(self, group: GroupMemory) -> bool:
+        return self._by_all_to_all and group.num_shards > 1
+
+    def _scratch_bytes(self, group: GroupMemory) -> int:
+        if group.num_shards == 1:
+            return 0
+        if self._by_all_to_all:
+            return group.full_bytes
+        if group.compute_dtype == group.reduce_dtype:
+            return 0
+        return group.shard_elements * group.num_shards * group.reduce_dtype.itemsize
+
+    def _sum_bytes(self, group: GroupMemory) -> int:
+        return group.shard_elements * group.reduce_dtype.itemsize
+
+    # The account
+
+    def _add(self, kind: str, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._total += num_bytes
+        if self._total > self._peak.num_bytes:
+            self._peak = Peak(self._total, self._when, {k: n for k, n in self._live.items() if n})
+
+    def _drop(self, kind: str, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._total -= num_bytes

@@ -1,0 +1,115 @@
+"""The figures of a plan against real training steps on 2 and 4 ranks: all of them, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_fsdp.cli.blocks import BlockRules
+from vescale_fsdp.cli.estimate import Figures, figures_of
+from vescale_fsdp.cli.layouts import lay_out_model
+from vescale_fsdp.cli.modules import model_of_module
+from vescale_fsdp.cli.settings import Backend, Settings, parse_dtype
+from vescale_fsdp.testing import run_ranks
+
+from .training import (
+    GPT,
+    Stack,
+    gpt_with_frozen_matrices,
+    gpt_with_last_blocks_trained,
+    measure,
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    num_ranks: int = 2
+    compute: str = "bf16"
+    reshard: bool | None = None
+    rows: int = 1
+    backend: Backend = "gloo"
+    num_replicas: int = 1
+
+
+def figures(case: Case) -> Figures:
+    settings = Settings(
+        num_ranks=case.num_ranks,
+        compute_dtype=parse_dtype(case.compute, "--compute-dtype"),
+        reshard=case.reshard,
+        backend=case.backend,
+        num_replicas=case.num_replicas,
+    )
+    with torch.device("meta"):
+        model = model_of_module(case.make(), "gpt", None)
+    rules = BlockRules([f"rows:{case.rows}"])
+    return figures_of(model, lay_out_model(model, settings.num_shards, rules, "auto"), settings)
+
+
+CASES = {
+    "blocks are most of it": Case(partial(GPT, 5)),
+    "blocks are most of it, 4 ranks": Case(partial(GPT, 5), num_ranks=4),
+    "the root is most of it": Case(partial(GPT, 3, 997)),
+    "the root is most of it, 4 ranks": Case(partial(GPT, 3, 997), num_ranks=4),
+    "fp32": Case(partial(GPT, 4), compute="fp32"),
+    "padded, 4 ranks": Case(partial(GPT, 4), num_ranks=4, rows=40),
+    "all kept": Case(partial(GPT, 4), reshard=False),
+    "none kept": Case(partial(GPT, 4), reshard=True),
+    "no blocks": Case(partial(GPT, 0)),
+    "a root without parameters": Case(Stack),
+    "some blocks frozen": Case(gpt_with_last_blocks_trained),
+    "parts of blocks frozen": Case(gpt_with_frozen_matrices),
+    "two replicas of two": Case(partial(GPT, 4), num_ranks=4, num_replicas=2),
+    "reduce-scatter": Case(partial(GPT, 5), backend="nccl"),
+    "reduce-scatter, 4 ranks": Case(partial(GPT, 3, 997), num_ranks=4, backend="nccl"),
+    "reduce-scatter in fp32": Case(partial(GPT, 4), compute="fp32", backend="nccl"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_figures_are_those_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    # gloo can do both; it stands in for NCCL, whose sums need no other memory.
+    reduction = "native" if case.backend == "nccl" else "all_to_all"
+    monkeypatch.setenv("VESCALE_FSDP_REDUCE", reduction)
+    ranks = run_ranks(
+        measure,
+        case.num_ranks,
+        case.make,
+        DTYPES[case.compute],
+        case.reshard,
+        case.rows,
+        case.num_replicas,
+    )
+    found: dict[str, Any] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    expected = figures(case)
+    assert found == {
+        "weights": expected.weights_bytes,
+        "gradients": expected.gradients_bytes,
+        "states": expected.optimizer_bytes,
+        "peak": expected.peak.num_bytes,
+        "sent": expected.traffic.total_bytes,
+    }
+
+
+def test_figures_by_hand() -> None:
+    """Two blocks of 5,352 elements and a root of 6,336: shards of 2,688 and 3,168 on 2 ranks."""
+    expected = figures(Case(partial(GPT, 2)))
+    assert expected.padding_elements == 2 * 24
+    assert expected.weights_bytes == (2 * 2688 + 3168) * 4
+    assert expected.gradients_bytes == (2 * 2688 + 3168) * 4
+    assert expected.optimizer_bytes == (2 * 2688 + 3168) * 8  # gaps are on the last rank
+    # bf16: both are gathered in forward, the blocks in backward, and both are reduced.
+    assert expected.traffic.gather_forward_bytes == (2 * 2688 + 3168) * 2
+    assert expected.traffic.gather_backward_bytes == 2 * 2688 * 2
+    assert expected.traffic.reduce_bytes == (2 * 2688 + 3168) * 2
+    # While the first block's reduction lands: the root gathered, its gradient and receive buffer;
+    # the first block's gradient and receive buffer; reduced gradients of both blocks, in fp32.
+    assert expected.peak.num_bytes == 3 * 6336 * 2 + 2 * 5376 * 2 + 2 * 2688 * 4
+    assert expected.peak.when == "the end of the backward"

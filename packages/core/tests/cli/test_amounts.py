@@ -1,0 +1,54 @@
+import pytest
+
+from vescale_fsdp.cli.amounts import binary, bits_per_s, count, difference, duration, percent
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (999, "999"),
+        (1000, "1.00 K"),
+        (9_994, "9.99 K"),
+        (9_996, "10.0 K"),
+        (999_499, "999 K"),
+        (999_500, "1.00 M"),
+        (671_026_419_200, "671 B"),
+    ],
+)
+def test_counts_have_three_digits(number: int, text: str) -> None:
+    assert count(number) == text
+
+
+def test_bytes_are_in_powers_of_1024() -> None:
+    assert [binary(n) for n in (0, 1023, 1 << 10, 3 << 29)] == [
+        "0 B",
+        "1.00 KiB",
+        "1.00 KiB",
+        "1.50 GiB",
+    ]
+
+
+def test_bandwidth_is_in_bits() -> None:
+    assert bits_per_s(50e9) == "400 Gbit/s"
+    assert bits_per_s(125e6) == "1.00 Gbit/s"
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 4.6848e-07, 0.00388, 7.35, 1234.5)] == [
+        "0.00 us",
+        "0.47 us",
+        "3.88 ms",
+        "7.35 s",
+        "1,234 s",
+    ]
+
+
+def test_percent_and_difference() -> None:
+    assert percent(0.0574) == "5.74%"
+    assert percent(6.87) == "687%"
+    assert difference(12, 10) == "+20.0%"
+    assert difference(9, 10) == "-10.0%"
+    assert difference(10.0001, 10) == "0.0%"
+    assert difference(3, 0) == ""

@@ -1,0 +1,337 @@
+"""``vescale-fsdp plan`` as a user types it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from vescale_fsdp.cli import main
+
+from .tiny import TINY, shapes_file
+
+Capture = pytest.CaptureFixture[str]
+HERE = str(Path(__file__).parent)
+
+
+def run(capsys: Capture, *arguments: str) -> str:
+    """The output of a plan that must succeed without a word on stderr."""
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def as_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(run(capsys, *arguments, "--json", "-"))
+    return report
+
+
+def test_tables_fit_80_columns(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"model.layers.{i}.mlp.experts.up_proj.weight" for i in range(40)]
+    groups = [{"name": "a.long.name.of.a.unit", "tensors": [[n, [100, 1000]] for n in names]}]
+    path = shapes_file(tmp_path, {"groups": groups})
+    out = run(capsys, path, "--ranks", "64", "--granularity", "whole", "--replicas", "2")
+    assert max(len(line) for line in out.splitlines()) <= 80
+    # 40 matrices on 32 ranks: two on some, so 64 places for 40.
+    assert re.search(r"a\.long\.name\.of\.a\.unit +1 +40 +4\.00 M +200 K +60\.0% +definition", out)
+    text = " ".join(out.split())
+    assert "padding is forced by model.layers.*.mlp.experts.up_proj.weight (40), in" in text
+    assert "(1) --replicas" in text
+    assert "their layouts in our engine, which do not keep the blocks of --granularity" in text
+
+
+def test_figures_of_a_tiny_model(tmp_path: Path, capsys: Capture) -> None:
+    # Shards of 264 / 4 -> 72 elements (with the alignment to 8) and of 544 / 4 = 136.
+    report = as_json(capsys, shapes_file(tmp_path), "--ranks", "8", "--replicas", "2")
+    assert report["schema_version"] == 1
+    assert report["model"] == {"name": "tiny", "num_parameters": 1072, "num_units": 3}
+    assert [(g["name"], g["count"], g["shard_elements"]) for g in report["groups"]] == [
+        ("root", 1, 136),
+        ("layer", 2, 72),
+    ]
+    ours = report["per_rank"]["vescale_fsdp"]
+    assert ours["shard_elements"] == 136 + 2 * 72
+    assert ours["padding_elements"] == 4 * (136 + 2 * 72) - 1072
+    assert ours["weights_bytes"] == ours["gradients_bytes"] == 280 * 4
+    assert ours["optimizer_states_bytes"] == 280 * 8
+    assert ours["sent_bytes"] == {
+        "gather_forward_bytes": 3 * 280 * 2,
+        "gather_backward_bytes": 3 * 144 * 2,
+        "reduce_bytes": 3 * 280 * 4,
+        "replicate_bytes": 280 * 4,  # 2 (R - 1) / R = 1
+        "total_bytes": 3 * 280 * 2 + 3 * 144 * 2 + 3 * 280 * 4 + 280 * 4,
+    }
+    assert ours["communication_s"] == ours["sent_bytes"]["total_bytes"] / 50e9
+    assert ours["peak_bytes"] == sum(ours["peak_parts_bytes"].values())
+    # FSDP2 pads 34 rows of 16 to 36, and 16 and 8 elements to nothing more.
+    assert report["per_rank"]["fsdp2"]["shard_elements"] == 9 * 16 + 2 * (4 * 16 + 2)
+    assert set(report["per_rank"]) == {"vescale_fsdp", "fsdp2", "megatron_fsdp_v2"}
+
+
+def test_gloo_sends_reductions_in_the_compute_dtype(tmp_path: Path, capsys: Capture) -> None:
+    sent = {
+        backend: as_json(capsys, shapes_file(tmp_path), "--ranks", "4", "--backend", backend)[
+            "per_rank"
+        ]["vescale_fsdp"]["sent_bytes"]["reduce_bytes"]
+        for backend in ("nccl", "gloo")
+    }
+    assert sent == {"nccl": 3 * 280 * 4, "gloo": 3 * 280 * 2}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"),
+    [
+        ("adamw", 1072 * 8),
+        ("sgd", 1072 * 4),
+        ("none", 0),
+        # one state for the layers' matrices, two for their norms and the root
+        ("muon", 2 * 256 * 4 + (544 + 2 * 8) * 8),
+        ("adamw8bit", 1072 * 8),  # all tensors are below 4,096 elements
+    ],
+)
+def test_optimizer_states(optimizer: str, num_bytes: int, tmp_path: Path, capsys: Capture) -> None:
+    report = as_json(capsys, shapes_file(tmp_path), "--ranks", "1", "--optimizer", optimizer)
+    assert report["per_rank"]["vescale_fsdp"]["optimizer_states_bytes"] == num_bytes
+
+
+def test_large_tensors_have_8_bit_states(tmp_path: Path, capsys: Capture) -> None:
+    content = {"groups": [{"name": "layer", "tensors": [["w", [64, 100]]]}]}
+    path = shapes_file(tmp_path, content)
+    report = as_json(capsys, path, "--ranks", "1", "--optimizer", "adamw8bit")
+    # Two codes each, and two scales for each of 25 blocks of 256.
+    states = report["per_rank"]["vescale_fsdp"]["optimizer_states_bytes"]
+    assert states == 2 * 6400 + 2 * 4 * 25
+
+
+def test_replicas_shard_over_fewer_ranks(tmp_path: Path, capsys: Capture) -> None:
+    path = shapes_file(tmp_path)
+    whole = as_json(capsys, path, "--ranks", "4")
+    halves = as_json(capsys, path, "--ranks", "8", "--replicas", "2")
+    assert whole["groups"] == halves["groups"]
+
+
+def test_order_of_definition_can_be_had(tmp_path: Path, capsys: Capture) -> None:
+    # One whole matrix in the middle of what may be cut: only another order needs no padding.
+    tensors = [["a", [30]], ["b", [4, 10]], ["c", [10]]]
+    path = shapes_file(tmp_path, {"groups": [{"name": "g", "tensors": tensors}]})
+    arguments = (path, "--ranks", "2", "--granularity", "whole")
+    defined = as_json(capsys, *arguments, "--order", "definition")["groups"][0]
+    chosen = as_json(capsys, *arguments)["groups"][0]
+    assert defined["order"] == "definition"
+    assert chosen["shard_elements"] <= defined["shard_elements"]
+
+
+def test_suggestions_are_options_that_work(tmp_path: Path, capsys: Capture) -> None:
+    content = {"groups": [{"name": "g", "tensors": [["experts.0.up", [4, 640]]]}]}
+    path = shapes_file(tmp_path, content)
+    arguments = [path, "--ranks", "8", "--granularity", "rows:1"]
+    suggestion = as_json(capsys, *arguments)["suggestion"]
+    assert suggestion["group"] == "g"
+    assert suggestion["alternatives"], "4 rows cannot be on 8 ranks"
+    for alternative in suggestion["alternatives"]:
+        report = as_json(capsys, *arguments, *alternative["options"])
+        assert report["per_rank"]["vescale_fsdp"] == alternative["per_rank"]
+        assert report["suggestion"] is None
+
+
+def test_a_rule_that_fits_nothing_is_named(tmp_path: Path, capsys: Capture) -> None:
+    out = run(capsys, shapes_file(tmp_path), "--ranks", "2", "--granularity", "*.expert*=rows:8")
+    assert "Note: --granularity *.expert*=rows:8 fits no tensor." in out
+
+
+def test_files_are_written_and_tables_still_printed(tmp_path: Path, capsys: Capture) -> None:
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "html", "svg")}
+    options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
+    out = run(capsys, shapes_file(tmp_path), "--ranks", "4", *options)
+    assert "tiny: 1.07 K parameters in 3 units, ranks: 4" in out
+    assert json.loads(files["json"].read_text())["model"]["name"] == "tiny"
+    assert ElementTree.fromstring(files["svg"].read_text()).tag.endswith("svg")
+    page = files["html"].read_text()
+    assert "sent per rank in a step" in page
+    assert "layer, 2 times" in page
+
+
+def test_a_function_of_the_current_folder(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    report = as_json(capsys, "tiny:Tied", "--ranks", "2")
+    assert report["model"]["num_parameters"] == 80 + 2 * (64 + 8 + 8) + 16 + 4 + 4
+    assert {group["dtype"] for group in report["groups"]} == {"float32", "bfloat16"}
+
+
+def test_what_a_function_prints_does_not_mix_with_the_json(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["plan", "tiny:chatty", "--ranks", "2", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["model"]["num_parameters"] == 6
+    assert err == "building\n"
+
+
+def test_numbers_end_with_their_unit(tmp_path: Path, capsys: Capture) -> None:
+    ends = ("_bytes", "_elements", "_s", "_ratio", "_version", "_ranks", "_replicas", "_shards")
+    counts = ("num_parameters", "num_units", "num_tensors", "count", "in_flight")
+
+    def check(name: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                check(name if name == "peak_parts_bytes" else key, item)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            assert name.endswith(ends) or name in counts, name
+
+    report = as_json(capsys, shapes_file(tmp_path), "--ranks", "2")
+    for name in ("model", "settings", "per_rank"):
+        check(name, report[name])
+    for group in report["groups"]:
+        check("group", {key: item for key, item in group.items() if key != "tensors"})
+
+
+BAD_SHAPES: dict[str, tuple[Any, str]] = {
+    "no groups": ({"groups": []}, "groups is [], expected a list of groups"),
+    "another format": ({"layers": 3}, "neither model_type"),
+    "a list": ([1, 2], "has a list, expected a JSON object"),
+    "no tensors": ({"groups": [{"name": "a"}]}, "expected a name, count and tensors"),
+    "count": (
+        {"groups": [{"name": "a", "count": 0, "tensors": []}]},
+        "group 0 (a): count is 0, expected an integer of at least 1",
+    ),
+    "a large count": (
+        {"groups": [{"name": "a", "count": 10**9, "tensors": []}]},
+        "group 0 (a): count is 1000000000, expected up to 100,000",
+    ),
+    "a tensor": (
+        {"groups": [{"name": "a", "tensors": [["w", 3]]}]},
+        "group 0 (a): tensor ['w', 3], expected [name, [dimension, ...]]",
+    ),
+    "a dimension": (
+        {"groups": [{"name": "a", "tensors": [["w", [3, -1]]]}]},
+        "a dimension of 'w' is -1, expected an integer of at least 0",
+    ),
+    "too large": (
+        {"groups": [{"name": "a", "tensors": [["w", [2**40, 2**40]]]}]},
+        "is larger than any memory",
+    ),
+    "twice": (
+        {"groups": [{"name": "a", "tensors": [["w", [3]], ["w", [4]]]}]},
+        "tensor 'w' is given twice",
+    ),
+    "total": ({**TINY, "total_params": 7}, "total_params is 7, but the tensors have 1072"),
+    "two roots": (
+        {"groups": [{"name": "root", "count": 2, "tensors": []}]},
+        "there can be one group named root",
+    ),
+}
+
+
+def refuse(capsys: Capture, *arguments: str) -> str:
+    """The one line on stderr of a command that must fail with exit code 2."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("vescale-fsdp: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("name", BAD_SHAPES)
+def test_a_malformed_shapes_file(name: str, tmp_path: Path, capsys: Capture) -> None:
+    content, message = BAD_SHAPES[name]
+    assert message in refuse(capsys, "plan", shapes_file(tmp_path, content), "--ranks", "2")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
+    broken, binary = tmp_path / "broken.json", tmp_path / "binary.json"
+    broken.write_text('{"groups": [')
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (broken, "is not JSON"),
+        (binary, "is not JSON"),
+        (tmp_path / "none.json", "there is no file"),
+        (tmp_path, "there is no config.json in the folder"),
+    ):
+        assert message in refuse(capsys, "plan", str(path), "--ranks", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Missing option '--ranks'"),
+        (["--ranks", "0"], "--ranks is 0, expected 1 to 1,048,576"),
+        (["--ranks", "-4"], "--ranks is -4, expected 1 to"),
+        (["--ranks", "1000000000000"], "expected 1 to 1,048,576"),
+        (["--ranks", "many"], "'--ranks'"),
+        (["--ranks", "8", "--replicas", "3"], "cannot be divided"),
+        (["--ranks", "8", "--replicas", "0"], "--replicas is 0"),
+        (["--ranks", "8", "--granularity", "128"], "'128' is none of elements:256"),
+        (["--ranks", "8", "--param-dtype", "int4"], "--param-dtype is 'int4'"),
+        (["--ranks", "8", "--bandwidth", "fast"], "--bandwidth is 'fast'"),
+        (["--ranks", "8", "--optimizer", "adam"], "'--optimizer'"),
+        (["--ranks", "8", "--wrong"], "No such option: --wrong"),
+        (["--ranks", "8", "--svg", "/no/such/folder/x.svg"], "cannot write /no/such/folder/x.svg"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
+    assert message in refuse(capsys, "plan", shapes_file(tmp_path), *options)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("tiny:raises", "tiny:raises raised ValueError: no such width ... ("),
+        ("tiny:returns_a_list", "tiny:returns_a_list returned a list, expected a torch.nn.Module"),
+        ("tiny:no_such", "'tiny' has no 'no_such'"),
+        ("tiny:NOT_A_FUNCTION", "tiny:NOT_A_FUNCTION is a int, expected a function"),
+        ("tiny:leaves", "tiny:leaves raised SystemExit: 3"),
+        ("tiny:empty", "tiny:empty has no parameters"),
+        ("no_such_module:f", "cannot import 'no_such_module': ModuleNotFoundError"),
+    ],
+)
+def test_bad_functions(
+    function: str, message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert message in refuse(capsys, "plan", function, "--ranks", "2")
+
+
+def test_a_name_needs_transformers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    error = refuse(capsys, "plan", "llama", "--ranks", "2")
+    assert "'llama' is no file and no module:function" in error
+    assert "pip install transformers" in error
+
+
+def test_a_config_needs_transformers(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shapes_file(tmp_path, {"model_type": "llama"}, "config.json")
+    assert "transformers is needed" in refuse(capsys, "plan", str(tmp_path), "--ranks", "2")
+
+
+def test_a_shapes_file_is_planned_without_torch(tmp_path: Path) -> None:
+    """And so are the package and its help loaded."""
+    code = (
+        "import sys; from vescale_fsdp.cli import main\n"
+        "assert not {'torch', 'typer', 'rich'} & set(sys.modules)\n"
+        "main(['plan', '--help'])\n"
+        "assert not {'torch', 'vescale_fsdp.planner'} & set(sys.modules)\n"
+        f"assert main(['plan', {shapes_file(tmp_path)!r}, '--ranks', '10240']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ranks: 10,240" in done.stdout

@@ -1,0 +1,43 @@
+import pytest
+
+from vescale_fsdp.cli.errors import InputError
+from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("400Gbit", 50e9),
+        ("1Gbit", 125e6),
+        ("1Gb", 125e6),
+        ("50GB", 50e9),
+        ("50 GB/s", 50e9),
+        ("2.5Tbit/s", 312.5e9),
+        ("100Mbps", 12.5e6),
+        ("8bits", 1.0),
+        ("8 kbytes", 8e3),
+    ],
+)
+def test_bandwidth(text: str, bytes_per_s: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "400", "Gbit", "-1Gbit", "0GB", "1GiB", "1e9B", "fast"])
+def test_bandwidth_needs_a_number_and_a_unit(text: str) -> None:
+    with pytest.raises(InputError, match="--bandwidth is"):
+        parse_bandwidth(text)
+
+
+def test_dtypes_by_short_name_and_torchs() -> None:
+    assert (
+        parse_dtype("bf16", "") == parse_dtype("bfloat16", "") == parse_dtype("torch.bfloat16", "")
+    )
+    assert [parse_dtype(name, "").itemsize for name in ("fp64", "fp32", "fp16")] == [8, 4, 2]
+    with pytest.raises(InputError, match="--param-dtype is 'int4', expected one of fp64"):
+        parse_dtype("int4", "--param-dtype")
+
+
+def test_replicas_divide_the_ranks() -> None:
+    assert Settings(num_ranks=64, num_replicas=4).num_shards == 16
+    with pytest.raises(InputError, match="--ranks 64 cannot be divided into --replicas 3"):
+        Settings(num_ranks=64, num_replicas=3)

@@ -1,0 +1,96 @@
+"""The table in the docstring of ``timeline``, moment by moment, and its corner cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_fsdp.cli.settings import Backend, parse_dtype
+from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
+
+FP32, BF16 = parse_dtype("fp32", ""), parse_dtype("bf16", "")
+NUM_SHARDS = 10
+
+
+def unit(
+    elements: int, *, root: bool = False, keeps: bool | None = None, trainable: bool = True
+) -> UnitMemory:
+    """One group; with 10 shards, F = G = R = 20 x elements bytes and g = 4 x elements."""
+    group = GroupMemory(elements, NUM_SHARDS, 0, FP32, BF16, FP32, trainable)
+    groups = (group,) if elements else ()
+    name = "r" if root else "b"
+    return UnitMemory(name, groups, root, root if keeps is None else keeps)
+
+
+def peak(*units: UnitMemory, backend: Backend = "gloo", in_flight: int = 2) -> int:
+    return run_step(units, backend, in_flight=in_flight).peak.num_bytes
+
+
+def test_peak_of_many_blocks_is_two_gathered_three_gradients_two_reductions() -> None:
+    blocks = [unit(1)] * 12
+    # At the tenth block of the backward: F_r G_r, 2 F, 3 G, 2 R and nine reduced gradients; then
+    # F is freed and the next one comes, so the last block has one F less and one g more.
+    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 2 + 3 + 2) + 4 * 8
+
+
+def test_peak_of_a_large_root_is_at_the_end() -> None:
+    blocks = [unit(1)] * 4
+    step = run_step([unit(100, root=True), *blocks], "gloo")
+    # F_r G_r R_r and the root's sum; the four blocks have left their reduced gradients.
+    assert step.peak.num_bytes == 3 * 2000 + 400 + 4 * 4
+    assert step.peak.when == "the end of the backward"
+
+
+def test_nccl_copies_gradients_to_the_reduce_dtype() -> None:
+    blocks = [unit(1)] * 12
+    # R is a copy in fp32, 40 bytes, and the sum is there from the start of a reduction.
+    assert peak(unit(1, root=True), *blocks, backend="nccl") == 20 * 7 + 40 * 2 + 4 * 10
+
+
+def test_nccl_reduces_in_place_where_no_cast_is_needed() -> None:
+    group = GroupMemory(1, NUM_SHARDS, 0, BF16, BF16, BF16, trainable=True)
+    blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
+    assert peak(unit(0, root=True), *blocks, backend="nccl") == 20 * 5 + 2 * 10
+
+
+def test_one_in_flight_gathers_nothing_ahead_and_waits_for_each_reduction() -> None:
+    blocks = [unit(1)] * 12
+    # At the end, when the second block's reduction (G and R) lands: F and G of the first block,
+    # whose inputs need no gradient here, so that it is released last; eleven reduced gradients.
+    assert peak(unit(0, root=True), *blocks, in_flight=1) == 20 * 4 + 4 * 11
+
+
+def test_without_training_there_are_two_gathered_blocks() -> None:
+    blocks = [unit(1, trainable=False)] * 4
+    step = run_step([unit(3, root=True, trainable=False), *blocks], "gloo")
+    assert step.peak.num_bytes == 20 * (3 + 2)
+    assert step.backward_gathers == []
+
+
+def test_each_unit_is_gathered_once_in_forward_and_released_ones_again_in_backward() -> None:
+    step = run_step([unit(1, root=True), unit(1), unit(1, keeps=True), unit(1)], "gloo")
+    assert step.forward_gathers == [0, 1, 2, 3]
+    assert step.backward_gathers == [3, 1]
+
+
+def test_a_root_that_is_released_is_gathered_again() -> None:
+    step = run_step([unit(1, root=True, keeps=False), unit(1)], "gloo")
+    assert step.backward_gathers == [0, 1]
+
+
+def test_backward_ends_at_the_first_trained_block_and_one_gather_is_in_vain() -> None:
+    frozen, trained = unit(1, trainable=False), unit(1)
+    root = unit(1, root=True, trainable=False)
+    step = run_step([root, frozen, frozen, frozen, trained, trained], "gloo")
+    assert step.backward_gathers == [5, 4, 3]
+
+
+def test_parts_of_the_peak_sum_to_it() -> None:
+    found = run_step([unit(7, root=True), unit(2), unit(5)], "nccl").peak
+    assert sum(found.parts.values()) == found.num_bytes
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_one_rank_needs_no_scratch(backend: Backend) -> None:
+    group = GroupMemory(10, 1, 0, FP32, BF16, FP32, trainable=True)
+    root = UnitMemory("r", (group,), is_root=True, keeps=True)
+    assert peak(root, backend=backend) == 20 + 20 + 40  # F, G and the sum
