@@ -10,7 +10,7 @@ import datetime
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,16 @@ __all__ = [
     "current_backward",
     "default_store",
     "group_over",
+    "is_fsdp2_collective",
     "mesh_group",
     "new_group",
+    "process_group_collectives",
     "queue_backward_callback",
     "reduce_scatter_single",
     "route_redistribute",
     "store_wait",
     "support_foreach",
+    "symmetric_memory_gather",
 ]
 
 
@@ -140,6 +143,25 @@ def route_redistribute(
     DTensor.redistribute = routed  # type: ignore[method-assign]
 
 
+def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    """FSDP2's gather and reduce-scatter that let the process group allocate."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2
+
+    return fsdp2.ProcessGroupAllocAllGather(group), fsdp2.ProcessGroupAllocReduceScatter(group)
+
+
+def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
+    """FSDP2's gather through symmetric memory."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2
+
+    return fsdp2.SymmMemAllGather(group, cast(Any, backend))
+
+
+def is_fsdp2_collective(collective: object) -> bool:
+    """Whether a custom gather or reduce-scatter is one of FSDP2's own."""
+    return type(collective).__module__.startswith("torch.distributed.fsdp.")
+
+
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()
@@ -203,3 +225,18 @@ def mesh_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """The process group along one axis of a mesh."""
     group: dist.ProcessGroup = mesh.get_group(axis)
     return group
+
+
+def current_node() -> Any:
+    """The autograd node that this thread runs now, or None outside a backward."""
+    return torch._C._current_autograd_node()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operators on ``device`` use if none is passed."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator

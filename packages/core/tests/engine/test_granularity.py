@@ -7,10 +7,12 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from vescale_fsdp import Granularity, combine, fully_shard
 from vescale_fsdp.engine.granularity import block_of
+from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.testing import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (10,), (8, 6), (3, 5, 6), (2, 3, 4, 6), (0,), (4, 0)]
@@ -187,3 +189,28 @@ def test_fully_shard_cuts_between_the_blocks_of_its_policy() -> None:
             assert cut % 24 == 0  # 4 rows of 6
         else:
             assert cut in (0, numel)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.sum(0)
+
+
+def check_padding_warning() -> None:
+    if dist.get_rank() == 0:  # three matrices on two ranks: one holds two, the other one and a gap
+        with pytest.warns(PaddingWarning, match="33.3% padding over 2 ranks, .* 'weight'") as found:
+            fully_shard(Stack(), granularity=Granularity.rows(512))
+        assert found[0].filename == __file__
+    else:
+        fully_shard(Stack(), granularity=Granularity.rows(512))
+    fully_shard(Stack(), granularity=Granularity.rows(1))
+    small = nn.Linear(3, 3, bias=False)  # as bad, and nobody minds
+    fully_shard(small, granularity=Granularity.whole())
+
+
+def test_padding_that_blocks_force_is_warned_about_once() -> None:
+    run_ranks(check_padding_warning, 2)

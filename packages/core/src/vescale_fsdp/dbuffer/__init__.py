@@ -6,6 +6,7 @@ group, `gradients` their gradients, `collectives` moves both between ranks.
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
+from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
@@ -17,6 +18,7 @@ __all__ = [
     "GradientBuffer",
     "PendingReduce",
     "SlabPool",
+    "ThenCopy",
     "choose_reduction",
     "plain_tensors",
     "pool_for",

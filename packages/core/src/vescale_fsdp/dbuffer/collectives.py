@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
+from vescale_fsdp.dbuffer.custom import ThenCopy, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
 
 __all__ = ["Comm", "PendingReduce", "choose_reduction"]
@@ -53,8 +54,10 @@ class Comm:
         """The communicators that gradients are summed over, one after the other."""
         return [self.reduce_group, *([self.replica_group] if self.replica_group else [])]
 
-    def start_gather(self, buffer: DBuffer) -> dist.Work | None:
+    def start_gather(self, buffer: DBuffer, custom: Any = None) -> dist.Work | ThenCopy | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
+
+        ``custom`` is a gather that the user supplies (see `custom`).
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
@@ -67,6 +70,8 @@ class Comm:
             full.copy_(buffer.shard)
             return None
         own = buffer.shard
+        if custom is not None:
+            return start_custom_gather(custom, full, own, self.rank, self.gather_group)
         if own.dtype != full.dtype or own.device != full.device:
             own = buffer.own_slice()
             own.copy_(buffer.shard, non_blocking=True)
@@ -96,6 +101,9 @@ class Comm:
         reduce_dtype: torch.dtype,
         pool: SlabPool,
         divisor: float | None = None,
+        *,
+        only_sums: bool = False,
+        custom: Any = None,
     ) -> PendingReduce:
         """Start summing the full gradient buffers of all ranks into one shard each.
 
@@ -105,6 +113,8 @@ class Comm:
             reduce_dtype: in which the sum is made, and the result.
             pool: lends the memory that the collective needs until `PendingReduce.finish`.
             divisor: of the sum. Default: the number of ranks, for the average.
+            only_sums: do not let the collective average, where it could.
+            custom: a reduce-scatter that the user supplies (see `custom`).
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
@@ -113,7 +123,16 @@ class Comm:
             done = full.to(reduce_dtype, copy=True)
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
+        is_nccl = dist.get_backend(self.reduce_group) == "nccl"
+        pending.is_average = is_nccl and pending.divisor == self.size and not only_sums
+        op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM  # gloo has no average
+        if custom is not None:
+            pending.done, pending.work = start_custom_reduce(
+                custom, full, reduce_dtype, self.size, op, self.reduce_group
+            )
+            return pending
         if self.reduction == "all_to_all":
+            pending.is_average = False
             pending.parts = pending.borrow(full.numel(), full.dtype)
             pending.work = compat.all_to_all_single(pending.parts, full, self.reduce_group)
             return pending
@@ -121,10 +140,6 @@ class Comm:
         if full.dtype != reduce_dtype:
             sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
         pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
-        # gloo has no average; NCCL divides inside its kernel.
-        is_nccl = dist.get_backend(self.reduce_group) == "nccl"
-        pending.is_average = is_nccl and pending.divisor == self.size
-        op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
 
@@ -144,7 +159,7 @@ class PendingReduce:
     reduce_dtype: torch.dtype
     size: int = 1
     pool: SlabPool | None = None
-    work: dist.Work | None = None
+    work: dist.Work | ThenCopy | None = None
     parts: torch.Tensor | None = None  # all_to_all: one shard from each rank, still to be summed
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False

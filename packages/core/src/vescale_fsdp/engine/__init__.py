@@ -4,7 +4,7 @@
 the autograd graph; the units of a model share a `schedule`. `agreement` compares ranks through
 the store, `usage` tells which parameters got a gradient, `comms` makes communicators,
 `granularity` says what must not be cut, `blocks` finds units, `tree` finds tensors, `clip` clips,
-`methods` are FSDP2's.
+`finite` looks for NaN, `methods` are FSDP2's.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.blocks import repeated_blocks
 from vescale_fsdp.engine.clip import clip_grad_norm_
+from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
@@ -24,6 +25,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "check_gradients",
     "clip_grad_norm_",
     "combine",
     "fully_shard",

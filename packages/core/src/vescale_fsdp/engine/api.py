@@ -25,6 +25,7 @@ from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
+from vescale_fsdp.engine.pipelining import state_of
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 
@@ -119,6 +120,9 @@ def fully_shard(
             below.__dict__["_is_fsdp_managed_module"] = True
             below.__dict__["_fsdp_use_orig_params"] = True
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
 
 
 def _default_mesh() -> DeviceMesh:

@@ -25,11 +25,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dbuffer import Comm, DBuffer, pool_for, shard_view
+from vescale_fsdp.dbuffer import Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of
-from vescale_fsdp.planner import TensorSpec, plan
+from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.ragged.tensor import make_spec, wrap_local
 
@@ -82,7 +83,9 @@ class Group:
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
         self._kept_version = 0
-        self._work: torch.distributed.Work | None = None
+        self._work: torch.distributed.Work | ThenCopy | None = None
+        self.custom_gather: Any = None  # that the user supplies
+        self.frees_before_backward = False  # whether gradients come while nothing is gathered
         self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
         self._part_in_flight: torch.Tensor | None = None
         narrowest = min(2, *(p.param.element_size() for p in params))
@@ -90,6 +93,8 @@ class Group:
         self.slots: list[Slot] = []
         specs = [TensorSpec(p.fqn, tuple(p.param.shape), p.block) for p in params]
         placements = self._lay_out(specs)
+        itemsize = params[0].param.element_size()
+        warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
         self._allocate([p.param.shape for p in params], params[0].param.dtype, device)
         self.gradients = Gradients(self.buffer, self.slots, reduce_dtype, self.pool)
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
@@ -100,7 +105,7 @@ class Group:
 
     def _lay_out(self, specs: list[TensorSpec]) -> list[RaggedShard]:
         """Plan the buffer; return where each tensor lies."""
-        self.layout = plan(specs, self.num_shards, alignment=self._alignment)
+        self.layout = lay_out(specs, self.num_shards, alignment=self._alignment)
         size = self.layout.shard_size
         return [
             RaggedShard.from_interval(offset, size, self.num_shards, spec.shape)
@@ -179,7 +184,7 @@ class Group:
             else:
                 if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
                     self.rebind()  # a submodule was converted: its parameters left the shard
-                self._work = comm.start_gather(self.buffer)
+                self._work = comm.start_gather(self.buffer, self.custom_gather)
             self._part_in_flight = part
             self.state = GroupState.GATHERING
 
@@ -245,7 +250,7 @@ class Group:
         assert param is not None, "autograd knows the gathered parameter"
         if param.grad is None:  # its part of the graph ran, for an output that was not used
             return
-        if self.state is not GroupState.GATHERED:
+        if self.state is not GroupState.GATHERED and not self.frees_before_backward:
             raise RuntimeError(
                 f"a gradient of {slot.fqn!r} appeared while its parameters were freed: the loss "
                 "depends on it by a way around the outputs of its module (an attribute that "

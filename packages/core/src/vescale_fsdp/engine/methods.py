@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
-from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+from vescale_fsdp.engine.pipelining import State
+from vescale_fsdp.engine.tuning import TuningMethods, units_of
+from vescale_fsdp.engine.unit import Unit, units_in
 
 __all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
 
@@ -30,23 +32,14 @@ class UnshardHandle(TorchUnshardHandle):
             self._unit = None
 
 
-def _not_yet(name: str) -> Callable[..., NoReturn]:
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not there yet in vescale_fsdp")
-
-    method.__name__ = name
-    method.__doc__ = "Not there yet; raises."
-    return method
-
-
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
     it. A sharded ``Linear`` is an instance of ``FSDPLinear(FSDPModule, Linear)``.
     """
 
-    _orig_cls_mro_index = 3  # [FSDP<Class>, this class, torch's FSDPModule, <Class>, ...]
+    _orig_cls_mro_index = 4  # [FSDP<Class>, this class, TuningMethods, torch's, <Class>, ...]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of nested units).
@@ -54,7 +47,7 @@ class FSDPModule(TorchFSDPModule):
         With ``async_op`` the gather is under way when this returns; wait on the handle, or let
         the next forward do it.
         """
-        unit = _unit(self)
+        unit = self._unit()
         unit.held = True
         handle = UnshardHandle(unit)
         if async_op:
@@ -65,7 +58,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's gathered parameters and register the sharded ones."""
-        _unit(self).reshard()
+        self._unit().reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop what is left of that step.
@@ -76,7 +69,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this is not the root.
         """
-        unit = _unit(self)
+        unit = self._unit()
         if unit.schedule is not None and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if unit.schedule is not None:
@@ -89,22 +82,8 @@ class FSDPModule(TorchFSDPModule):
 
         While it is off, gradients are summed on this rank, unsharded, in the reduce dtype.
         """
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Switch the sum over replicas (HSDP) on or off.
-
-        While it is off, gradients are reduced within each replica, and kept there until a
-        backward with it on sums all of them; ``.grad`` is not touched.
-        """
-        for unit in _units(self, recurse):
-            unit.requires_all_reduce = requires_all_reduce
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the summed gradients by ``factor`` instead of by the number of ranks."""
-        for group in _unit(self).groups:
-            group.gradients.divide_factor = float(factor)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed after forward, and gathered again in backward."""
@@ -112,14 +91,14 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether gathered parameters are freed after backward (off: between micro-batches)."""
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -139,13 +118,13 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of ``nn.Module``; gradients that wait for a later backward are dropped too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in _units(self, recurse=True):
+        for unit in units_of(self, recurse=True):
             for group in unit.groups:
                 group.gradients.zero(set_to_none)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
-        unit = _unit(self)
+        unit = self._unit()
         unit.refuse_if_pinned("converting or moving the module")
         unit.reshard()
         # Past torch's FSDPModule, whose own version works on its own parameter groups.
@@ -159,7 +138,7 @@ class FSDPModule(TorchFSDPModule):
 
         No communication. The copy is a root of its own; optimizers know nothing of it.
         """
-        unit = _unit(self)
+        unit = self._unit()
         twin_unit: Unit = memo.get(id(unit)) or unit.copied(memo)
         twin = object.__new__(type(self))  # FSDPModule.__new__ makes the class without us
         memo[id(self)] = twin
@@ -172,13 +151,7 @@ class FSDPModule(TorchFSDPModule):
         return twin
 
     def _get_fsdp_state(self) -> Any:
-        return _unit(self)
-
-
-for _name in sorted(vars(TorchFSDPModule)):
-    _is_method = callable(getattr(TorchFSDPModule, _name))
-    if _name.startswith("set_") and _is_method and _name not in vars(FSDPModule):
-        setattr(FSDPModule, _name, _not_yet(_name))
+        return State(self._unit())
 
 
 _CLASSES: dict[type, type] = {}
@@ -228,13 +201,3 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
         )
     units = {id(unit): unit for module in modules for unit in units_in(module).values()}
     return _Pinned(list(units.values()))
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None, "only fully_shard makes an FSDPModule"
-    return unit
-
-
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    return list(units_in(module).values()) if recurse else [_unit(module)]

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -48,6 +50,10 @@ class Gradients:
     ) -> None:
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
+        self.only_sums = False  # whether the collective must not average
+        self.custom: Any = None  # a reduce-scatter that the user supplies
+        self.hook: Callable[[torch.Tensor], None] | None = None  # on each reduced shard
+        self.hook_stream: Any = None
         self._reduce_dtype = reduce_dtype
         self._has_accumulated = False  # whether any rank may hold gradients that wait
         self._filling: GradientBuffer | None = None
@@ -64,7 +70,8 @@ class Gradients:
     def copied(self, buffer: DBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
         """For a copy of the group: the same settings, and no gradients on their way."""
         twin = Gradients(buffer, slots, self._reduce_dtype, pool)
-        twin.divide_factor = self.divide_factor
+        twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
+        twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         return twin
 
     @property
@@ -101,7 +108,14 @@ class Gradients:
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._new_buffer()
         self._filling = None
-        pending = comm.start_reduce(gradients.seal(), self.sum_dtype, self.pool, self.divide_factor)
+        pending = comm.start_reduce(
+            gradients.seal(),
+            self.sum_dtype,
+            self.pool,
+            self.divide_factor,
+            only_sums=self.only_sums,
+            custom=self.custom,
+        )
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
 
@@ -137,6 +151,9 @@ class Gradients:
         self._keep(summed)
 
     def _keep(self, reduced: torch.Tensor) -> None:
+        if self.hook is not None:
+            with _on(self.hook_stream):
+                self.hook(reduced)
         shard = self._buffer.shard
         reduced = reduced.to(device=shard.device, dtype=shard.dtype)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
@@ -181,3 +198,16 @@ class Gradients:
         if self._filling is not None:
             self._filling.release()
         self._filling = self._unsummed = None
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Run on ``stream`` after what the current one has queued, and let that wait for it."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream()
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)

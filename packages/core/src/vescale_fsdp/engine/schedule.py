@@ -83,6 +83,7 @@ class Schedule:
         self._expected_back = _Prediction([])
         self._order = [weakref.ref(group) for group in reversed(groups)]
         self._reductions = _Reductions([], self)
+        self._unused = unused
         self._usage = {key: Usage(unused) for key in self._axes}
 
     def units(self) -> list[Unit]:
@@ -92,6 +93,12 @@ class Schedule:
     def comm(self, group: Group) -> Comm:
         """The communicators of a group's mesh axis."""
         return self._comms[id(group)]
+
+    @property
+    def max_reductions(self) -> int:
+        """How many reductions may be under way at a time."""
+        given = [unit.max_reductions for unit in self.units() if unit.max_reductions is not None]
+        return max(given, default=self.in_flight)
 
     @property
     def is_running(self) -> bool:
@@ -115,9 +122,12 @@ class Schedule:
             self.reset()
         if self._running == 0:
             self._begin_pass(index)
+            if unit.post_optim_event is not None:
+                torch.accelerator.current_stream().wait_event(unit.post_optim_event)
+                unit.post_optim_event = None
         self._running += 1
         self._entered.append(index)
-        self._gather(unit, self._expected.after(index), "forward")
+        self._gather(unit, self._upcoming(unit.forward_prefetch, self._expected, index), "forward")
 
     def after_forward(self, unit: Unit, keep: bool, comes_back: bool) -> None:
         """Release ``unit`` unless it is to be kept; ``comes_back`` if a backward may follow."""
@@ -157,12 +167,15 @@ class Schedule:
         in_backward = when == "backward"
         unit.start_gather(in_backward=in_backward)
         self._ahead.discard(self._index[id(unit)])
-        room = self.in_flight - 1
+        explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
+        room = self.in_flight - 1 if explicit is None else len(explicit)
         for index in () if is_first else upcoming:
             if room == 0:
                 break
             coming = self._units[index]()
             if coming is None or not coming.groups:
+                continue
+            if in_backward and not coming.unshard_in_backward:
                 continue
             if coming.is_sharded:
                 coming.start_gather(in_backward=in_backward)
@@ -172,6 +185,15 @@ class Schedule:
             room -= 1
         for group in unit.groups:
             group.finish_gather()
+
+    def _upcoming(
+        self, explicit: list[Unit] | None, expected: _Prediction, index: int
+    ) -> Sequence[int]:
+        """The units to gather ahead of time: those that the user has named, or as recorded."""
+        recorded = expected.after(index)
+        if explicit is None:
+            return recorded
+        return [self._index[id(unit)] for unit in explicit if id(unit) in self._index]
 
     @property
     def _is_first_pass(self) -> bool:
@@ -205,6 +227,14 @@ class Schedule:
         end = _End(self)
         self._end = weakref.ref(end)
         compat.queue_backward_callback(end)
+        self._begin_reductions()
+
+    def reduce_waiting(self) -> None:
+        """Reduce what backwards without synchronization have left, outside of a backward."""
+        self._begin_reductions()
+        self._end_backward()
+
+    def _begin_reductions(self) -> None:
         synced = {
             id(group)
             for unit in self.units()
@@ -223,7 +253,12 @@ class Schedule:
     def before_backward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the units whose backward comes after it."""
         self.begin_backward()
-        self._gather(unit, self._expected_back.after(self._index[id(unit)]), "backward")
+        for group in unit.groups:
+            group.frees_before_backward = not unit.unshard_in_backward
+        if unit.unshard_in_backward:
+            index = self._index[id(unit)]
+            upcoming = self._upcoming(unit.backward_prefetch, self._expected_back, index)
+            self._gather(unit, upcoming, "backward")
 
     def after_backward(self, unit: Unit) -> None:
         """Release ``unit`` and reduce its gradients."""
@@ -262,6 +297,7 @@ class Schedule:
                 for i in self._reductions.completed
                 if id(reduced[i]) in places
             ]
+            self._usage[key].mode = "zeros" if self.units()[0].gives_zeros else self._unused
             used, order = self._usage[key].of(groups, completed, self.comm(groups[0]))
             for group, flags in zip(groups, used, strict=True):
                 group.gradients.publish(flags)
@@ -351,7 +387,7 @@ class _Reductions:
             group.gradients.finish_sum()
 
     def _issue(self, group: Group) -> None:
-        self._land(self._schedule.in_flight - 1)
+        self._land(self._schedule.max_reductions - 1)
         group.gradients.start_reduce(self._schedule.comm(group))
         self._flying.append(group)
 

@@ -67,6 +67,12 @@ class Unit:
         self.unused, self.in_flight = unused, in_flight
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[Unit] | None = None  # instead of what was recorded
+        self.backward_prefetch: list[Unit] | None = None
+        self.max_reductions: int | None = None  # under way at a time; None: in_flight
+        self.gives_zeros = False  # whether parameters that no rank used get zero gradients
+        self.post_optim_event: torch.Event | None = None
         self.fqn = ""
         self.is_root = False
         self.forward_methods: set[str] = set()  # that gather, as forward does

@@ -1,0 +1,51 @@
+"""Collectives that the user supplies, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``.
+
+They allocate what they send and receive themselves (symmetric memory, a pool of their own). The
+parameters lie elsewhere, under addresses that stay; so one copy goes in, and one comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ThenCopy", "start_custom_gather", "start_custom_reduce"]
+
+
+class ThenCopy:
+    """A collective under way, and what is left to do when it has ended. Waits like a ``Work``."""
+
+    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        """Wait, and copy what has arrived to its place."""
+        if self._work is not None:
+            self._work.wait()
+        self._finish()
+
+
+def start_custom_gather(
+    gather: Any, full: torch.Tensor, own: torch.Tensor, rank: int, group: dist.ProcessGroup
+) -> ThenCopy:
+    """Fill ``full`` from the shards of all ranks, of which this one's is ``own``."""
+    arrived = gather.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+    size = own.numel()
+    mine = arrived.narrow(0, rank * size, size)
+    mine.copy_(own)
+    work = gather(arrived, mine, group, async_op=True)
+    return ThenCopy(work, lambda: full.copy_(arrived))
+
+
+def start_custom_reduce(
+    reduce: Any, full: torch.Tensor, dtype: torch.dtype, size: int, op: Any, group: Any
+) -> tuple[torch.Tensor, ThenCopy]:
+    """Sum ``full`` over the ranks; returns this rank's shard and what to wait for."""
+    sent = reduce.allocate((full.numel(),), dtype=dtype, device=full.device)
+    sent.copy_(full)
+    shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
+    work = reduce(shard, sent, group, op, async_op=True)
+    return shard, ThenCopy(work, lambda: sent)

@@ -1,0 +1,52 @@
+"""What ``torch.distributed.pipelining`` asks of an FSDP module beyond its public methods.
+
+A pipeline stage runs its micro-batches without synchronization, and then, by hand, what a backward
+does at its end. It reaches for it through ``fully_shard.state(module)`` and three names of FSDP2's
+own state, which `State` offers (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from torch import nn
+
+from vescale_fsdp.engine.unit import Unit, unit_of
+
+__all__ = ["State", "state_of"]
+
+
+class _ParamGroup:
+    """Stands for the groups of a unit."""
+
+    def post_backward(self) -> None:
+        """Nothing here: `State._root_post_backward_final_callback` reduces all units in order."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A unit, by the names of FSDP2's state."""
+
+    unit: Unit
+
+    @property
+    def _fsdp_param_groups(self) -> list[_ParamGroup]:
+        return [_ParamGroup() for _ in self.unit.groups]
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        schedule = self.unit.schedule
+        units = [self.unit] if schedule is None else schedule.units()
+        return SimpleNamespace(all_states=[State(unit) for unit in units])
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce and publish what backwards without synchronization have left."""
+        if self.unit.schedule is not None:
+            self.unit.schedule.reduce_waiting()
+
+
+def state_of(module: nn.Module) -> State | None:
+    """What ``fully_shard.state(module)`` returns; None for a module that is not sharded."""
+    unit = unit_of(module)
+    return None if unit is None else State(unit)

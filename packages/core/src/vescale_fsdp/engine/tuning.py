@@ -1,0 +1,229 @@
+"""FSDP2's methods that tune communication: prefetch lists, divide factors, custom collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from vescale_fsdp import compat
+from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+
+__all__ = ["TuningMethods", "units_of"]
+
+
+class TuningMethods:
+    """Mixed into ``FSDPModule``. None of these changes what is computed, unless it says so."""
+
+    # What is gathered ahead
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules while this one computes in forward, instead of the recorded next.
+
+        All of the list, whatever ``in_flight`` says. Takes effect from the second pass on.
+
+        Raises:
+            ValueError: one of them is not sharded.
+        """
+        self._unit().forward_prefetch = _units_to_prefetch(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules while this one computes in backward, instead of the recorded next.
+
+        Raises:
+            ValueError: one of them is not sharded.
+        """
+        self._unit().backward_prefetch = _units_to_prefetch(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Off: backward does not gather this module. For those whose backward reads no parameter.
+
+        An embedding, for example. If it does read one, it reads freed memory.
+        """
+        self._unit().unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next gathers wait for this event instead of for all work so far. Used once.
+
+        On the root. Without an accelerator there is nothing to wait for.
+        """
+        self._unit().post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to set: gathers are asynchronous, and allocate nothing on another stream."""
+
+    # How gradients are summed
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Switch the sum over replicas (HSDP) on or off.
+
+        While it is off, gradients are reduced within each replica, and kept there until a
+        backward with it on sums all of them; ``.grad`` is not touched.
+        """
+        for unit in units_of(self, recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the summed gradients by ``factor`` instead of by the number of ranks."""
+        for group in self._unit().groups:
+            group.gradients.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum in the collective and scale after it, also where it could average (NCCL)."""
+        for group in self._unit().groups:
+            group.gradients.only_sums = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """On: trainable parameters that no rank used get zero gradients (else: None).
+
+        Parameters that only some ranks use need no switch here. Holds for the whole model, by what
+        its root was set to.
+        """
+        for unit in units_of(self, recurse):
+            unit.gives_zeros = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be under way at a time. The largest of all units holds.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in units_of(self, recurse):
+            unit.max_reductions = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Nothing to set: reductions always have communicators of their own."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing to set: each backward that reduces waits for its own reductions.
+
+        Micro-batches that are not to be reduced say so by `set_requires_gradient_sync`.
+        """
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with each reduced shard, before it becomes ``.grad``. May change numbers.
+
+        The shard is flat, in the dtype of the reduction, after the sum over replicas if there
+        are any. The hook works in place.
+
+        Args:
+            stream: to run it on, where there are no replicas.
+
+        Raises:
+            ValueError: the parameters are on several meshes; or a stream, and replicas.
+        """
+        for group in self._groups_on_one_mesh("set_all_reduce_hook"):
+            if stream is not None and group.axes.replicate is not None:
+                raise ValueError("stream cannot be set when using native HSDP")
+            group.gradients.hook, group.gradients.hook_stream = hook, stream
+
+    # Collectives that the user supplies
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather by ``comm``: FSDP2's ``AllGather``, with ``allocate`` and ``__call__``.
+
+        What it allocates receives the shards; one copy takes them to where the parameters lie.
+
+        Raises:
+            ValueError: the parameters are on several meshes.
+        """
+        for group in self._groups_on_one_mesh("set_custom_all_gather"):
+            group.custom_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce by ``comm``: FSDP2's ``ReduceScatter``, with ``allocate`` and ``__call__``.
+
+        Raises:
+            ValueError: the parameters are on several meshes.
+        """
+        for group in self._groups_on_one_mesh("set_custom_reduce_scatter"):
+            group.gradients.custom = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the process group allocate what collectives send and receive, as FSDP2 does.
+
+        Raises:
+            AssertionError: custom collectives are set.
+        """
+        for group in self._unit().groups:
+            _refuse_custom(group, "set_allocate_memory_from_process_group")
+            gather, reduce = None, None
+            if enable:
+                gather, reduce = compat.process_group_collectives(group.axes.groups[0])
+            group.custom_gather, group.gradients.custom = gather, reduce
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather through symmetric memory (CUDA), as FSDP2 does.
+
+        Raises:
+            AssertionError: custom collectives are set.
+        """
+        for group in self._unit().groups:
+            _refuse_custom(group, "set_symm_mem")
+            group.custom_gather = compat.symmetric_memory_gather(group.axes.groups[0], backend)
+
+    def _unit(self) -> Unit:
+        unit = unit_of(self)  # type: ignore[arg-type]
+        assert unit is not None, "only fully_shard makes an FSDPModule"
+        return unit
+
+    def _groups_on_one_mesh(self, method: str) -> list[Group]:
+        groups = self._unit().groups
+        if len({group.axes.shard_ranks for group in groups}) > 1:
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via "
+                "shard_placement_fn). It would be ambiguous across groups with different meshes"
+            )
+        return groups
+
+
+def units_of(module: Any, recurse: bool) -> list[Unit]:
+    """The units of a module and below it, or its own only."""
+    if recurse:
+        return list(units_in(module).values())
+    return [module._unit()]
+
+
+def _units_to_prefetch(modules: Iterable[Any]) -> list[Unit]:
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None or not isinstance(module, TorchFSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+        units.append(unit)
+    return units
+
+
+def _refuse_custom(group: Group, method: str) -> None:
+    own = compat.is_fsdp2_collective
+    for what, custom in (
+        ("all gather", group.custom_gather),
+        ("reduce scatter", group.gradients.custom),
+    ):
+        if custom is not None and not own(custom):
+            raise AssertionError(
+                f"cannot call {method}() when {what} comm is custom: {type(custom).__name__}"
+            )
