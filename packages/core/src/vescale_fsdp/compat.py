@@ -37,8 +37,10 @@ __all__ = [
     "axis_ranks",
     "broadcast",
     "call_in_mode",
+    "concatenate_meshes",
     "current_backward",
     "default_store",
+    "forget_meshes",
     "group_over",
     "is_fsdp2_collective",
     "mesh_group",
@@ -160,6 +162,32 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
 def is_fsdp2_collective(collective: object) -> bool:
     """Whether a custom gather or reduce-scatter is one of FSDP2's own."""
     return type(collective).__module__.startswith("torch.distributed.fsdp.")
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several that are cut from the same mesh.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    joined: DeviceMesh = DeviceMesh._concatenate(meshes)
+    return joined
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of specs, which hold meshes of a world that is gone.
+
+    A mesh of a new world may equal one of the old, but its process groups are others.
+    """
+    from torch.distributed.tensor import _redistribute
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagate = propagator.propagate_op_sharding
+    getattr(propagate, "cache", propagate).cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 def default_store() -> Store:

@@ -10,7 +10,7 @@ inner axis shards, the outer one holds replicas of the same shards. Four ranks a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +29,7 @@ class Axes:
     mesh: DeviceMesh
     shard: int  # the axis that shards
     replicate: int | None = None  # the axis that holds replicas, if there is one
+    _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axes:
@@ -65,6 +66,23 @@ class Axes:
         """The mesh's own process groups: of the shards, then of the replicas."""
         axes = [self.shard] if self.replicate is None else [self.shard, self.replicate]
         return [compat.mesh_group(self.mesh, axis) for axis in axes]
+
+    def joined(self, inner: DeviceMesh) -> DeviceMesh:
+        """The mesh of these axes and, after them, those of ``inner``.
+
+        Raises:
+            ValueError: the two are not cut from one mesh.
+        """
+        if inner not in self._joined:
+            try:
+                self._joined[inner] = compat.concatenate_meshes([self.mesh, inner])
+            except RuntimeError as error:
+                raise ValueError(
+                    f"fully_shard: {self.mesh} and the mesh of a DTensor parameter, {inner}, are "
+                    "not parts of one mesh; make one mesh of all axes and pass its parts, "
+                    'mesh["data"] and mesh["tensor"]'
+                ) from error
+        return self._joined[inner]
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """One placement per axis of the mesh: ``sharded`` where it shards."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
-from vescale_fsdp.ragged import RaggedTensor, max_over_ranks
+from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
 __all__ = ["clip_grad_norm_"]
 
@@ -62,19 +63,24 @@ def clip_grad_norm_(
 
 def _total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
     """The norm over all elements of all gradients, each counted once."""
-    by_axis: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    by_axes: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for grad in grads:
-        axis = None
-        if isinstance(grad, RaggedTensor):
-            axis = compat.mesh_group(grad.device_mesh, grad.ragged_axis)
-        by_axis.setdefault(axis, []).append(_local(grad))
-    totals = [_axis_norm(locals_, axis, order) for axis, locals_ in by_axis.items()]
+        by_axes.setdefault(_axes_of(grad), []).append(_local(grad))
+    totals = [_norm_over(locals_, axes, order) for axes, locals_ in by_axes.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
     return norm
 
 
-def _axis_norm(
-    locals_: list[torch.Tensor], axis: dist.ProcessGroup | None, order: float
+def _axes_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a gradient is cut. Over others it is replicated, and counts once."""
+    if not isinstance(grad, DTensor):
+        return ()
+    cut = [axis for axis, p in enumerate(grad.placements) if isinstance(p, RaggedShard | Shard)]
+    return tuple(compat.mesh_group(grad.device_mesh, axis) for axis in cut)
+
+
+def _norm_over(
+    locals_: list[torch.Tensor], axes: tuple[dist.ProcessGroup, ...], order: float
 ) -> torch.Tensor:
     device = locals_[0].device
     filled = [local for local in locals_ if local.numel()]
@@ -82,15 +88,18 @@ def _axis_norm(
     largest = torch.zeros((), device=device)
     stacked = torch.stack([norm.float() for norm in norms]) if norms else largest.view(1)
     local: torch.Tensor = torch.linalg.vector_norm(stacked, order)
-    if axis is None:
-        return local
     if math.isinf(order):
-        return max_over_ranks(local, axis)
+        for axis in axes:
+            local = max_over_ranks(local, axis)
+        return local
+    if not axes:
+        return local
     power: torch.Tensor = local**order
-    dist.all_reduce(power, group=axis)
+    for axis in axes:
+        dist.all_reduce(power, group=axis)
     root: torch.Tensor = power ** (1.0 / order)
     return root
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad._local_tensor if isinstance(grad, RaggedTensor) else grad
+    return grad._local_tensor if isinstance(grad, DTensor) else grad

@@ -91,11 +91,17 @@ def check_granularity(granularity: object) -> None:
 
 
 def block_of(
-    granularity: Granularity | GranularityPolicy | None, fqn: str, param: nn.Parameter
+    granularity: Granularity | GranularityPolicy | None,
+    fqn: str,
+    param: nn.Parameter,
+    shape: Sequence[int] | None = None,
 ) -> int:
-    """The planner's block for one parameter, in elements."""
+    """The planner's block for one parameter, in elements.
+
+    ``shape`` is what there is to cut of it, if an inner parallelism has cut it before.
+    """
     need = _need(granularity, fqn, param)
-    return 1 if need is None else need.block(param.shape)
+    return 1 if need is None else need.block(param.shape if shape is None else shape)
 
 
 def _need(

@@ -28,6 +28,12 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.dbuffer import Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.padding import warn_of_padding
+from vescale_fsdp.engine.parallel import (
+    as_gathered,
+    local_gradient,
+    placements_of,
+    resting_spec,
+)
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -88,18 +94,18 @@ class Group:
         self.frees_before_backward = False  # whether gradients come while nothing is gathered
         self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
         self._part_in_flight: torch.Tensor | None = None
-        narrowest = min(2, *(p.param.element_size() for p in params))
+        narrowest = min(2, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
         self.slots: list[Slot] = []
-        specs = [TensorSpec(p.fqn, tuple(p.param.shape), p.block) for p in params]
+        specs = [TensorSpec(p.fqn, tuple(p.data.shape), p.block) for p in params]
         placements = self._lay_out(specs)
-        itemsize = params[0].param.element_size()
+        itemsize = params[0].data.element_size()
         warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
-        self._allocate([p.param.shape for p in params], params[0].param.dtype, device)
+        self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
         self.gradients = Gradients(self.buffer, self.slots, reduce_dtype, self.pool)
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
             start, stop = self.layout.local_range(index, self.rank)
-            part = p.param.detach().reshape(-1)[start:stop]
+            part = p.data.reshape(-1)[start:stop]
             self.slots.append(self._new_slot(p, placement, self._shard_view(index, part)))
         self._make_gathered()
 
@@ -134,12 +140,19 @@ class Group:
             view.copy_(values)
         return view
 
-    def _new_slot(self, p: ParamToShard, placement: RaggedShard, view: torch.Tensor) -> Slot:
-        placements = self.axes.placements(placement)
-        spec = make_spec(self.axes.mesh, placements, p.param.shape, view.dtype)
+    def _new_slot(self, p: ParamToShard, ragged: RaggedShard, view: torch.Tensor) -> Slot:
+        spec = resting_spec(self.axes, ragged, p.inner, p.data.shape, view.dtype, p.fqn)
         sharded = nn.Parameter(wrap_local(view, spec, False), requires_grad=p.param.requires_grad)
-        local = local_of(sharded)
-        slot = Slot(p.fqn, p.sites, p.param.shape, spec, sharded, local, weakref.ref(p.param))
+        slot = Slot(
+            fqn=p.fqn,
+            sites=p.sites,
+            shape=p.data.shape,
+            spec=spec,
+            inner=p.inner,
+            sharded=sharded,
+            local=local_of(sharded),
+            original=weakref.ref(p.param),
+        )
         slot.register(sharded)
         return slot
 
@@ -150,7 +163,8 @@ class Group:
         group_ref = weakref.ref(self)
         for index, (slot, view) in enumerate(zip(self.slots, self.buffer.full.views, strict=True)):
             differentiable = view.dtype.is_floating_point or view.dtype.is_complex
-            slot.gathered = nn.Parameter(view, requires_grad=differentiable)
+            gathered = as_gathered(view, slot.inner)
+            slot.gathered = nn.Parameter(gathered, requires_grad=differentiable)
             if differentiable:  # also where it is frozen now: it may be unfrozen later
                 _take_gradients(slot.gathered, group_ref, index)
             slot.gathered.requires_grad_(slot.sharded.requires_grad)
@@ -256,7 +270,7 @@ class Group:
                 "depends on it by a way around the outputs of its module (an attribute that "
                 "forward has set, for example). Return that tensor from forward instead"
             )
-        self.gradients.add(index, param.grad)
+        self.gradients.add(index, local_gradient(param.grad, slot.inner))
         param.grad = None
         self.on_gradient()
 
@@ -335,7 +349,10 @@ class Group:
         if not self.slots:
             return gone
         specs = [spec for i, spec in enumerate(self.layout.specs) if i != index]
-        placements = [self.axes.placements(placement) for placement in self._lay_out(specs)]
+        placements = [
+            placements_of(self.axes, ragged, slot.inner)
+            for ragged, slot in zip(self._lay_out(specs), self.slots, strict=True)
+        ]
         current = [slot.sharded for slot in self.slots]
         shard = self.buffer.shard
         locals_ = [
@@ -361,7 +378,7 @@ class Group:
             if local is not None:
                 with torch.no_grad():
                     view.copy_(local)
-            slot.spec = make_spec(self.axes.mesh, placed, slot.shape, dtype)
+            slot.spec = make_spec(slot.spec.mesh, placed, slot.spec.shape, dtype)
             requires_grad = param.requires_grad
             fresh = nn.Parameter(wrap_local(view, slot.spec, False), requires_grad=requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it
@@ -401,10 +418,10 @@ def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
 def _checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
     local: torch.Tensor | None = getattr(param, "_local_tensor", None)
     placements = getattr(param, "placements", None)
-    if local is None or placements != slot.spec.placements or param.shape != slot.shape:
+    if local is None or placements != slot.spec.placements or param.shape != slot.spec.shape:
         raise ValueError(
             f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)} with "
-            f"{placements or 'no placements'}; expected shape {tuple(slot.shape)} with "
+            f"{placements or 'no placements'}; expected shape {tuple(slot.spec.shape)} with "
             f"{slot.spec.placements}. Load it into the existing parameter (assign=False), or "
             "distribute it with that placement"
         )

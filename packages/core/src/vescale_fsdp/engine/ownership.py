@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, block_of
+from vescale_fsdp.engine.parallel import local_data
 from vescale_fsdp.engine.slot import ParamToShard, Site
 from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
 from vescale_fsdp.engine.unit import Unit, unit_of
@@ -45,7 +45,6 @@ def params_to_shard(
 
     Raises:
         ValueError: a parameter is sharded already by a call on a module around.
-        NotImplementedError: a parameter is a DTensor.
     """
     inside = {id(child) for module in modules for child in module.modules()}
     found = _parameters_of(own_modules(modules), ignored)
@@ -62,7 +61,8 @@ def params_to_shard(
         sites = _merged(waiting_sites(param) or [], sites)
         if all(id(module()) in inside for module, _ in sites):
             stop_waiting(param)
-            taken.append(ParamToShard(fqn, param, sites, block_of(granularity, fqn, param)))
+            block = block_of(granularity, fqn, param, local_data(param).shape)
+            taken.append(ParamToShard(fqn, param, sites, block))
         else:
             wait_at(param, sites)
     return taken
@@ -131,9 +131,4 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
             "one; call fully_shard on the inner modules first, and on the whole model last"
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn!r} is a DTensor on {param.device_mesh}; sharding "
-            "tensor-parallel parameters further is not there yet in vescale_fsdp"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.engine.parallel import inner_spec, local_data
 
 __all__ = ["ParamToShard", "Site", "Slot", "local_of"]
 
@@ -22,8 +23,9 @@ class Slot:
 
     fqn: str
     sites: list[Site]
-    shape: torch.Size
-    spec: DTensorSpec
+    shape: torch.Size  # in the buffer: what an inner parallelism leaves on this rank
+    spec: DTensorSpec  # of the sharded one
+    inner: DTensorSpec | None  # of the parameter before, if it was a DTensor
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
@@ -53,6 +55,16 @@ class ParamToShard:
     param: nn.Parameter
     sites: list[Site]
     block: int
+
+    @property
+    def inner(self) -> DTensorSpec | None:
+        """The spec of a parameter that is a DTensor already."""
+        return inner_spec(self.param)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """What this rank has of it to shard."""
+        return local_data(self.param)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
@@ -129,9 +130,10 @@ class Unit:
         """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
         storages = {group.buffer.full.region.storage._cdata for group in self.groups}
         for key, value in state_dict.items():
-            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, RaggedTensor)
-            if is_plain and value.untyped_storage()._cdata in storages:
-                state_dict[key] = value.clone()
+            if isinstance(value, torch.Tensor) and not isinstance(value, RaggedTensor):
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                if local.untyped_storage()._cdata in storages:
+                    state_dict[key] = value.clone()
 
     def refuse_if_pinned(self, what: str) -> None:
         """Raise if the parameters are gathered by `unsharded`: changes would be lost."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp import compat
+
 from .sources import ModuleSource, load
 
 __all__ = ["Call", "Raised", "rank_main"]
@@ -155,4 +157,5 @@ def _clean_up() -> None:
     """Drop what the call left: its process groups and what only cycles hold."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    compat.forget_meshes()  # equal meshes of the next world have other process groups
     gc.collect()
