@@ -29,6 +29,7 @@ __all__ = [
     "DTensorSpec",
     "DispatchMode",
     "NormPartial",
+    "ShardPlacementResult",
     "Store",
     "TensorMeta",
     "all_gather_single",
@@ -53,6 +54,14 @@ __all__ = [
     "support_foreach",
     "symmetric_memory_gather",
 ]
+
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+except ImportError:  # older than ShardPlacementResult: nobody can make one
+
+    class ShardPlacementResult:  # type: ignore[no-redef]
+        """Stands for what this version of torch does not have."""
 
 
 def all_gather_single(

@@ -125,10 +125,6 @@ def shard_with(**options: Any) -> None:
     fully_shard(MLP(), **options)
 
 
-def shard_with_placement_fn() -> None:
-    shard_with(shard_placement_fn=lambda parameter: None)
-
-
 def shard_with_dp_mesh_dims() -> None:
     shard_with(dp_mesh_dims="dp")
 
@@ -136,7 +132,6 @@ def shard_with_dp_mesh_dims() -> None:
 @pytest.mark.parametrize(
     ("call", "name", "world_size"),
     [
-        (shard_with_placement_fn, "shard_placement_fn", 1),
         (shard_with_dp_mesh_dims, "dp_mesh_dims", 1),
     ],
 )

@@ -64,6 +64,9 @@ def fully_shard(
             in backward. None: yes, except for the root of a model in training. An int k, a factor
             of the number of ranks: keep one part of k on each rank, so that the gather in
             backward is among k neighbours (the ranks of one machine).
+        shard_placement_fn: ``parameter -> None | Shard(d) | ShardPlacementResult``, as in FSDP2.
+            None: in whole blocks (RaggedShard). ``Shard(d)``: that, in a buffer of its own. A
+            result with a mesh: over that mesh (experts).
         mp_policy: dtypes of compute, reduction and outputs. The shards keep the dtype that the
             parameters have now.
         offload_policy: ``CPUOffloadPolicy()`` lets shards, gradients and so the optimizer rest on
@@ -93,25 +96,27 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        NotImplementedError: ``shard_placement_fn`` and ``dp_mesh_dims`` are not there yet.
+        NotImplementedError: ``dp_mesh_dims`` is not there yet; a parameter is unevenly cut by
+            tensor parallelism.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
     """
     modules = checked_modules(module)
-    check_arguments(reshard_after_forward, shard_placement_fn, dp_mesh_dims, granularity)
+    check_arguments(reshard_after_forward, dp_mesh_dims, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight)
     mesh = _default_mesh() if mesh is None else mesh
     check_mesh(mesh)
     device = _device(mesh)
-    params = params_to_shard(modules, set(ignored_params or ()), granularity)
-    _move_buffers(modules, device)
     axes = Axes.of(mesh)
+    ignored = set(ignored_params or ())
+    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn)
+    _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
     unit = Unit(modules, mp_policy, reshard, unused, in_flight)
     unit.num_parts = num_parts
     with plain_tensors():
-        unit.groups = _make_groups(unit, params, axes, device, offload_policy)
+        unit.groups = _make_groups(unit, params, device, offload_policy)
     mark_taken(params, unit)
     for each in modules:
         register_hooks(each)
@@ -167,23 +172,27 @@ def _reshard(reshard_after_forward: bool | int | None, num_shards: int) -> tuple
 def _make_groups(
     unit: Unit,
     params: list[ParamToShard],
-    axes: Axes,
     device: torch.device,
     offload_policy: OffloadPolicy,
 ) -> list[Group]:
-    """One group per dtype and trainability, in order of first appearance."""
-    by_kind: dict[tuple[torch.dtype, bool, bool], list[ParamToShard]] = {}
+    """One group per dtype, trainability and ranks, in order of first appearance.
+
+    A parameter with ``Shard(d)`` is a group of its own.
+    """
+    by_kind: dict[tuple[Any, ...], list[ParamToShard]] = {}
     for item in params:
-        kind = (item.param.dtype, item.param.requires_grad, item.param.is_meta)
+        ranks = (item.axes.shard_ranks, item.axes.replica_ranks)
+        alone = None if item.dim is None else item.fqn
+        kind = (item.param.is_meta, item.param.dtype, item.param.requires_grad, ranks, alone)
         by_kind.setdefault(kind, []).append(item)
     rests_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     groups = []
-    for (_, _, on_meta), members in by_kind.items():
+    for (on_meta, *_), members in by_kind.items():
         groups.append(
             Group(
                 members,
-                axes,
+                members[0].axes,
                 torch.device("meta") if on_meta else rests_on,
                 compute_device=device,
                 pin_memory=pins,

@@ -50,7 +50,6 @@ def _check_module(module: object) -> None:
 
 def check_arguments(
     reshard_after_forward: object,
-    shard_placement_fn: object,
     dp_mesh_dims: object,
     granularity: object,
 ) -> None:
@@ -61,7 +60,6 @@ def check_arguments(
             f"reshard to, not {reshard_after_forward}"
         )
     not_yet = {
-        "shard_placement_fn": shard_placement_fn is not None,
         "dp_mesh_dims": dp_mesh_dims is not None,
     }
     for name, given in not_yet.items():

@@ -22,23 +22,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dbuffer import Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.padding import warn_of_padding
-from vescale_fsdp.engine.parallel import (
-    as_gathered,
-    local_gradient,
-    placements_of,
-    resting_spec,
-)
+from vescale_fsdp.engine.parallel import placements_of, spec_at_rest
 from vescale_fsdp.engine.reduce import Gradients
-from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of
-from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of, resting_spec
+from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
-from vescale_fsdp.ragged.tensor import make_spec, wrap_local
 
 __all__ = ["Group", "GroupState"]
 
@@ -98,7 +92,7 @@ class Group:
         self._alignment = _ALIGNMENT_BYTES // narrowest
         self.slots: list[Slot] = []
         specs = [TensorSpec(p.fqn, tuple(p.data.shape), p.block) for p in params]
-        placements = self._lay_out(specs)
+        placements = self._lay_out(specs, params[0].dim)
         itemsize = params[0].data.element_size()
         warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
         self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
@@ -109,8 +103,11 @@ class Group:
             self.slots.append(self._new_slot(p, placement, self._shard_view(index, part)))
         self._make_gathered()
 
-    def _lay_out(self, specs: list[TensorSpec]) -> list[RaggedShard]:
+    def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
         """Plan the buffer; return where each tensor lies."""
+        if dim is not None:
+            self.layout = _even_chunks(specs, self.num_shards)
+            return [Shard(dim)]
         self.layout = lay_out(specs, self.num_shards, alignment=self._alignment)
         size = self.layout.shard_size
         return [
@@ -140,20 +137,22 @@ class Group:
             view.copy_(values)
         return view
 
-    def _new_slot(self, p: ParamToShard, ragged: RaggedShard, view: torch.Tensor) -> Slot:
-        spec = resting_spec(self.axes, ragged, p.inner, p.data.shape, view.dtype, p.fqn)
-        sharded = nn.Parameter(wrap_local(view, spec, False), requires_grad=p.param.requires_grad)
+    def _new_slot(self, p: ParamToShard, placement: Placement, view: torch.Tensor) -> Slot:
+        spec = resting_spec(p, placement, view.dtype)
         slot = Slot(
             fqn=p.fqn,
             sites=p.sites,
             shape=p.data.shape,
             spec=spec,
             inner=p.inner,
-            sharded=sharded,
-            local=local_of(sharded),
+            dim=p.dim,
+            sharded=p.param,
+            local=view,
             original=weakref.ref(p.param),
         )
-        slot.register(sharded)
+        slot.sharded = nn.Parameter(slot.wrap(view), requires_grad=p.param.requires_grad)
+        slot.local = local_of(slot.sharded)
+        slot.register(slot.sharded)
         return slot
 
     def _make_gathered(self) -> None:
@@ -163,7 +162,7 @@ class Group:
         group_ref = weakref.ref(self)
         for index, (slot, view) in enumerate(zip(self.slots, self.buffer.full.views, strict=True)):
             differentiable = view.dtype.is_floating_point or view.dtype.is_complex
-            gathered = as_gathered(view, slot.inner)
+            gathered = slot.in_forward(view)
             slot.gathered = nn.Parameter(gathered, requires_grad=differentiable)
             if differentiable:  # also where it is frozen now: it may be unfrozen later
                 _take_gradients(slot.gathered, group_ref, index)
@@ -270,7 +269,7 @@ class Group:
                 "depends on it by a way around the outputs of its module (an attribute that "
                 "forward has set, for example). Return that tensor from forward instead"
             )
-        self.gradients.add(index, local_gradient(param.grad, slot.inner))
+        self.gradients.add(index, slot.in_buffer(param.grad))
         param.grad = None
         self.on_gradient()
 
@@ -327,9 +326,7 @@ class Group:
         twin.slots = []
         for index, slot in enumerate(self.slots):
             view = shard_view(twin.layout, twin.rank, twin.buffer.shard, index)
-            sharded = nn.Parameter(
-                wrap_local(view, slot.spec, False), requires_grad=slot.sharded.requires_grad
-            )
+            sharded = nn.Parameter(slot.wrap(view), requires_grad=slot.sharded.requires_grad)
             sharded.grad = copy.deepcopy(slot.sharded.grad, memo)
             memo[id(slot.sharded)] = sharded
             local = local_of(sharded)
@@ -350,8 +347,8 @@ class Group:
             return gone
         specs = [spec for i, spec in enumerate(self.layout.specs) if i != index]
         placements = [
-            placements_of(self.axes, ragged, slot.inner)
-            for ragged, slot in zip(self._lay_out(specs), self.slots, strict=True)
+            placements_of(self.axes, placement, slot.inner)
+            for placement, slot in zip(self._lay_out(specs), self.slots, strict=True)
         ]
         current = [slot.sharded for slot in self.slots]
         shard = self.buffer.shard
@@ -377,10 +374,9 @@ class Group:
             view = shard_view(self.layout, self.rank, self.buffer.shard, index)
             if local is not None:
                 with torch.no_grad():
-                    view.copy_(local)
-            slot.spec = make_spec(slot.spec.mesh, placed, slot.spec.shape, dtype)
-            requires_grad = param.requires_grad
-            fresh = nn.Parameter(wrap_local(view, slot.spec, False), requires_grad=requires_grad)
+                    view.copy_(slot.flat(local))
+            slot.spec = spec_at_rest(slot.spec.mesh, placed, slot.spec.shape, dtype)
+            fresh = nn.Parameter(slot.wrap(view), requires_grad=param.requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it
                 fresh.grad = param.grad
                 torch.utils.swap_tensors(slot.sharded, fresh)
@@ -390,6 +386,22 @@ class Group:
             slot.local = local_of(slot.sharded)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
+
+
+def _even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
+    """The layout of one tensor as ``Shard`` has it: equal numbers of rows, the last ones fewer."""
+    (spec,) = specs
+    rows = spec.shape[0]
+    row = spec.numel // rows if rows else 0
+    return ShardLayout(
+        specs=(TensorSpec(spec.name, spec.shape, max(row, 1)),),
+        num_shards=num_shards,
+        alignment=1,
+        shard_size=-(-rows // num_shards) * row,
+        offsets=(0,),
+        order=(0,),
+        exact=True,
+    )
 
 
 def _redistributed(param: nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -10,13 +10,15 @@ whole, until a call covers all places where it was met.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, block_of
 from vescale_fsdp.engine.parallel import local_data
+from vescale_fsdp.engine.placement import placement_of
 from vescale_fsdp.engine.slot import ParamToShard, Site
 from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
 from vescale_fsdp.engine.unit import Unit, unit_of
@@ -37,6 +39,8 @@ def params_to_shard(
     modules: Sequence[nn.Module],
     ignored: set[nn.Parameter],
     granularity: Granularity | GranularityPolicy | None,
+    axes: Axes,
+    choose: Callable[[nn.Parameter], Any] | None,
 ) -> list[ParamToShard]:
     """The parameters to take now, each once, with every place where it is used.
 
@@ -62,7 +66,8 @@ def params_to_shard(
         if all(id(module()) in inside for module, _ in sites):
             stop_waiting(param)
             block = block_of(granularity, fqn, param, local_data(param).shape)
-            taken.append(ParamToShard(fqn, param, sites, block))
+            placed_on, dim = placement_of(choose, param, axes, fqn)
+            taken.append(ParamToShard(fqn, param, sites, block, placed_on, dim))
         else:
             wait_at(param, sites)
     return taken

@@ -13,15 +13,17 @@ axes first; inside of a forward it is the DTensor that the user has made::
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.ragged import RaggedShard
+from vescale_fsdp.ragged import RaggedShard, contiguous_strides
 from vescale_fsdp.ragged.tensor import make_spec
 
 __all__ = [
@@ -29,8 +31,9 @@ __all__ = [
     "inner_spec",
     "local_data",
     "local_gradient",
+    "mesh_at_rest",
     "placements_of",
-    "resting_spec",
+    "spec_at_rest",
 ]
 
 
@@ -45,42 +48,46 @@ def local_data(param: nn.Parameter) -> torch.Tensor:
 
 
 def placements_of(
-    axes: Axes, ragged: RaggedShard, inner: DTensorSpec | None
+    axes: Axes, sharded: Placement, inner: DTensorSpec | None
 ) -> tuple[Placement, ...]:
     """The placements at rest: those of the data axes, then those of the inner parallelism."""
     if inner is None:
-        return axes.placements(ragged)
+        return axes.placements(sharded)
+    assert isinstance(sharded, RaggedShard), "Shard(d) after an inner parallelism is refused"
     split = math.prod(
         inner.mesh.size(axis)
         for axis, placement in enumerate(inner.placements)
-        if isinstance(placement, Shard) and placement.dim < len(ragged.dims)
+        if isinstance(placement, Shard) and placement.dim < len(sharded.dims)
     )
-    return (*axes.placements(ragged.with_split_factor(split)), *inner.placements)
+    return (*axes.placements(sharded.with_split_factor(split)), *inner.placements)
 
 
-def resting_spec(
-    axes: Axes,
-    ragged: RaggedShard,
-    inner: DTensorSpec | None,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    fqn: str,
-) -> DTensorSpec:
-    """The spec at rest of a parameter of which this rank has ``shape`` to shard.
+def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
+    """The mesh at rest: the data axes, then those of the inner parallelism.
 
     Raises:
         NotImplementedError: the inner parallelism leaves parts of different size to its ranks.
+        ValueError: the meshes are not cut from one.
     """
-    placements = placements_of(axes, ragged, inner)
     if inner is None:
-        return make_spec(axes.mesh, placements, shape, dtype)
+        return axes.mesh
     for axis, placement in enumerate(inner.placements):
         if isinstance(placement, Shard) and inner.shape[placement.dim] % inner.mesh.size(axis):
             raise NotImplementedError(
                 f"fully_shard: parameter {fqn!r} of shape {tuple(inner.shape)} is unevenly cut by "
                 f"{placement} over {inner.mesh.size(axis)} ranks; pad that dimension to a multiple"
             )
-    return make_spec(axes.joined(inner.mesh), placements, inner.shape, dtype)
+    return axes.joined(inner.mesh)
+
+
+def spec_at_rest(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous tensor, ragged or with ``Shard``."""
+    if any(isinstance(placement, RaggedShard) for placement in placements):
+        return make_spec(mesh, placements, shape, dtype)
+    meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
+    return DTensorSpec(mesh, tuple(placements), meta)
 
 
 def as_gathered(view: torch.Tensor, inner: DTensorSpec | None) -> torch.Tensor:

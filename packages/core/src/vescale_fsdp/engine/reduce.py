@@ -26,7 +26,6 @@ from vescale_fsdp.dbuffer import (
     shard_view,
 )
 from vescale_fsdp.engine.slot import Slot, local_of
-from vescale_fsdp.ragged.tensor import wrap_local
 
 __all__ = ["Gradients"]
 
@@ -168,9 +167,9 @@ class Gradients:
                 continue
             local = shard_view(layout, rank, reduced, index)
             if slot.sharded.grad is None:
-                slot.sharded.grad = wrap_local(local, slot.spec, False)
+                slot.sharded.grad = slot.wrap(local)
             else:
-                local_of(slot.sharded.grad).add_(local)
+                local_of(slot.sharded.grad).add_(local_of(slot.wrap(local)))
 
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""

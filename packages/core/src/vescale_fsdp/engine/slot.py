@@ -1,4 +1,9 @@
-"""Slot: one parameter of a group, and every place in the model where it is registered."""
+"""Slot: one parameter of a group, and every place in the model where it is registered.
+
+A parameter that ``shard_placement_fn`` wants as ``Shard(d)`` lies in the buffer with dimension d
+first, so that the part of a rank is one run; the parameters that people see are views with d at its
+place.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,23 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.engine.parallel import inner_spec, local_data
+from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.parallel import (
+    as_gathered,
+    inner_spec,
+    local_data,
+    local_gradient,
+    mesh_at_rest,
+    placements_of,
+    spec_at_rest,
+)
+from vescale_fsdp.ragged.tensor import wrap_local
 
-__all__ = ["ParamToShard", "Site", "Slot", "local_of"]
+__all__ = ["ParamToShard", "Site", "Slot", "local_of", "resting_spec"]
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 
@@ -26,11 +43,32 @@ class Slot:
     shape: torch.Size  # in the buffer: what an inner parallelism leaves on this rank
     spec: DTensorSpec  # of the sharded one
     inner: DTensorSpec | None  # of the parameter before, if it was a DTensor
+    dim: int | None  # that comes first in the buffer, for Shard(dim); None for a ragged one
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
+
+    def wrap(self, flat: torch.Tensor) -> DTensor:
+        """The sharded tensor around this rank's flat part."""
+        if self.dim is None:
+            return wrap_local(flat, self.spec, False)
+        local = flat.view(-1, *self.shape[1:]) if flat.numel() else flat.view(0, *self.shape[1:])
+        return DTensor(local.movedim(0, self.dim), self.spec, requires_grad=False)
+
+    def flat(self, local: torch.Tensor) -> torch.Tensor:
+        """The flat part that a local tensor of `wrap` holds."""
+        return local if self.dim is None else local.movedim(self.dim, 0).reshape(-1)
+
+    def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the gathered parameter in the shape that it has in the buffer."""
+        local = local_gradient(gradient, self.inner)
+        return local if self.dim is None else local.movedim(self.dim, 0)
+
+    def in_forward(self, view: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter around its view of the full buffer."""
+        return as_gathered(view if self.dim is None else view.movedim(0, self.dim), self.inner)
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` the one that the modules hold."""
@@ -55,6 +93,8 @@ class ParamToShard:
     param: nn.Parameter
     sites: list[Site]
     block: int
+    axes: Axes
+    dim: int | None = None  # for Shard(dim)
 
     @property
     def inner(self) -> DTensorSpec | None:
@@ -63,11 +103,20 @@ class ParamToShard:
 
     @property
     def data(self) -> torch.Tensor:
-        """What this rank has of it to shard."""
-        return local_data(self.param)
+        """What this rank has of it to shard, as it lies in the buffer."""
+        data = local_data(self.param)
+        return data if self.dim is None else data.movedim(self.dim, 0)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """The local part of a sharded parameter."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
+
+
+def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
+    """The spec at rest of a parameter that its data axes cut by ``placement``."""
+    placements = placements_of(p.axes, placement, p.inner)
+    mesh = mesh_at_rest(p.axes, p.inner, p.fqn)
+    shape = p.param.shape  # of a DTensor: the global one
+    return spec_at_rest(mesh, placements, shape, dtype)

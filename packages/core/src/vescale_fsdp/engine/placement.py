@@ -1,0 +1,52 @@
+"""What ``shard_placement_fn`` may say of a parameter: FSDP2's answers, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale_fsdp import compat
+from vescale_fsdp.engine.axes import Axes
+
+__all__ = ["placement_of"]
+
+
+def placement_of(
+    choose: Callable[[nn.Parameter], Any] | None, param: nn.Parameter, axes: Axes, fqn: str
+) -> tuple[Axes, int | None]:
+    """The axes that shard a parameter, and d where it shall be ``Shard(d)`` (None: ragged).
+
+    A parameter with ``Shard(d)`` travels in a group of its own; sizes need not divide.
+
+    Raises:
+        ValueError: the answer is neither None, nor a ``Shard``, nor a ``ShardPlacementResult``.
+        AssertionError: there is no such dimension.
+        NotImplementedError: ``Shard`` for a parameter that is a DTensor already.
+    """
+    answer = None if choose is None else choose(param)
+    if isinstance(answer, compat.ShardPlacementResult):
+        info = answer.mesh_info
+        shard: int | None = info.shard_mesh_dim
+        assert info.mesh is not None, "FSDPMeshInfo has checked it"
+        assert shard is not None, "FSDPMeshInfo has checked it"
+        axes = Axes(info.mesh, shard, getattr(info, "replicate_mesh_dim", None))
+        answer = answer.placement
+    if answer is None:
+        return axes, None
+    if type(answer) is not Shard:
+        raise ValueError(f"Invalid shard_placement_fn result: {answer}, for parameter {fqn!r}")
+    dim = answer.dim + param.dim() if answer.dim < 0 else answer.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(
+            f"Shard dim {dim} is invalid for {param.dim()}D tensor: {param.shape}\n"
+            f"Found for parameter {fqn!r}"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn wants {answer} for {fqn!r}, which is a DTensor on "
+            f"{param.device_mesh}; return None for it, so that it is sharded in whole blocks"
+        )
+    return axes, dim
