@@ -125,22 +125,6 @@ def shard_with(**options: Any) -> None:
     fully_shard(MLP(), **options)
 
 
-def shard_with_dp_mesh_dims() -> None:
-    shard_with(dp_mesh_dims="dp")
-
-
-@pytest.mark.parametrize(
-    ("call", "name", "world_size"),
-    [
-        (shard_with_dp_mesh_dims, "dp_mesh_dims", 1),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(
-    call: Callable[[], object], name: str, world_size: int
-) -> None:
-    run_ranks(check_refused, world_size, call, NotImplementedError, name)
-
-
 class NoParameters(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -158,3 +161,77 @@ def check_errors() -> None:
 
 def test_uneven_tensor_parallelism_is_refused_by_name() -> None:
     run_ranks(check_errors, 4)
+
+
+def on_whole_mesh(mesh: DeviceMesh, model: nn.Module) -> nn.Module:
+    """All parameters as DTensors on all axes: the weights of ``up`` and ``down`` are cut."""
+    cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    tensor = mesh.mesh_dim_names.index("tensor")
+    for name, parameter in list(model.named_parameters()):
+        placements = [Replicate()] * mesh.ndim
+        placements[tensor] = cuts.get(name, Replicate())
+        owner, _, attribute = name.rpartition(".")
+        whole = distribute_tensor(parameter.data, mesh, placements)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(whole))
+    return model
+
+
+def check_named_axes(names: tuple[str, ...], sizes: tuple[int, ...], dims: Any) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    whole = {name: p.detach().clone() for name, p in make(Pair).named_parameters()}
+    models = [on_whole_mesh(mesh, make(Pair)) for _ in range(2)]
+    for model, shard in zip(models, (fully_shard, torch_fully_shard), strict=True):
+        shard(model, mesh=mesh, dp_mesh_dims=dims)
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole[name]), name
+    placements = [Replicate()] * mesh.ndim
+    placements[names.index("data")] = Shard(0)
+    for step in range(2):
+        batch_of_all = torch.cat([batch(step, rank) for rank in range(2)])
+        for model in models:
+            model.zero_grad()
+            model(distribute_tensor(batch_of_all, mesh, placements)).square().mean().backward()
+        expected = dict(models[1].named_parameters())
+        for name, parameter in models[0].named_parameters():
+            ours, theirs = parameter.grad.full_tensor(), expected[name].grad.full_tensor()
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "dims"),
+    [
+        (("data", "tensor"), (2, 2), DataParallelMeshDims(shard="data")),
+        (("data", "pod", "tensor"), (2, 1, 2), DataParallelMeshDims(shard=("data", "pod"))),
+        (
+            ("pod", "data", "tensor"),
+            (1, 2, 2),
+            DataParallelMeshDims(shard="data", replicate="pod"),
+        ),
+    ],
+)
+def test_axes_of_a_whole_mesh_by_name(
+    names: tuple[str, ...], sizes: tuple[int, ...], dims: Any
+) -> None:
+    run_ranks(check_named_axes, 4, names, sizes, dims)
+
+
+def check_named_axes_errors() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    dims = DataParallelMeshDims(shard="data")
+    with pytest.raises(ValueError, match=r"Got plain tensor for parameter 'norm\.weight'"):
+        fully_shard(Pair(), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(ValueError, match="Mesh dim name 'dp' not found"):
+        fully_shard(Pair(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(ValueError, match="mesh must have mesh_dim_names"):
+        fully_shard(Pair(), mesh=init_device_mesh("cpu", (4,)), dp_mesh_dims=dims)
+    with pytest.raises(ValueError, match="dp_mesh_dims must be a torch"):
+        fully_shard(Pair(), mesh=mesh, dp_mesh_dims="data")
+    model = on_whole_mesh(mesh, Pair())
+    sharded = distribute_tensor(torch.zeros(WIDTH), mesh, [Shard(0), Replicate()])
+    model.norm.weight = nn.Parameter(sharded)
+    with pytest.raises(ValueError, match=r"Expected Replicate\(\) on DP dim 'data' but got"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+
+
+def test_wrong_named_axes_are_refused() -> None:
+    run_ranks(check_named_axes_errors, 4)

@@ -14,12 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
+    axes_of,
     check_arguments,
     check_engine_arguments,
-    check_mesh,
     checked_modules,
 )
-from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
@@ -73,6 +72,8 @@ def fully_shard(
             the CPU; they go to the mesh's device for each gather and come back after each
             reduction.
         ignored_params: are left alone: not sharded, not reduced.
+        dp_mesh_dims: ``mesh`` has all axes of the job, the parameters are DTensors on it, and this
+            names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
         granularity: what must not be cut: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: cut anywhere, which costs the least padding.
@@ -96,19 +97,18 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        NotImplementedError: ``dp_mesh_dims`` is not there yet; a parameter is unevenly cut by
-            tensor parallelism.
+        NotImplementedError: a parameter is unevenly cut by tensor parallelism; ``dp_mesh_dims``
+            without an axis to shard over.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
     """
     modules = checked_modules(module)
-    check_arguments(reshard_after_forward, dp_mesh_dims, granularity)
+    check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight)
     mesh = _default_mesh() if mesh is None else mesh
-    check_mesh(mesh)
+    axes = axes_of(mesh, dp_mesh_dims)
     device = _device(mesh)
-    axes = Axes.of(mesh)
     ignored = set(ignored_params or ())
     params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn)
     _move_buffers(modules, device)

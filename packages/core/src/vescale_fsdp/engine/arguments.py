@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import unit_of
 
-__all__ = ["check_arguments", "check_engine_arguments", "check_mesh", "checked_modules"]
+__all__ = ["axes_of", "check_arguments", "check_engine_arguments", "checked_modules"]
 
 
 def checked_modules(module: object) -> list[nn.Module]:
@@ -50,7 +51,6 @@ def _check_module(module: object) -> None:
 
 def check_arguments(
     reshard_after_forward: object,
-    dp_mesh_dims: object,
     granularity: object,
 ) -> None:
     """Raise for values of FSDP2's arguments that are wrong, or not there yet."""
@@ -59,12 +59,6 @@ def check_arguments(
             "reshard_after_forward should be a bool or an int representing the group size to "
             f"reshard to, not {reshard_after_forward}"
         )
-    not_yet = {
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    for name, given in not_yet.items():
-        if given:
-            raise NotImplementedError(f"fully_shard: {name} is not there yet in vescale_fsdp")
     check_granularity(granularity)
 
 
@@ -95,16 +89,51 @@ def check_engine_arguments(
         raise ValueError(f"fully_shard: in_flight must be an int of at least 1, got {in_flight!r}")
 
 
-def check_mesh(mesh: object) -> None:
-    """Raise unless ``mesh`` has one axis, or two named ones, and contains this rank."""
+def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:
+    """The axes to shard and replicate over.
+
+    Raises:
+        ValueError, AssertionError: not a mesh of one axis, or two named ones, with this rank in
+            it; or ``dp_mesh_dims`` names axes that it does not have.
+        NotImplementedError: ``dp_mesh_dims`` without an axis to shard over.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim > 2:
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    if dp_mesh_dims is None:
+        if mesh.ndim > 2:
+            raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"fully_shard: rank {dist.get_rank()} is not part of {mesh}; pass a mesh that "
             "contains the rank that calls"
         )
+    if dp_mesh_dims is None:
+        return Axes.of(mesh)
+    shard, replicate = _named_axes(mesh, dp_mesh_dims)
+    return Axes.named(mesh, shard, replicate)
+
+
+def _named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the axes that shard, and of those that hold replicas."""
+    try:
+        shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
+    except AttributeError:
+        raise ValueError(
+            "fully_shard: dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, got "
+            f"{dp_mesh_dims!r}"
+        ) from None
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*shard, *replicate):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+            )
+    if not shard:
+        raise NotImplementedError(
+            f"fully_shard: dp_mesh_dims={dp_mesh_dims} without an axis to shard over (DDP) is not "
+            "there yet in vescale_fsdp; name one, of size 1 if need be"
+        )
+    return tuple(shard), tuple(replicate)

@@ -10,6 +10,7 @@ inner axis shards, the outer one holds replicas of the same shards. Four ranks a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -29,12 +30,29 @@ class Axes:
     mesh: DeviceMesh
     shard: int  # the axis that shards
     replicate: int | None = None  # the axis that holds replicas, if there is one
+    whole: DeviceMesh | None = (
+        None  # with all axes of the job, if its parameters are DTensors on it
+    )
+    data_names: tuple[str, ...] = ()  # of the axes of ``whole`` that this class is about
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axes:
         """The last axis shards; the first of two holds replicas."""
         return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+
+    @classmethod
+    def named(cls, whole: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> Axes:
+        """Axes of a mesh that has others too, by name; several names are flattened into one."""
+        parts = [_part(whole, names) for names in (replicate, shard) if names]
+        mesh = parts[0] if len(parts) == 1 else compat.concatenate_meshes(parts)
+        return cls(mesh, mesh.ndim - 1, 0 if replicate else None, whole, (*replicate, *shard))
+
+    @property
+    def inner_names(self) -> tuple[str, ...]:
+        """The names of the other axes of ``whole``: of tensor parallelism and the like."""
+        names = self.whole.mesh_dim_names if self.whole is not None else None
+        return tuple(name for name in names or () if name not in self.data_names)
 
     @property
     def rank(self) -> int:
@@ -89,3 +107,10 @@ class Axes:
         return tuple(
             sharded if axis == self.shard else Replicate() for axis in range(self.mesh.ndim)
         )
+
+
+def _part(whole: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    if len(names) == 1:
+        return whole[names[0]]
+    flat: DeviceMesh = whole[tuple(names)]._flatten()
+    return flat

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.dbuffer import Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.padding import warn_of_padding
-from vescale_fsdp.engine.parallel import placements_of, spec_at_rest
+from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of, resting_spec
 from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
@@ -144,6 +144,8 @@ class Group:
             sites=p.sites,
             shape=p.data.shape,
             spec=spec,
+            axes=p.axes,
+            given=given_spec(p.param),
             inner=p.inner,
             dim=p.dim,
             sharded=p.param,

@@ -28,6 +28,7 @@ from vescale_fsdp.ragged.tensor import make_spec
 
 __all__ = [
     "as_gathered",
+    "given_spec",
     "inner_spec",
     "local_data",
     "local_gradient",
@@ -37,9 +38,44 @@ __all__ = [
 ]
 
 
-def inner_spec(param: torch.Tensor) -> DTensorSpec | None:
-    """The spec of a parameter that is a DTensor; None for a plain one."""
+def given_spec(param: torch.Tensor) -> DTensorSpec | None:
+    """The spec of a parameter that is a DTensor, as the user has made it; None for a plain one."""
     return param._spec if isinstance(param, DTensor) else None
+
+
+def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
+    """What of that spec is not about the data axes; None if nothing is.
+
+    Raises:
+        ValueError: the parameters have to be DTensors on ``axes.whole``, replicated over the data
+            axes, and this one is not.
+    """
+    given = given_spec(param)
+    if axes.whole is None:
+        return given
+    if given is None:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'."
+        )
+    if given.mesh != axes.whole:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+            f"{given.mesh} for parameter '{fqn}' and {axes.whole}"
+        )
+    names = axes.whole.mesh_dim_names or ()
+    by_name = dict(zip(names, given.placements, strict=True))
+    for name in axes.data_names:
+        if not by_name[name].is_replicate():
+            raise ValueError(
+                f"Expected Replicate() on DP dim '{name}' but got {by_name[name]} for parameter "
+                f"'{fqn}'"
+            )
+    inner = axes.inner_names
+    if not inner:
+        return None
+    mesh = axes.whole[inner[0]] if len(inner) == 1 else axes.whole[inner]
+    return DTensorSpec(mesh, tuple(by_name[name] for name in inner), given.tensor_meta)
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:
@@ -90,24 +126,30 @@ def spec_at_rest(
     return DTensorSpec(mesh, tuple(placements), meta)
 
 
-def as_gathered(view: torch.Tensor, inner: DTensorSpec | None) -> torch.Tensor:
+def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:
     """The gathered parameter around its view of the full buffer, as the user's code knows it."""
-    if inner is None:
+    if given is None:
         return view
-    meta = inner.tensor_meta
+    meta = given.tensor_meta
     assert meta is not None, "every DTensor that exists has its meta"
-    cast = DTensorSpec(
-        inner.mesh, inner.placements, TensorMeta(meta.shape, meta.stride, view.dtype)
-    )
-    return DTensor(view, cast, requires_grad=False)
+    meta = TensorMeta(meta.shape, meta.stride, view.dtype)
+    return DTensor(view, DTensorSpec(given.mesh, given.placements, meta), requires_grad=False)
 
 
-def local_gradient(gradient: torch.Tensor, inner: DTensorSpec | None) -> torch.Tensor:
-    """This rank's part of a gradient. A partial sum over the inner axes is summed there first."""
-    if inner is None:
+def local_gradient(gradient: torch.Tensor, given: DTensorSpec | None, axes: Axes) -> torch.Tensor:
+    """This rank's part of a gradient. A partial sum over inner axes is summed there first.
+
+    Over the data axes it stays as it is: the group reduces it.
+    """
+    if given is None:
         return gradient
     assert isinstance(gradient, DTensor), "autograd gives gradients of the parameter's type"
-    if gradient.placements != inner.placements:
-        gradient = gradient.redistribute(placements=inner.placements)
+    names = given.mesh.mesh_dim_names or ("",) * given.mesh.ndim
+    wanted = tuple(
+        have if name in axes.data_names else want
+        for name, have, want in zip(names, gradient.placements, given.placements, strict=True)
+    )
+    if gradient.placements != wanted:
+        gradient = gradient.redistribute(placements=wanted)
     local = gradient._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

@@ -42,7 +42,9 @@ class Slot:
     sites: list[Site]
     shape: torch.Size  # in the buffer: what an inner parallelism leaves on this rank
     spec: DTensorSpec  # of the sharded one
-    inner: DTensorSpec | None  # of the parameter before, if it was a DTensor
+    axes: Axes
+    given: DTensorSpec | None  # of the parameter before, if it was a DTensor
+    inner: DTensorSpec | None  # what of it is not about the data axes
     dim: int | None  # that comes first in the buffer, for Shard(dim); None for a ragged one
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
@@ -63,12 +65,12 @@ class Slot:
 
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the gathered parameter in the shape that it has in the buffer."""
-        local = local_gradient(gradient, self.inner)
+        local = local_gradient(gradient, self.given, self.axes)
         return local if self.dim is None else local.movedim(self.dim, 0)
 
     def in_forward(self, view: torch.Tensor) -> torch.Tensor:
         """The gathered parameter around its view of the full buffer."""
-        return as_gathered(view if self.dim is None else view.movedim(0, self.dim), self.inner)
+        return as_gathered(view if self.dim is None else view.movedim(0, self.dim), self.given)
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` the one that the modules hold."""
@@ -98,8 +100,8 @@ class ParamToShard:
 
     @property
     def inner(self) -> DTensorSpec | None:
-        """The spec of a parameter that is a DTensor already."""
-        return inner_spec(self.param)
+        """What an inner parallelism has made of it, if it is a DTensor."""
+        return inner_spec(self.param, self.axes, self.fqn)
 
     @property
     def data(self) -> torch.Tensor:
