@@ -142,7 +142,9 @@ def exchange(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: collectives of bytes work for every dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    # A single element may have any stride (0 where it was expanded) and still be contiguous.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _piece(box: Box, part: Box) -> Piece:

@@ -12,10 +12,9 @@
 An all-to-all that is summed in rank order is a reduce-scatter, byte for byte; parts may differ in
 size, and gloo's own reduce-scatter is an all-reduce inside, which moves 2 to 6 times as much.
 
-On several axes: a rank gets what it needs from those that share its coordinate on every axis
-where the source is replicated, and so whatever is there already is not sent. Where the ragged
-axis of the source becomes ``Replicate`` and nothing becomes ragged, it is gathered first and torch
-does the rest. A ``Partial`` that becomes ``Replicate`` is all-reduced.
+On several axes, one uneven all-to-all: a rank gets what it needs from those that share its
+coordinate on every axis where the source is replicated, and so whatever is there already is not
+sent. A ``Partial`` that becomes ``Replicate`` is all-reduced.
 
 Gradients take the way back: they come in whatever placement they have and leave in that of the
 source, with ``Replicate`` where that was ``Partial`` (as DTensor does).
@@ -31,11 +30,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, NormPartial
+from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.exchange import Combination, InFlight, as_bytes, done, exchange
 from vescale_fsdp.ragged.holdings import (
     check_placements,
@@ -44,6 +43,7 @@ from vescale_fsdp.ragged.holdings import (
     remaining_box,
 )
 from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.regions import contiguous_strides
 
 __all__ = ["move", "respecified"]
 
@@ -69,10 +69,13 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
     """
     meta = spec.tensor_meta
     assert meta is not None, "every DTensor that exists has its meta"
-    placements = tuple(
-        Shard(p.dim % len(meta.shape)) if type(p) is Shard and p.dim < 0 else p for p in placements
-    )
-    for axis, (have, want) in enumerate(zip(spec.placements, placements, strict=False)):
+    if len(placements) != spec.mesh.ndim:
+        raise ValueError(
+            f"got {tuple(placements)} for a mesh of {spec.mesh.ndim} axes, expected one placement "
+            "per axis of the mesh"
+        )
+    placements = tuple(_normalized(p, axis, len(meta.shape)) for axis, p in enumerate(placements))
+    for axis, (have, want) in enumerate(zip(spec.placements, placements, strict=True)):
         if isinstance(want, Partial) and have != want:
             raise RuntimeError(
                 f"axis {axis} cannot be redistributed from {have} to {want}: sums are made by "
@@ -86,9 +89,18 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
                 f"a RaggedShard cannot be redistributed from or to {p} yet; go over Replicate "
                 "or Shard, or use full_tensor()"
             )
-    if len(placements) != spec.mesh.ndim:
-        raise ValueError(f"got {placements} for a mesh of {spec.mesh.ndim} axes")
+    meta = TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype)
     return DTensorSpec(spec.mesh, placements, meta)
+
+
+def _normalized(placement: Placement, axis: int, num_dims: int) -> Placement:
+    if type(placement) is not Shard:
+        return placement
+    if not -num_dims <= placement.dim < num_dims:
+        raise ValueError(
+            f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
+        )
+    return Shard(placement.dim % num_dims)
 
 
 def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFlight:
@@ -102,14 +114,8 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
     if math.prod(source.shape) == 0:
         return done(local.new_empty(_holding(target, target.mesh.get_coordinate()).local_shape))
     axis = ragged_axis_of(source.placements)
-    gathers = axis is not None and target.placements[axis].is_replicate()
-    if axis is not None and gathers and ragged_axis_of(target.placements) is None:
-        gathered = _replaced(source, axis, Replicate())
-        moving = _gather(local, source, axis)
-        if gathered.placements == target.placements:
-            return moving
-        plain = DTensor(moving.wait(), gathered, requires_grad=False)
-        return done(plain.redistribute(placements=target.placements)._local_tensor)
+    if axis is not None and _replaced(source, axis, Replicate()).placements == target.placements:
+        return _gather(local, source, axis)
     local, source = _all_reduced(local, source, target)
     return _exchanged(local.contiguous().view(-1), source, target)
 
@@ -169,11 +175,9 @@ def _combination(placements: dict[int, Placement], mesh: DeviceMesh) -> Combinat
         return None
     operations = {p.reduce_op for p in partial.values()}
     operation = next(iter(operations))
-    if (
-        len(operations) > 1
-        or operation not in _JOIN
-        or isinstance(next(iter(partial.values())), NormPartial)
-    ):
+    # Subclasses (norms, masked embeddings) are more than a sum.
+    is_plain = all(type(p) is Partial for p in partial.values())
+    if len(operations) > 1 or operation not in _JOIN or not is_plain:
         raise NotImplementedError(
             f"{list(partial.values())} cannot be reduced to a RaggedShard at once; redistribute to "
             "Replicate first"

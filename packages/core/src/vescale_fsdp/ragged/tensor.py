@@ -164,7 +164,16 @@ class RaggedTensor(DTensor):
         ``grad_placements`` of ``Partial`` it is summed over the ranks instead.
 
         Cost: what `redistribute` to ``Replicate`` costs: each rank receives what it lacks.
+
+        Raises:
+            ValueError: ``grad_placements`` are not one placement per axis of the mesh.
         """
+        num_axes = self.device_mesh.ndim
+        if grad_placements is not None and len(grad_placements) != num_axes:
+            raise ValueError(
+                f"grad_placements are {tuple(grad_placements)}, expected one placement per axis of "
+                f"the mesh, which has {num_axes}"
+            )
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
