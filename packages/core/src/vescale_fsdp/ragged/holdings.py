@@ -24,7 +24,14 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.regions import Box, flat_range_to_boxes
 
-__all__ = ["Holding", "check_placements", "holding_of", "ragged_axis_of", "remaining_box"]
+__all__ = [
+    "Holding",
+    "check_placements",
+    "holding_of",
+    "normalized",
+    "ragged_axis_of",
+    "remaining_box",
+]
 
 
 class Holding(NamedTuple):
@@ -62,6 +69,25 @@ def remaining_box(
     return Box(tuple(offsets), tuple(sizes), 0)
 
 
+def normalized(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
+    """The placements with the dimension of each ``Shard`` counted from the front.
+
+    Raises:
+        ValueError: there is no such dimension.
+    """
+    return tuple(_from_front(p, axis, num_dims) for axis, p in enumerate(placements))
+
+
+def _from_front(placement: Placement, axis: int, num_dims: int) -> Placement:
+    if type(placement) is not Shard:
+        return placement
+    if not -num_dims <= placement.dim < num_dims:
+        raise ValueError(
+            f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
+        )
+    return Shard(placement.dim % num_dims)
+
+
 def holding_of(
     shape: Sequence[int],
     placements: Sequence[Placement],
@@ -86,7 +112,7 @@ def holding_of(
 def check_placements(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> None:
-    """Check that the placements of a ragged tensor say one thing, and that it fits the shape.
+    """Check that `normalized` placements of a ragged tensor say one thing and fit its shape.
 
     Raises:
         ValueError: not exactly one RaggedShard; another placement than ``Replicate``, ``Shard``
@@ -111,9 +137,6 @@ def check_placements(
             f"has {mesh_shape[axis]}"
         )
     shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]
-    for a, dim in shards:
-        if not 0 <= dim < len(shape):
-            raise ValueError(f"axis {a} has Shard({dim}), but the tensor has {len(shape)} dims")
     num_dims = len(placement.dims)
     split = math.prod(mesh_shape[a] for a, dim in shards if a > axis and dim < num_dims)
     if placement.split_factor != split:

@@ -39,6 +39,7 @@ from vescale_fsdp.ragged.exchange import Combination, InFlight, as_bytes, done, 
 from vescale_fsdp.ragged.holdings import (
     check_placements,
     holding_of,
+    normalized,
     ragged_axis_of,
     remaining_box,
 )
@@ -74,7 +75,7 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
             f"got {tuple(placements)} for a mesh of {spec.mesh.ndim} axes, expected one placement "
             "per axis of the mesh"
         )
-    placements = tuple(_normalized(p, axis, len(meta.shape)) for axis, p in enumerate(placements))
+    placements = normalized(placements, len(meta.shape))
     for axis, (have, want) in enumerate(zip(spec.placements, placements, strict=True)):
         if isinstance(want, Partial) and have != want:
             raise RuntimeError(
@@ -91,16 +92,6 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
             )
     meta = TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype)
     return DTensorSpec(spec.mesh, placements, meta)
-
-
-def _normalized(placement: Placement, axis: int, num_dims: int) -> Placement:
-    if type(placement) is not Shard:
-        return placement
-    if not -num_dims <= placement.dim < num_dims:
-        raise ValueError(
-            f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
-        )
-    return Shard(placement.dim % num_dims)
 
 
 def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFlight:

@@ -31,6 +31,7 @@ from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.holdings import (
     check_placements,
     holding_of,
+    normalized,
     ragged_axis_of,
     remaining_box,
 )
@@ -278,7 +279,7 @@ def make_spec(
     Raises:
         ValueError: as `check_placements` says.
     """
-    placements = tuple(placements)
+    placements = normalized(placements, len(shape))
     check_placements(shape, placements, mesh.shape)
     shape = torch.Size(shape)
     return DTensorSpec(mesh, placements, TensorMeta(shape, contiguous_strides(shape), dtype))
@@ -316,6 +317,7 @@ def redistribute(
         )
     if placements is None:
         raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
+    _coordinate(tensor._spec)  # raises on a rank outside of the mesh
     target = respecified(tensor._spec, placements)
     if tensor._spec.placements == target.placements and forward_dtype in (None, tensor.dtype):
         return tensor
