@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp import FSDPModule, fully_shard
+from vescale_fsdp import FSDPModule, fully_shard, share_comm_ctx
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
 
@@ -52,6 +52,9 @@ def check_every_method() -> None:
     model.set_reduce_scatter_divide_factor(4.0)
     model.set_force_sum_reduction_for_comms(True)
     assert_gradients_of_ddp(model, 0, factor=0.5)
+    share_comm_ctx([model])
+    with pytest.raises(ValueError, match="Expects list of FSDPModules but got Linear"):
+        share_comm_ctx([nn.Linear(1, 1)])
 
 
 def test_all_methods_of_fsdp2_are_there() -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import assert_holds, cuts, distributed, make_mesh, random
+from .layouts import counted_collectives
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
 
@@ -42,6 +42,15 @@ POINTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nan_to_num": lambda x, y: torch.nan_to_num(x / 0),
     "where": lambda x, y: torch.where(x > 0, x, y),
     "where with a number": lambda x, y: torch.where(x > 0, x, 0.0),
+    "where on the other side": lambda x, y: torch.where(x > y, 1.0, x),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, 2.0),
+    "masked_fill by a tensor": lambda x, y: x.masked_fill(y > 0, torch.tensor(2.0)),
+    "clamp by tensors": lambda x, y: x.clamp(y - 1, y + 1),
+    "equal to a number": lambda x, y: (x > 0) == 1,
+    "not equal": lambda x, y: x.round() != y.round(),
+    "isclose": lambda x, y: torch.isclose(x, y, atol=0.5),
+    "copysign": lambda x, y: torch.copysign(x, y),
+    "activations": lambda x, y: torch.relu(x) + torch.nn.functional.hardtanh(y),
     "logical": lambda x, y: (x > 0) & (y < 0),
     "integers": lambda x, y: (x * 8).to(torch.int32) % 3,
     "clone": lambda x, y: x.clone(),
@@ -56,6 +65,9 @@ LIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros_like": torch.zeros_like,
     "ones_like": torch.ones_like,
     "full_like": lambda x: torch.full_like(x, 2.5),
+    "full_like of a dtype": lambda x: torch.full_like(x, 2, dtype=torch.int32),
+    "new_zeros of its shape": lambda x: x.new_zeros(x.shape),
+    "new_full of its shape": lambda x: x.new_full(x.shape, 3, dtype=torch.int64),
     "zeros_like of a dtype": lambda x: torch.zeros_like(x, dtype=torch.int64),
     "zeros_like of a format": lambda x: torch.zeros_like(x, memory_format=torch.preserve_format),
     "empty_like": lambda x: torch.empty_like(x).fill_(3),
@@ -83,6 +95,9 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clamp_": lambda x, y: x.clamp_(max=0.1),
     "zero_": lambda x, y: x.zero_(),
     "fill_": lambda x, y: x.fill_(7),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 2.0),
+    "masked_fill_ by a tensor": lambda x, y: x.masked_fill_(y > 0, torch.tensor(2.0)),
+    "abs_, eq_": lambda x, y: x.abs_().eq_(y),
     "copy_": lambda x, y: x.copy_(y),
     "copy_ with a cast": lambda x, y: x.copy_(y.double() * 2),
     "out=": lambda x, y: torch.add(x, y, out=x),
@@ -120,11 +135,12 @@ FOREACH_IN_PLACE: dict[str, Callable[[list[Tensor], list[Tensor]], object]] = {
 def check_pointwise() -> None:
     whole_x, whole_y = random(seed=1), random(seed=2)
     for x, y in distributed(whole_x, whole_y):
-        for name, operator in POINTWISE.items():
-            with CommDebugMode() as traffic:
-                result = operator(x, y)
-            assert traffic.get_total_counts() == 0, name
-            assert_holds(result, operator(whole_x, whole_y), like=x)
+        with counted_collectives() as collectives:
+            for operator in POINTWISE.values():
+                operator(x, y)
+        assert collectives == []
+        for operator in POINTWISE.values():
+            assert_holds(operator(x, y), operator(whole_x, whole_y), like=x)
 
 
 @WORLD_SIZES
@@ -151,6 +167,23 @@ def check_memory_format() -> None:
 
 def test_memory_format_is_left_as_it_is() -> None:
     run_ranks(check_memory_format, 2)
+
+
+def check_devices() -> None:
+    for (x,) in distributed(random()):
+        moved = x.to("meta")
+        assert type(moved) is RaggedTensor
+        assert moved._local_tensor.device.type == moved.device.type == "meta"
+        assert moved.placements == x.placements
+        back = torch.empty_like(moved, device="cpu")
+        assert back._local_tensor.shape == x._local_tensor.shape
+        assert x.cpu() is x
+        assert torch.zeros_like(x, device="meta").shape == (6, 16)
+        assert (moved * 2 + moved.sum()).shape == (6, 16)  # nothing is sent
+
+
+def test_moves_between_devices_keep_the_cut() -> None:
+    run_ranks(check_devices, 2)
 
 
 @WORLD_SIZES

@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import distributed, make_mesh, random
+from .layouts import counted_collectives
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
-ORDERS = [0, 0.5, 1, 2, 3, math.inf]
+ORDERS = [0, 0.5, 1, 2, 3, math.inf, -1, -3, -math.inf]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -50,13 +51,8 @@ def check_other_norms() -> None:
         wide = torch.linalg.vector_norm(x.bfloat16(), dtype=torch.float32).full_tensor()
         assert wide.dtype == torch.float32
         close(wide, whole.bfloat16().float().norm())
-        for order in (-1, -math.inf):  # an empty part would need a norm of infinity
-            with pytest.raises(NotImplementedError, match=r"order -.* use `.full_tensor\(\)"):
-                torch.linalg.vector_norm(x, order)
-        with pytest.raises(NotImplementedError, match=r"over some dimensions \(dim=\[0\]"):
-            torch.linalg.vector_norm(x, dim=0)
-        with pytest.raises(NotImplementedError, match="over some dimensions"):
-            torch.linalg.vector_norm(x, keepdim=True)
+        close(torch.linalg.norm(x, dim=0).full_tensor(), torch.linalg.norm(whole, dim=0))
+        close(x.norm(3, keepdim=True).full_tensor(), whole.norm(3, keepdim=True))
 
 
 @WORLD_SIZES
@@ -74,6 +70,22 @@ def check_foreach_norm_dtype() -> None:
 
 def test_foreach_norm_takes_a_dtype() -> None:
     run_ranks(check_foreach_norm_dtype, 2)
+
+
+def check_infinite_norms_of_a_list() -> None:
+    """Tensors of one mesh share an all-reduce; those of another dtype take one of their own."""
+    wholes = [random(), random(seed=1), random(seed=2, dtype=torch.float64)]
+    for xs in distributed(*wholes):
+        with counted_collectives() as collectives:
+            norms = torch._foreach_norm(xs, math.inf)
+        assert collectives == ["all_reduce"] * 2
+        for norm, whole in zip(norms, wholes, strict=True):
+            assert norm.placements == (Replicate(),)
+            close(norm.full_tensor(), whole.norm(math.inf))
+
+
+def test_infinite_norms_of_a_list_share_an_all_reduce() -> None:
+    run_ranks(check_infinite_norms_of_a_list, 2)
 
 
 def check_norm_of_nothing() -> None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from vescale_fsdp.engine.unit import Unit, unit_of
 
-__all__ = ["State", "state_of"]
+__all__ = ["State", "share_comm_ctx", "state_of"]
 
 
 class _ParamGroup:
@@ -50,3 +51,14 @@ def state_of(module: nn.Module) -> State | None:
     """What ``fully_shard.state(module)`` returns; None for a module that is not sharded."""
     unit = unit_of(module)
     return None if unit is None else State(unit)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Nothing to share: models over the same ranks have the same communicators already.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")

@@ -1,12 +1,16 @@
 """RaggedShard and RaggedTensor: shards in whole blocks, expressed as a DTensor placement.
 
-One file per concept: `placement` (which rank holds which units), `regions` (a flat range as
-boxes), `tensor` (the DTensor subclass), `dispatch` (which operators run on shards), `norms`.
+One file per concept. Layouts: `placement` (which rank holds which units), `regions` (a flat range
+as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape).
+Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DTensor subclass),
+`saving`. Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `linear`,
+`views`, `reductions` with `aggregates` and `norms`, `random`, `gradients`.
 """
 
-from vescale_fsdp.ragged.norms import max_over_ranks
 from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.regions import Box, contiguous_strides, flat_range_to_boxes
+from vescale_fsdp.ragged.saving import allow_loading
 from vescale_fsdp.ragged.tensor import RaggedTensor
 
 __all__ = [
@@ -17,3 +21,5 @@ __all__ = [
     "flat_range_to_boxes",
     "max_over_ranks",
 ]
+
+allow_loading()

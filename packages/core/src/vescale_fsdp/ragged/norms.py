@@ -1,68 +1,96 @@
-"""Norms over all elements of ragged tensors.
+"""Norms of ragged tensors, of any order, over all or some dimensions.
 
-A p-norm of the whole is the p-norm of the local p-norms: it is returned as a DTensor that is
-partial along the ragged axis, and reduced when somebody needs the value. The largest element is
-reduced at once, since a maximum over ranks must not lose a NaN (gloo's and NCCL's do).
+A p-norm of the whole is the p-norm of the p-norms of its parts: the result is partial in that
+sense (`compat.NormPartial`), and reduced when somebody needs the value. The largest and the
+smallest absolute value are reduced at once; see file `reductions`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial
 
-from vescale_fsdp import compat
 from vescale_fsdp.compat import NormPartial
+from vescale_fsdp.ragged.linear import refuse_partial
+from vescale_fsdp.ragged.reductions import Kind, is_number, reduce, reduce_each
 from vescale_fsdp.ragged.tensor import RaggedTensor
+from vescale_fsdp.ragged.views import dim_of
 
-__all__ = ["max_over_ranks", "vector_norm"]
+__all__ = ["NORMS"]
+
+aten = torch.ops.aten
 
 
-def vector_norm(tensor: Any, order: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The norm over all elements of a tensor, ragged or plain.
+def _norm(
+    func: Any,
+    x: RaggedTensor,
+    order: float = 2,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    order = float(order)
+    _check(func, x, order, dims)
+    return reduce(x, _kind(x.dtype, order, dtype), dims, keepdim)
 
-    Cost: none for finite orders (the result is partial), one small all-reduce for ``inf``.
 
-    Raises:
-        NotImplementedError: the order is negative.
-    """
-    if not isinstance(tensor, RaggedTensor):
-        plain: torch.Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-        return plain
-    if order < 0:
-        raise NotImplementedError(
-            f"the norm of order {order} of a RaggedTensor is not there yet; use `.full_tensor()`"
-        )
-    value = _local_norm(tensor._local_tensor, order, dtype)
-    axis = tensor.ragged_axis
+def _foreach_norm(
+    func: Any, xs: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """What clipping calls: the norm of each tensor. Some of them may be plain or DTensors."""
+    order = float(order)
+    ragged = [x for x in xs if isinstance(x, RaggedTensor)]
+    for x in ragged:
+        _check(func, x, order, None)
+    norms = iter(reduce_each(ragged, [_kind(x.dtype, order, dtype) for x in ragged]))
+    return [
+        next(norms)
+        if isinstance(x, RaggedTensor)
+        else torch.linalg.vector_norm(x, order, dtype=dtype)
+        for x in xs
+    ]
+
+
+def _check(func: Any, x: RaggedTensor, order: float, dims: Sequence[int] | None) -> None:
+    """Raises where torch does: on every rank alike, whatever it holds."""
+    refuse_partial(func, x._spec)
+    if not is_number(x.dtype):
+        raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
+    if x.numel() or not (order < 0 or order == math.inf):
+        return
+    over = [dim_of(dim, x.dim()) for dim in dims] if dims else range(x.dim())
+    if any(x.shape[d] == 0 for d in over):
+        raise RuntimeError(f"{func}: nothing has no norm of order {order}; got {tuple(x.shape)}")
+
+
+def _kind(given: torch.dtype, order: float, dtype: torch.dtype | None) -> Kind:
+    computed = dtype or given
+    result = computed.to_real()
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        working = computed if wanted == result else torch.promote_types(computed, wanted)
+        norm: torch.Tensor = torch.linalg.vector_norm(part, order, over, dtype=working)
+        return norm
+
+    def join(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([one, other]), order, 0)
+        return norm
+
     if order == math.inf:
-        value = max_over_ranks(value, compat.mesh_group(tensor.device_mesh, axis))
-    placements = list(tensor._spec.placements)
-    placements[axis] = _combination(order)
-    return DTensor.from_local(value, tensor.device_mesh, placements, run_check=False)
+        return Kind(local, torch.maximum, 0.0, result, "max")
+    if order == -math.inf:
+        return Kind(local, torch.minimum, math.inf, result, "min")
+    if order in (0.0, 1.0):
+        return Kind(local, torch.add, 0.0, result, Partial("sum"))
+    return Kind(local, join, 0.0 if order > 0 else math.inf, result, NormPartial(order))
 
 
-def max_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The element-wise maximum over the ranks of ``group``; NaN where any rank has NaN."""
-    is_nan = values.isnan()
-    both = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[0].masked_fill(both[1].bool(), math.nan)
-
-
-def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if local.numel() == 0:  # has no largest element, but adds nothing to any norm
-        return local.new_zeros((), dtype=dtype)
-    norm: torch.Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
-    return norm
-
-
-def _combination(order: float) -> Placement:
-    """How the norms of the ranks make the norm of the whole."""
-    if order == math.inf:
-        return Replicate()
-    return Partial("sum") if order in (0.0, 1.0) else NormPartial(order)
+NORMS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+}

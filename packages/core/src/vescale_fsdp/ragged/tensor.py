@@ -49,8 +49,9 @@ class RaggedTensor(DTensor):
     Invariants: exactly one RaggedShard among the placements; the local tensor is 1-D and has the
     length of ``local_range``; the global tensor is contiguous.
 
-    Pointwise, in-place, ``foreach`` and ``fused`` operators run on the local part without
-    communication. Norms give a partial DTensor. Everything else raises and names the way out.
+    Element-wise operators run on the local part without communication; reductions give partial or
+    ragged results; what has no meaning on shards raises and names the way out. File `dispatch` has
+    the table.
     """
 
     __slots__: list[str] = []

@@ -1,0 +1,266 @@
+"""Sum, mean, product, count, extremes, any and all of ragged tensors, and ``torch.equal``.
+
+File `reductions` says what layout comes out and how ranks are combined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+
+from vescale_fsdp import compat
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.linear import refuse_partial
+from vescale_fsdp.ragged.mixing import local_beside
+from vescale_fsdp.ragged.recuts import respecified_as, same_layout, sizes_here
+from vescale_fsdp.ragged.reductions import Kind, is_number, layout_of_slices, reduce
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ragged.views import dim_of
+
+__all__ = ["AGGREGATES"]
+
+aten = torch.ops.aten
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _sum(
+    func: Any,
+    x: RaggedTensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    refuse_partial(func, x._spec)
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        return torch.sum(part, over, dtype=wanted)
+
+    kind = Kind(local, torch.add, 0, _summed_dtype(x, dtype), Partial("sum"))
+    return reduce(x, kind, dims, keepdim)
+
+
+def _mean(
+    func: Any,
+    x: RaggedTensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    """The local sums divided by the global number of elements: means of parts do not add up."""
+    refuse_partial(func, x._spec)
+    result = dtype or x.dtype
+    if not is_number(result):
+        raise RuntimeError(f"{func}: the mean of {result} is not defined; pass a dtype of numbers")
+    count = math.prod(x.shape[d] for d in _dims(x, dims))
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        # A sum in half precision overflows where the mean does not.
+        working = torch.float32 if wanted in _HALF else wanted
+        return (torch.sum(part, over, dtype=working) / count).to(wanted)
+
+    neutral = 0.0 if count else math.nan  # the mean of nothing is not a number
+    return reduce(x, Kind(local, torch.add, neutral, result, Partial("sum")), dims, keepdim)
+
+
+def _prod(
+    func: Any,
+    x: RaggedTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    refuse_partial(func, x._spec)
+    _refuse_gradient(func, x, "use `x.abs().log().sum()`, or `.full_tensor()`")
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        for d in reversed(over):
+            part = torch.prod(part, d, dtype=wanted)
+        return part
+
+    kind = Kind(local, torch.mul, 1, _summed_dtype(x, dtype), Partial("product"))
+    return reduce(x, kind, None if dim is None else [dim], keepdim)
+
+
+def _count_nonzero(func: Any, x: RaggedTensor, dims: int | Sequence[int] | None = None) -> DTensor:
+    refuse_partial(func, x._spec)
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        return torch.count_nonzero(part, over).to(wanted)
+
+    kind = Kind(local, torch.add, 0, torch.int64, Partial("sum"))
+    return reduce(x, kind, [dims] if isinstance(dims, int) else dims, False)
+
+
+def _extreme(
+    which: str,
+    func: Any,
+    x: RaggedTensor,
+    dims: Sequence[int] | None = None,
+    keepdim: bool = False,
+) -> DTensor:
+    """``max`` and ``min`` of all elements, ``amax`` and ``amin`` over some dimensions."""
+    refuse_partial(func, x._spec)
+    if any(x.shape[d] == 0 for d in _dims(x, dims)):
+        error = IndexError if dims else RuntimeError  # as torch has it
+        raise error(f"{func}: nothing has no {which}; got {tuple(x.shape)}, dimensions {dims}")
+    return reduce(x, _extreme_kind(x.dtype, which), dims, keepdim)
+
+
+def _extreme_kind(dtype: torch.dtype, which: str) -> Kind:
+    low: float
+    high: float
+    if dtype == torch.bool:
+        low, high = False, True
+    elif dtype.is_floating_point:
+        low, high = -math.inf, math.inf
+    else:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    extreme = torch.amax if which == "max" else torch.amin
+    join = torch.maximum if which == "max" else torch.minimum
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        return extreme(part, over).to(wanted)
+
+    return Kind(local, join, low if which == "max" else high, dtype, which)
+
+
+def _extreme_with_indices(
+    which: str, func: Any, x: RaggedTensor, dim: int, keepdim: bool = False
+) -> tuple[RaggedTensor, RaggedTensor]:
+    """``max(dim)`` and ``min(dim)``: the values and where they are, if no slice is cut."""
+    refuse_partial(func, x._spec)
+    other = "use `amax` or `amin`, which give the values alone, or `.full_tensor()`"
+    _refuse_gradient(func, x, other)
+    dim = dim_of(dim, x.dim())
+    if x.dim() and not x.shape[dim]:
+        raise IndexError(f"{func}: nothing has no {which}; got {tuple(x.shape)}, dimension {dim}")
+    shape = [1 if d == dim else n for d, n in enumerate(x.shape) if keepdim or d != dim]
+    kind = _extreme_kind(x.dtype, which)
+    spec = layout_of_slices(x._spec, [dim], shape, keepdim, kind) if x.dim() > 1 else None
+    if spec is None:
+        raise NotImplementedError(
+            f"{func} over dimension {dim} of a RaggedTensor of shape {tuple(x.shape)} with "
+            f"{x.placements}: its slices lie on several ranks; {other}"
+        )
+    # A dimension of size 1 is the same as one of size 1 behind all others.
+    slices = (*sizes_here(x._spec)[dim:],) if x.shape[dim] != 1 else (1,)
+    extreme = torch.max if which == "max" else torch.min
+    values, indices = extreme(x._local_tensor.view(_count(x, slices), *slices), 1)
+    return (
+        wrap_local(values.reshape(-1), spec, False),
+        wrap_local(indices.reshape(-1), respecified_as(spec, dtype=torch.int64), False),
+    )
+
+
+def _count(x: RaggedTensor, slices: Sequence[int]) -> int:
+    return x._local_tensor.numel() // (math.prod(slices) or 1)
+
+
+def _logical(
+    which: str,
+    func: Any,
+    x: RaggedTensor,
+    dims: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+) -> DTensor:
+    """``any`` is the largest of truth values, ``all`` the smallest."""
+    refuse_partial(func, x._spec)
+    if isinstance(dims, int):
+        dims = [dims]
+    if dims is not None and not len(dims):
+        raise NotImplementedError(f"{func} over no dimensions of a RaggedTensor; use `x != 0`")
+    found = torch.any if which == "max" else torch.all
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        truth: torch.Tensor = found(part.bool(), dim=over)
+        return truth.to(wanted)
+
+    # Of truth values as 0 and 1, whatever the dtype: torch gives uint8 for uint8.
+    join = torch.maximum if which == "max" else torch.minimum
+    dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+    return reduce(x, Kind(local, join, which == "min", dtype, which), dims, keepdim)
+
+
+def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool:
+    """``torch.equal`` and ``allclose``: one answer for all ranks, by an all-reduce of a number."""
+    spec: DTensorSpec = next(x._spec for x in (one, other) if isinstance(x, RaggedTensor))
+    refuse_partial(func, spec)
+    if one.shape != other.shape:
+        if func is aten.equal.default:
+            return False
+        raise ValueError(
+            f"{func} got shapes {tuple(one.shape)} and {tuple(other.shape)}; beside a RaggedTensor "
+            "they must be the same"
+        )
+    locals_ = []
+    for x in (one, other):
+        if not isinstance(x, RaggedTensor):
+            locals_.append(local_beside(func, x, spec, in_list=False).view(-1))
+        elif same_layout(x._spec, spec):
+            locals_.append(x._local_tensor)
+        else:
+            raise ValueError(
+                f"{func} got tensors that are cut differently: {spec.placements} and "
+                f"{x.placements}; redistribute one to the placements of the other"
+            )
+    device = locals_[0].device
+    flag = torch.tensor(func(*locals_, *how), dtype=torch.uint8, device=device)
+    for axis in range(spec.mesh.ndim):
+        if spec.mesh.size(axis) > 1:
+            group = compat.mesh_group(spec.mesh, axis)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
+def _summed_dtype(x: RaggedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or (x.dtype if is_number(x.dtype) else torch.int64)
+
+
+def _dims(x: RaggedTensor, dims: Sequence[int] | None) -> set[int]:
+    """The dimensions that are reduced, counted from the front."""
+    every = range(x.dim())
+    return {dim_of(dim, x.dim()) for dim in dims} if dims and x.dim() else set(every)
+
+
+def _refuse_gradient(func: Any, x: RaggedTensor, way_out: str) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(
+            f"{func} of a RaggedTensor that requires a gradient: autograd's formula for it does "
+            f"not run on shards; {way_out}"
+        )
+
+
+AGGREGATES: dict[Any, Callable[..., Any]] = {
+    aten.all.default: partial(_logical, "min"),
+    aten.all.dim: partial(_logical, "min"),
+    aten.all.dims: partial(_logical, "min"),
+    aten.allclose.default: _equal,
+    aten.amax.default: partial(_extreme, "max"),
+    aten.amin.default: partial(_extreme, "min"),
+    aten.any.default: partial(_logical, "max"),
+    aten.any.dim: partial(_logical, "max"),
+    aten.any.dims: partial(_logical, "max"),
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.equal.default: _equal,
+    aten.max.default: partial(_extreme, "max"),
+    aten.max.dim: partial(_extreme_with_indices, "max"),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.min.default: partial(_extreme, "min"),
+    aten.min.dim: partial(_extreme_with_indices, "min"),
+    aten.prod.default: _prod,
+    aten.prod.dim_int: _prod,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+}

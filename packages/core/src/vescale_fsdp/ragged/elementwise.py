@@ -1,0 +1,253 @@
+"""Element-wise operators: they run on the local parts, and the layout of the result is known.
+
+Element i of each result depends on element i of each argument only, so nothing is communicated.
+The ragged arguments must give each rank the same elements; file `mixing` says what else may
+stand beside them. Lists (``foreach``, ``fused``) are matched position by position, and a position
+without a ragged tensor goes to torch's own dispatch.
+
+Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
+matched by its identity.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.gradients import keep_layout
+from vescale_fsdp.ragged.linear import check_linear
+from vescale_fsdp.ragged.mixing import local_beside, local_of_ragged, wider
+from vescale_fsdp.ragged.recuts import respecified_as
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+
+__all__ = ["run_elementwise", "run_new"]
+
+
+class _Signature(NamedTuple):
+    """What the schema of an operator says."""
+
+    written: tuple[tuple[int, str], ...]  # arguments that it writes to: position and name
+    num_returns: int
+    has_lists: bool  # a foreach or fused operator
+
+
+@cache
+def _signature(func: Any) -> _Signature:
+    schema = func._schema
+    written = tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    has_lists = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    return _Signature(written, len(schema.returns), has_lists)
+
+
+def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an element-wise operator on the local parts and wrap what comes out.
+
+    Raises:
+        ValueError: the arguments are not cut in the same way, or do not mix.
+        NotImplementedError: an argument is partial, and the operator is not linear.
+    """
+    # It describes the global tensor, and means nothing for a flat local part.
+    kwargs.pop("memory_format", None)
+    signature = _signature(func)
+    operands = _Operands(func, signature, args, kwargs)
+    if any(spec is None for spec in operands.positions):
+        return _split(func, signature, args, kwargs, operands.positions)
+    operands.check(args, kwargs)
+    local_args = [operands.local(arg) for arg in args]
+    local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if signature.written:
+        return _written(signature, args, kwargs)
+    return operands.wrap(result)
+
+
+def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """``x.new_zeros(x.shape)`` and the like, which autograd calls: like ``zeros_like(x)``.
+
+    Raises:
+        NotImplementedError: another shape, of which nobody knows the layout.
+    """
+    if tuple(size) != tuple(x.shape):
+        raise NotImplementedError(
+            f"{func} with size {tuple(size)} on a RaggedTensor of shape {tuple(x.shape)}: only "
+            "tensors of its own shape have a layout; use `torch.zeros(...)` and "
+            "`RaggedTensor.distribute(...)`"
+        )
+    local = x._local_tensor
+    if func is torch.ops.aten.new_empty_strided.default:  # a ragged tensor is always row-major
+        args = ((1,), *args[1:])
+    made = func(local, local.shape, *args, **kwargs)
+    return wrap_local(made, respecified_as(x._spec, dtype=made.dtype), False)
+
+
+def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an in-place or out= operator returns: the very arguments that it wrote to."""
+    if not signature.num_returns:
+        return None
+    written = [args[i] if i < len(args) else kwargs[name] for i, name in signature.written]
+    return written[0] if signature.num_returns == 1 else tuple(written)
+
+
+def _is_tensor_list(arg: Any) -> bool:
+    return isinstance(arg, list | tuple) and bool(arg) and isinstance(arg[0], torch.Tensor)
+
+
+class _Operands:
+    """The layouts of the arguments: of those outside lists, and of each position of the lists."""
+
+    def __init__(
+        self, func: Any, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.func, self.signature = func, signature
+        self.single: DTensorSpec | None = None
+        self.positions: Sequence[DTensorSpec | None] = []
+        self._specs: dict[int, Sequence[DTensorSpec | None]] = {}  # by list, its id
+        for arg in (*args, *kwargs.values()):
+            if isinstance(arg, RaggedTensor):
+                self.single = self._joined(self.single, arg._spec)
+            elif _is_tensor_list(arg):
+                specs = [item._spec if isinstance(item, RaggedTensor) else None for item in arg]
+                self._specs[id(arg)] = specs
+                self._join_list(specs)
+        if signature.has_lists and self.single is not None:
+            raise ValueError(
+                f"{func} got a RaggedTensor where it takes one number for all tensors of a list; "
+                "not every rank has it: use `.full_tensor()`"
+            )
+
+    def _join_list(self, specs: Sequence[DTensorSpec | None]) -> None:
+        if not self.positions:
+            self.positions = specs
+        elif len(self.positions) != len(specs):
+            raise ValueError(
+                f"{self.func} got lists of {len(self.positions)} and of {len(specs)} tensors"
+            )
+        elif not all(map(operator.is_, self.positions, specs)):
+            both = zip(self.positions, specs, strict=True)
+            self.positions = [self._joined(a, b) for a, b in both]
+
+    def _is_alike(self, arg: Sequence[Any]) -> bool:
+        """Whether all tensors of a list are ragged and have the very specs of their positions."""
+        return all(map(operator.is_, self._specs[id(arg)], self.positions))
+
+    def _joined(self, known: DTensorSpec | None, new: DTensorSpec | None) -> DTensorSpec | None:
+        if known is None or new is None or known is new:
+            return known or new
+        both = wider(known, new)
+        if both is None:
+            raise ValueError(
+                f"{self.func} got tensors that are cut differently: shape {tuple(known.shape)} "
+                f"with {known.placements} and shape {tuple(new.shape)} with {new.placements}. "
+                "Redistribute one to the placements of the other, or use `.full_tensor()`"
+            )
+        return both
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises if the operator may not run on tensors of these layouts."""
+        for i, name in self.signature.written:
+            self._check_written(args[i] if i < len(args) else kwargs.get(name))
+        specs = [self.single] if self.single is not None else self.positions
+        # On a mesh of one axis there is no other axis: most calls end here.
+        others = [spec for spec in specs if spec is not None and len(spec.placements) > 1]
+        if others:
+            check_linear(self.func, args, kwargs, others)
+
+    def _check_written(self, arg: Any) -> None:
+        if isinstance(arg, torch.Tensor):
+            pairs = [(arg, self.single)]
+        elif _is_tensor_list(arg) and not self._is_alike(arg):
+            pairs = list(zip(arg, self.positions, strict=True))
+        else:
+            return
+        for tensor, spec in pairs:
+            if spec is None or (isinstance(tensor, RaggedTensor) and tensor.shape == spec.shape):
+                continue
+            found = getattr(tensor, "placements", "a plain tensor")
+            raise ValueError(
+                f"{self.func} would write a RaggedTensor of shape {tuple(spec.shape)} into {found} "
+                f"of shape {tuple(tensor.shape)}; use `.full_tensor()` on the ragged one"
+            )
+
+    def local(self, arg: Any) -> Any:
+        """What the operator gets on this rank for an argument."""
+        if isinstance(arg, torch.Tensor):
+            return self._local(arg, self.single)
+        if not _is_tensor_list(arg):
+            return arg
+        if self._is_alike(arg):
+            return [item._local_tensor for item in arg]
+        return [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
+
+    def _local(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+        in_list = self.signature.has_lists
+        if spec is None:  # one number for all tensors of a list
+            spec = next(known for known in self.positions if known is not None)
+        if isinstance(tensor, RaggedTensor):
+            return local_of_ragged(tensor, spec)
+        if tensor.requires_grad:
+            keep_layout(tensor)
+        return local_beside(self.func, tensor, spec, in_list)
+
+    def wrap(self, result: Any) -> Any:
+        """The results as tensors of the layouts of the arguments."""
+        if isinstance(result, torch.Tensor):
+            assert self.single is not None, "a ragged argument brought us here"
+            return _wrap(result, self.single)
+        if isinstance(result, list | tuple) and result and isinstance(result[0], torch.Tensor):
+            specs = self.positions or [self.single] * len(result)
+            return type(result)(_wrap(r, spec) for r, spec in zip(result, specs, strict=True))
+        return result
+
+
+def _wrap(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    assert spec is not None, "positions without a ragged tensor went another way"
+    meta = spec.tensor_meta
+    assert meta is not None, "specs of ragged tensors are made with their meta"
+    if meta.dtype != local.dtype:
+        spec = respecified_as(spec, dtype=local.dtype)
+    return wrap_local(local, spec, False)
+
+
+def _split(
+    func: Any,
+    signature: _Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    positions: Sequence[DTensorSpec | None],
+) -> Any:
+    """Run a list operator apart for positions with ragged tensors, DTensors and plain tensors."""
+    ragged = [i for i, spec in enumerate(positions) if spec is not None]
+    others = [i for i, spec in enumerate(positions) if spec is None]
+    lists = [arg for arg in (*args, *kwargs.values()) if _is_tensor_list(arg)]
+    # torch refuses lists that mix plain tensors and DTensors.
+    are_dtensors = [i for i in others if any(isinstance(arg[i], DTensor) for arg in lists)]
+    are_plain = [i for i in others if i not in set(are_dtensors)]
+
+    def at(arg: Any, indices: list[int]) -> Any:
+        is_list = isinstance(arg, list | tuple) and len(arg) == len(positions)
+        return [arg[i] for i in indices] if is_list else arg
+
+    merged: list[Any] = [None] * len(positions)
+    for indices in (ragged, are_dtensors, are_plain):
+        if not indices:
+            continue
+        part_args = tuple(at(arg, indices) for arg in args)
+        part_kwargs = {key: at(value, indices) for key, value in kwargs.items()}
+        if indices is ragged:
+            results = run_elementwise(func, part_args, part_kwargs)
+        else:
+            with torch.no_grad():  # autograd has been here: it records the operator as a whole
+                results = func(*part_args, **part_kwargs)
+        for i, result in zip(indices, results or (), strict=False):
+            merged[i] = result
+    return _written(signature, args, kwargs) if signature.written else merged

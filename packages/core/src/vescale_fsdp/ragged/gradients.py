@@ -1,0 +1,102 @@
+"""Gradients arrive in the layout of the tensor that they belong to.
+
+Autograd's own formulas do not know layouts. The gradient of ``x.sum()`` is an expanded number:
+a replicated DTensor, which a ragged leaf would store as its ``.grad``. The gradient of a
+replicated tensor that was multiplied with a ragged one comes out ragged. So where a ragged
+tensor enters a reduction, and where another tensor enters an operator beside a ragged one, a hook
+is put on it that brings the gradient into the layout of the tensor:
+
+| tensor | gradient that comes | what the hook does |
+|---|---|---|
+| ragged | replicated | keeps this rank's elements; no communication |
+| ragged | any other layout | redistributes |
+| replicated DTensor | ragged, or a sum that is partial | gathers, or reduces |
+| plain, one element | DTensor | the value of all ranks |
+
+Autograd makes the gradient of a mean by a division that is as large as the whole tensor for a
+moment; that of a sum is an expanded number and needs no memory.
+
+The gradient of a slice does not know either where the cuts of the whole were. It looks at the
+autograd node that it runs in: the next node is where the whole came from, and has its spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp import compat
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.holdings import ragged_axis_of
+from vescale_fsdp.ragged.mixing import local_part
+from vescale_fsdp.ragged.recuts import respecified_as, same_layout
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+
+__all__ = ["keep_layout", "layout_of_whole", "remember_layout", "running_node"]
+
+_SPEC = "vescale_fsdp spec of output"
+_NOWHERE = object()  # None is the node of a leaf
+
+
+def keep_layout(tensor: torch.Tensor) -> None:
+    """Have the gradient of ``tensor`` brought into its layout, if autograd is recording it."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return
+    # An in-place operator gives the tensor another node, and that one has no hook yet.
+    if getattr(tensor, "_layout_is_kept_at", _NOWHERE) is tensor.grad_fn:
+        return
+    tensor._layout_is_kept_at = tensor.grad_fn  # type: ignore[attr-defined]
+    tensor.register_hook(_hook_for(tensor._spec if isinstance(tensor, DTensor) else None))
+
+
+def _hook_for(spec: DTensorSpec | None) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The hook holds the spec only: with the tensor itself it would keep that alive."""
+
+    def in_layout(grad: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(grad, DTensor):
+            return None
+        if spec is None:
+            return grad.full_tensor()
+        if ragged_axis_of(spec.placements) is None:
+            if all(p.is_replicate() for p in grad.placements):
+                return None
+            return grad.redistribute(placements=[Replicate()] * spec.mesh.ndim)
+        if isinstance(grad, RaggedTensor) and same_layout(grad._spec, spec):
+            return None
+        if all(p.is_replicate() for p in grad.placements) and not grad.requires_grad:
+            own = respecified_as(spec, dtype=grad.dtype)
+            return wrap_local(local_part(grad._local_tensor, own), own, False)
+        return grad.redistribute(placements=spec.placements)
+
+    return in_layout
+
+
+def remember_layout(tensor: RaggedTensor) -> None:
+    """Let the gradient of a slice of ``tensor`` find the layout of the whole."""
+    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
+        node: Any = tensor.grad_fn
+        node.metadata[_SPEC, tensor.output_nr] = tensor._spec
+
+
+def running_node() -> str:
+    """The name of the autograd node that runs now; empty outside of a backward."""
+    node = compat.current_node()
+    return "" if node is None else node.name()
+
+
+def layout_of_whole() -> DTensorSpec | None:
+    """The layout of the input of the autograd node that runs now, if it is known."""
+    node = compat.current_node()
+    if node is None or not node.next_functions:
+        return None
+    source, number = node.next_functions[0]
+    if source is None:
+        return None
+    leaf = getattr(source, "variable", None)
+    if isinstance(leaf, RaggedTensor):
+        return leaf._spec
+    known: DTensorSpec | None = source.metadata.get((_SPEC, number))
+    return known

@@ -1,0 +1,178 @@
+"""Tensors that are not ragged beside ragged ones, and ragged ones of a smaller shape.
+
+An element-wise operator runs on the local parts, so every operand must become one:
+
+| operand | what becomes of it |
+|---|---|
+| number, or plain tensor with one element | itself |
+| DTensor, replicated on every axis, that broadcasts to the ragged shape | its local elements |
+| DTensor, partial, smaller than the ragged tensor (a sum, a norm) | reduced first |
+| ragged, broadcasts along dimensions that are not cut, to the same cuts | repeated locally |
+| all else | ``ValueError`` |
+
+What needs memory needs that of the local elements, never of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.holdings import holding_of
+from vescale_fsdp.ragged.recuts import (
+    coordinate_of,
+    rescaled,
+    reshaped,
+    same_layout,
+    sizes_here,
+)
+from vescale_fsdp.ragged.tensor import RaggedTensor
+
+__all__ = [
+    "broadcasts_to",
+    "expanded_spec",
+    "local_beside",
+    "local_expanded",
+    "local_of_ragged",
+    "local_part",
+    "wider",
+]
+
+
+def local_part(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's elements, flat, of a tensor that every rank has.
+
+    Args:
+        whole: broadcasts to the shape of ``spec``.
+        spec: the layout; its dtype does not matter.
+
+    No communication. A view where the elements lie in one run of ``whole``; else a copy of them.
+    """
+    held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
+    parts = [box.of(whole.expand(spec.shape)) for box in held.boxes]
+    if len(parts) == 1:
+        return parts[0].reshape(-1)
+    local = whole.new_empty(held.local_shape)
+    for box, part in zip(held.boxes, parts, strict=True):
+        local[box.start : box.start + part.numel()].view(box.sizes).copy_(part)
+    return local
+
+
+def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``target`` without enlarging that."""
+    missing = len(target) - len(shape)
+    return missing >= 0 and all(
+        n in (1, want) for n, want in zip(shape, target[missing:], strict=True)
+    )
+
+
+def expanded_spec(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
+    """The layout of a ragged tensor expanded to ``shape``; None if that needs other ranks.
+
+    The dimensions that grow must lie in what is cut on whole slices only.
+    """
+    if not broadcasts_to(spec.shape, shape):
+        return None
+    padded = reshaped(spec, (*(1,) * (len(shape) - len(spec.shape)), *spec.shape))
+    if padded is None:
+        return None
+    grows = [d for d in range(len(shape)) if padded.shape[d] != shape[d]]
+    if not grows:
+        return padded
+    if any(type(p) is Shard and p.dim in grows for p in spec.placements):
+        return None
+    return rescaled(padded, grows[0], shape, padded.placements)
+
+
+def local_expanded(local: torch.Tensor, spec: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """The local part, laid out as ``spec``, after expansion to ``target``: a copy."""
+    missing = len(target.shape) - len(spec.shape)
+    old, new = (*(1,) * missing, *sizes_here(spec)), sizes_here(target)
+    kept = next((d for d in range(len(new)) if old[d] != new[d]), len(new))
+    slices = local.numel() // (math.prod(old[kept:]) or 1)
+    return local.view(slices, *old[kept:]).expand(slices, *new[kept:]).reshape(-1)
+
+
+def local_of_ragged(tensor: RaggedTensor, spec: DTensorSpec) -> torch.Tensor:
+    """The local part of a ragged operand of an operator whose result has the layout ``spec``."""
+    local = tensor._local_tensor
+    if tensor.shape == spec.shape:
+        return local
+    return local_expanded(local, tensor._spec, spec)
+
+
+def wider(one: DTensorSpec, other: DTensorSpec) -> DTensorSpec | None:
+    """The layout of both after broadcasting; None if they are cut differently."""
+    if same_layout(one, other):
+        return one
+    for small, large in ((one, other), (other, one)):
+        if small.shape != large.shape and small.mesh == large.mesh:
+            expanded = expanded_spec(small, large.shape)
+            if expanded is not None and same_layout(expanded, large):
+                return large
+    return None
+
+
+def local_beside(func: Any, tensor: torch.Tensor, spec: DTensorSpec, in_list: bool) -> torch.Tensor:
+    """What stands for a tensor that is not ragged, beside ragged ones laid out as ``spec``.
+
+    Raises:
+        ValueError: it cannot stand there; the message names the way out.
+    """
+    local = _whole(func, tensor, spec)
+    if local.numel() == 1:
+        return _one_element(func, local, len(spec.shape), in_list)
+    if not broadcasts_to(local.shape, spec.shape):
+        raise ValueError(
+            f"{func} got a replicated DTensor of shape {tuple(local.shape)}, which would enlarge "
+            f"a RaggedTensor of shape {tuple(spec.shape)}; use `.full_tensor()` on the ragged one"
+        )
+    return local_part(local, spec)
+
+
+def _whole(func: Any, tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The plain tensor that every rank has."""
+    found = "a plain tensor"
+    if isinstance(tensor, DTensor):
+        found = str(tensor.placements)
+        whole = tensor
+        small = tensor.numel() < math.prod(spec.shape) or tensor.numel() == 1
+        if small and any(p.is_partial() for p in tensor.placements):
+            with torch.no_grad():
+                whole = tensor.redistribute(
+                    placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
+                )
+        if all(p.is_replicate() for p in whole.placements):
+            if tensor.numel() == 1 or tensor.device_mesh == spec.mesh:
+                return whole._local_tensor
+            found = f"a DTensor on another mesh, {tensor.device_mesh},"
+    elif tensor.numel() == 1:
+        return tensor
+    raise ValueError(
+        f"{func} got a ragged tensor together with {found} of shape {tuple(tensor.shape)}. Beside "
+        "ragged tensors only numbers, tensors with one element and replicated DTensors of the "
+        "same mesh may stand: use `DTensor.from_local(x, mesh, [Replicate()])` if every rank has "
+        "the same, `.redistribute(placements=ragged.placements)` on a DTensor, or "
+        "`.full_tensor()` on the ragged one"
+    )
+
+
+def _one_element(func: Any, tensor: torch.Tensor, num_dims: int, in_list: bool) -> torch.Tensor:
+    """A one-element tensor in the shape that promotes and broadcasts as the whole would.
+
+    The local part is 1-D whatever the global shape is: beside it, (1, 1) would add a
+    dimension, and a number beside a ragged scalar would be the weaker type.
+    """
+    if in_list and tensor.dim() == 0:  # these want a number or a list
+        return tensor
+    if tensor.dim() > num_dims:
+        raise ValueError(
+            f"{func} got a tensor of shape {tuple(tensor.shape)}, which would add a "
+            f"dimension to a RaggedTensor of {num_dims}; use `.full_tensor()`"
+        )
+    return tensor.view(1) if tensor.dim() or not num_dims else tensor

@@ -1,0 +1,144 @@
+"""Random numbers in ragged tensors: those that a single process would draw for the whole tensor.
+
+Every rank draws the whole tensor and keeps its part, so the numbers do not depend on the layout
+or on the number of ranks. The state of the generator is that of the mesh's first rank, however
+the ranks were seeded. A rank whose own state was the same goes on behind the numbers drawn, as
+a single process would; any other rank keeps its own state.
+
+Cost: the bytes of the whole tensor on every rank while it is drawn, and one broadcast of the
+state (about 5 KB on CPU, 16 bytes on CUDA). A generator that is passed is used as it is, without
+communication: then every rank must have seeded it alike. Nothing is drawn or sent on ``meta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_fsdp import compat
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.holdings import holding_of
+from vescale_fsdp.ragged.linear import refuse_partial
+from vescale_fsdp.ragged.mixing import local_part
+from vescale_fsdp.ragged.recuts import coordinate_of, respecified_as, same_layout
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+
+__all__ = ["RANDOM"]
+
+aten = torch.ops.aten
+
+
+def _in_place(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> RaggedTensor:
+    """``x.normal_()`` and the like: the old numbers do not matter."""
+    refuse_partial(func, x._spec)
+    local = x._local_tensor
+    if local.device.type == "meta":
+        return x
+    args = tuple(_whole(func, arg, x._spec) for arg in args)
+    with _state_of_first_rank(x._spec.mesh, local.device, kwargs.get("generator")):
+        drawn = func(local.new_empty(x.shape), *args, **kwargs)
+    local.copy_(local_part(drawn, x._spec))
+    return x
+
+
+def _new(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> Any:
+    """``rand_like(x)``, ``bernoulli(x)``, ``native_dropout(x)``: results of the shape of ``x``."""
+    refuse_partial(func, x._spec)
+    kwargs.pop("memory_format", None)
+    generator = kwargs.get("generator")
+    generator = generator or next((a for a in args if isinstance(a, torch.Generator)), None)
+    device = torch.device(kwargs.get("device") or x._local_tensor.device)
+    if device.type == "meta" or func not in _READING:
+        given = x._local_tensor.new_empty(x.shape, device="meta")
+        if "_like" in func._schema.name:
+            kwargs["device"] = device
+    else:
+        given = _whole(func, x, x._spec)
+    with _state_of_first_rank(x._spec.mesh, device, generator):
+        drawn = func(given, *args, **kwargs)
+    if isinstance(drawn, torch.Tensor):
+        return _kept(drawn, x._spec)
+    return tuple(_kept(each, x._spec) for each in drawn)
+
+
+def _kept(drawn: torch.Tensor, spec: DTensorSpec) -> RaggedTensor:
+    # A clone, so that the whole is freed.
+    local = local_part(drawn, spec).clone()
+    return wrap_local(local, respecified_as(spec, dtype=drawn.dtype), False)
+
+
+def _whole(func: Any, arg: Any, spec: DTensorSpec) -> Any:
+    """An argument in the shape of the whole, with this rank's elements in their places.
+
+    The other elements are 0. They are drawn for as well, so that each takes its random numbers,
+    but what comes out there is not kept.
+    """
+    if isinstance(arg, RaggedTensor):
+        if not same_layout(arg._spec, spec):
+            raise ValueError(
+                f"{func} got tensors that are cut differently: {spec.placements} and "
+                f"{arg.placements}; redistribute one to the placements of the other"
+            )
+        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
+        whole = arg._local_tensor.new_zeros(spec.shape)
+        for box in held.boxes:
+            part = box.of(whole)
+            part.copy_(arg._local_tensor[box.start : box.start + part.numel()].view(box.sizes))
+        return whole
+    if isinstance(arg, torch.Tensor) and arg.numel() != 1:
+        raise ValueError(
+            f"{func} got a ragged tensor together with one of shape {tuple(arg.shape)}; make both "
+            "ragged with the same placements"
+        )
+    return arg
+
+
+@contextmanager
+def _state_of_first_rank(
+    mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None
+) -> Iterator[None]:
+    """Inside, the default generator of ``device`` has the state of the mesh's first rank."""
+    if generator is not None or device.type == "meta" or mesh.size() == 1:
+        yield
+        return
+    default = compat.default_generator(device)
+    own = default.get_state()
+    ranks = mesh.mesh.flatten().tolist()
+    group = compat.mesh_group(mesh, 0) if mesh.ndim == 1 else compat.group_over(ranks)
+    state = own.to(device if mesh.device_type == device.type else mesh.device_type, copy=True)
+    compat.broadcast(state, ranks[0], group).wait()
+    shared = state.to(own.device)
+    default.set_state(shared)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, shared):
+            default.set_state(own)
+
+
+_READING = {aten.bernoulli.default, aten.bernoulli.p, aten.native_dropout.default}
+
+RANDOM: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.Tensor: _in_place,
+    aten.bernoulli_.float: _in_place,
+    aten.cauchy_.default: _in_place,
+    aten.exponential_.default: _in_place,
+    aten.geometric_.default: _in_place,
+    aten.log_normal_.default: _in_place,
+    aten.normal_.default: _in_place,
+    aten.random_.default: _in_place,
+    getattr(aten.random_, "from"): _in_place,
+    aten.random_.to: _in_place,
+    aten.uniform_.default: _in_place,
+    aten.bernoulli.default: _new,
+    aten.bernoulli.p: _new,
+    aten.native_dropout.default: _new,
+}
+for _name in ("rand_like", "randn_like", "randint_like"):
+    for _overload in getattr(aten, _name).overloads():
+        if not _overload.endswith("out") and "Tensor" not in _overload:
+            RANDOM[getattr(getattr(aten, _name), _overload)] = _new

@@ -1,0 +1,255 @@
+"""The layout of a ragged tensor after its shape changed, where no element leaves its rank.
+
+Pure integers on specs. Each function returns the spec of the result, or None where some rank
+would need elements of another one; every rank gets the same answer. Cuts of shape (6, 4) in rows
+(1, 2, 3), as the flat ranges [0, 4), [4, 12), [12, 24):
+
+    reshaped to (3, 8)      the same ranges; the first cuts row 0: dims (0, 1), units (1, 2, 3)
+    sliced to rows 1 to 5   row 0 is gone: units (0, 2, 2) of shape (4, 4)
+    rescaled to (6,)        each row has become one element: units (1, 2, 3) of 1 element
+    rescaled to (6, 9)      each row has 9 elements now: units (1, 2, 3) of 9 elements
+
+Where other axes of the mesh have a ``Shard``, what it leaves must follow the same rule on each
+coordinate, so less is possible there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.ragged.holdings import ragged_axis_of, remaining_box
+from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.regions import contiguous_strides
+
+__all__ = [
+    "coordinate_of",
+    "ragged_in",
+    "range_here",
+    "rescaled",
+    "reshaped",
+    "respecified_as",
+    "same_layout",
+    "sizes_here",
+    "sliced",
+]
+
+
+def ragged_in(spec: DTensorSpec) -> tuple[int, RaggedShard]:
+    """The axis of the RaggedShard of a spec that has one, and the RaggedShard."""
+    axis = ragged_axis_of(spec.placements)
+    assert axis is not None, "specs of ragged tensors have one"
+    placement = spec.placements[axis]
+    assert isinstance(placement, RaggedShard), "ragged_axis_of found it"
+    return axis, placement
+
+
+def coordinate_of(spec: DTensorSpec) -> Sequence[int]:
+    """Where this rank stands in the mesh."""
+    here = spec.mesh.get_coordinate()
+    assert here is not None, "a rank that has a ragged tensor is part of its mesh"
+    return here
+
+
+def sizes_here(spec: DTensorSpec) -> tuple[int, ...]:
+    """What the other axes leave of the tensor on this rank, before the ragged cut."""
+    here = coordinate_of(spec)
+    return remaining_box(spec.shape, spec.placements, spec.mesh.shape, here).sizes
+
+
+def range_here(spec: DTensorSpec) -> tuple[int, int]:
+    """The half-open flat range that this rank holds of `sizes_here`."""
+    axis, placement = ragged_in(spec)
+    return placement.local_range(sizes_here(spec), coordinate_of(spec)[axis])
+
+
+def same_layout(one: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether both give each rank the same elements of the same shape. ``dims`` may differ."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.mesh != other.mesh:
+        return False
+    if one.placements is other.placements:
+        return True
+    return all(
+        a.cuts_like(b) if isinstance(a, RaggedShard) and isinstance(b, RaggedShard) else a == b
+        for a, b in zip(one.placements, other.placements, strict=True)
+    )
+
+
+def respecified_as(
+    spec: DTensorSpec,
+    shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensorSpec:
+    """A spec on the same mesh with another shape, placements or dtype, unchecked."""
+    meta = spec.tensor_meta
+    assert meta is not None, "every DTensor that exists has its meta"
+    size = meta.shape if shape is None else torch.Size(shape)
+    changed = TensorMeta(size, contiguous_strides(size), dtype or meta.dtype)
+    return DTensorSpec(
+        spec.mesh, spec.placements if placements is None else tuple(placements), changed
+    )
+
+
+def reshaped(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
+    """The same storage seen in another shape with as many elements.
+
+    A ``Shard`` of another axis follows its dimension. None where that has no counterpart: one of
+    the same size, behind as many elements.
+    """
+    if tuple(shape) == tuple(spec.shape):
+        return spec
+    _, placement = ragged_in(spec)
+    placements = list(spec.placements)
+    sharded = {axis: p.dim for axis, p in enumerate(placements) if type(p) is Shard}
+    for axis, dim in sharded.items():
+        new_dim = _counterpart(spec.shape, dim, shape)
+        if new_dim is None:
+            return None
+        placements[axis] = Shard(new_dim)
+    if not sharded:
+        unit = placement.unit_numel(spec.shape)
+        return _with_cut(spec, ((n, units * unit) for n, units in placement.runs), shape)
+    return _fitted(spec, placement.runs, shape, placements)
+
+
+def _counterpart(shape: Sequence[int], dim: int, new_shape: Sequence[int]) -> int | None:
+    """The dimension of ``new_shape`` that is ``dim`` of ``shape`` in the same storage."""
+    if not math.prod(shape):  # then the sizes before say nothing
+        same = tuple(shape[: dim + 1]) == tuple(new_shape[: dim + 1])
+        return dim if same else None
+    before = math.prod(shape[:dim])
+    for new_dim, size in enumerate(new_shape):
+        if size == shape[dim] and math.prod(new_shape[:new_dim]) == before:
+            return new_dim
+    return None
+
+
+def sliced(spec: DTensorSpec, start: int, stop: int, *, drop: bool = False) -> DTensorSpec | None:
+    """Indices [start, stop) of dimension 0; with ``drop``, that dimension is gone.
+
+    None where another axis has ``Shard(0)``: there the indices have other holders.
+    """
+    if any(type(p) is Shard and p.dim == 0 for p in spec.placements):
+        return None
+    _, placement = ragged_in(spec)
+    rows, total = spec.shape[0], placement.total_units
+    # In units of 1/total of a row, both the old cuts and the ends of the slice are integers.
+    fine = ((count, units * rows) for count, units in placement.runs)
+    runs = list(_clipped(fine, start * total, stop * total))
+    shape = spec.shape[1:] if drop else (stop - start, *spec.shape[1:])
+    placements = [Shard(p.dim - 1) if drop and type(p) is Shard else p for p in spec.placements]
+    return _fitted(spec, runs, shape, placements)
+
+
+def rescaled(
+    spec: DTensorSpec, kept: int, shape: Sequence[int], placements: Sequence[Placement]
+) -> DTensorSpec | None:
+    """Each slice of the first ``kept`` dimensions becomes a slice with another shape.
+
+    Args:
+        spec: of the tensor.
+        kept: leading dimensions that stay, but for those of size 1, which may come and go.
+        shape: of the result.
+        placements: of the result, where the RaggedShard stands for the one that will be there.
+
+    None where a cut goes through a slice.
+    """
+    _, placement = ragged_in(spec)
+    numel, result_numel = math.prod(spec.shape), math.prod(shape)
+    if not numel or not result_numel:
+        return None
+    if not any(type(p) is Shard for p in spec.placements):
+        trailing = math.prod(spec.shape[kept:])
+        slices = math.prod(spec.shape[:kept])
+        unit = placement.unit_numel(spec.shape)
+        if unit % trailing:
+            return None
+        scale = unit // trailing * (result_numel // slices)
+        runs = ((count, units * scale) for count, units in placement.runs)
+        return _with_cut(spec, runs, shape, placements)
+    # Beside a Shard the units must be whole slices by themselves, at the same dimensions.
+    if len(placement.dims) > kept or tuple(shape[:kept]) != tuple(spec.shape[:kept]):
+        return None
+    return respecified_as(spec, shape, placements)
+
+
+def _with_cut(
+    spec: DTensorSpec,
+    runs: Iterable[tuple[int, int]],
+    shape: Sequence[int],
+    placements: Sequence[Placement] | None = None,
+) -> DTensorSpec:
+    """``shape`` cut into runs of elements; no other axis divides it."""
+    axis, _ = ragged_in(spec)
+    cut = RaggedShard.from_runs_of_elements(runs, shape)
+    others = spec.placements if placements is None else tuple(placements)
+    return respecified_as(spec, shape, (*others[:axis], cut, *others[axis + 1 :]))
+
+
+def _fitted(
+    spec: DTensorSpec,
+    runs: Iterable[tuple[int, int]],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+) -> DTensorSpec | None:
+    """``shape`` cut into runs of any unit, with the fewest dims that express it everywhere."""
+    axis, _ = ragged_in(spec)
+    mesh_shape = spec.mesh.shape
+    shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]
+    sharded = {a for a, _ in shards}
+    coordinates = product(*(range(n if a in sharded else 1) for a, n in enumerate(mesh_shape)))
+    left = {remaining_box(shape, placements, mesh_shape, there).sizes for there in coordinates}
+    runs = tuple(runs)
+    total = RaggedShard._from_runs((), runs).total_units
+    for num_dims in range(len(shape) + 1):
+        if all(_divides(total, sizes, num_dims) for sizes in left):
+            split = math.prod(mesh_shape[a] for a, dim in shards if a > axis and dim < num_dims)
+            cut = RaggedShard._from_runs(range(num_dims), runs, split)
+            return respecified_as(spec, shape, (*placements[:axis], cut, *placements[axis + 1 :]))
+    return None
+
+
+def _divides(total: int, sizes: Sequence[int], num_dims: int) -> bool:
+    """Whether ``total`` units divide the first dimensions of what is left of the tensor."""
+    if not math.prod(sizes):
+        return True
+    return total > 0 and math.prod(sizes[:num_dims]) % total == 0
+
+
+def _clipped(runs: Iterable[tuple[int, int]], start: int, stop: int) -> Iterable[tuple[int, int]]:
+    """What ranks hold of [start, stop), as runs; O(number of runs)."""
+    position = 0
+    for count, units in runs:
+        end = position + count * units
+        if max(position, start) >= min(end, stop):  # nothing of it
+            yield count, 0
+        elif start <= position and end <= stop:
+            yield count, units
+        else:  # an end of the slice lies in this run: its ranks before, at and after the ends
+            yield from _clipped_run(position, count, units, start, stop)
+        position = end
+
+
+def _clipped_run(
+    position: int, count: int, units: int, start: int, stop: int
+) -> Iterable[tuple[int, int]]:
+    first = max(0, (start - position) // units)
+    last = min(count - 1, (stop - 1 - position) // units)
+    yield first, 0
+    done = first
+    for rank in sorted({first, last}):
+        here = position + rank * units
+        if rank > done:  # the whole ones between the ends
+            yield rank - done, units
+        yield 1, min(stop, here + units) - max(start, here)
+        done = rank + 1
+    yield count - done, 0
