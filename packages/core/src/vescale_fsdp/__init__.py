@@ -21,16 +21,19 @@ from vescale_fsdp.errors import (
 if TYPE_CHECKING:
     from vescale_fsdp.engine import (
         CPUOffloadPolicy,
+        DataParallelMeshDims,
         FSDPModule,
         Granularity,
         MixedPrecisionPolicy,
         OffloadPolicy,
         UnshardHandle,
+        check_gradients,
         clip_grad_norm_,
         combine,
         fully_shard,
         register_fsdp_forward_method,
         repeated_blocks,
+        share_comm_ctx,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -39,16 +42,19 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "CPUOffloadPolicy": "engine",
+    "DataParallelMeshDims": "engine",
     "FSDPModule": "engine",
     "Granularity": "engine",
     "MixedPrecisionPolicy": "engine",
     "OffloadPolicy": "engine",
     "UnshardHandle": "engine",
+    "check_gradients": "engine",
     "clip_grad_norm_": "engine",
     "combine": "engine",
     "fully_shard": "engine",
     "register_fsdp_forward_method": "engine",
     "repeated_blocks": "engine",
+    "share_comm_ctx": "engine",
     "unsharded": "engine",
     "RaggedShard": "ragged",
     "RaggedTensor": "ragged",
@@ -58,6 +64,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointCorruptError",
     "CheckpointIncompleteError",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Granularity",
     "MixedPrecisionPolicy",
@@ -69,11 +76,13 @@ __all__ = [
     "RankMismatchError",
     "UnshardHandle",
     "VeScaleError",
+    "check_gradients",
     "clip_grad_norm_",
     "combine",
     "fully_shard",
     "register_fsdp_forward_method",
     "repeated_blocks",
+    "share_comm_ctx",
     "unsharded",
 ]
 

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from vescale_fsdp.cli.doctor import doctor
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.errors import VeScaleError
@@ -56,6 +57,7 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command("plan")(plan)
+    app.command("doctor")(doctor)
     for plugin in entry_points(group=PLUGINS):
         _add(app, plugin)
     return app

@@ -7,7 +7,12 @@ the store, `usage` tells which parameters got a gradient, `comms` makes communic
 `finite` looks for NaN, `methods` are FSDP2's.
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.blocks import repeated_blocks
@@ -16,9 +21,11 @@ from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
+from vescale_fsdp.engine.pipelining import share_comm_ctx
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Granularity",
     "GranularityPolicy",
@@ -31,5 +38,6 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "repeated_blocks",
+    "share_comm_ctx",
     "unsharded",
 ]

@@ -55,9 +55,10 @@ def look_at_environment(section: Section, environ: Mapping[str, str], cpus: floa
     for name in sorted(environ):
         if name in _SHOWN or name.startswith(_SHOWN_FAMILIES):
             text = environ[name]
-            section.add(name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...", text)
+            shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+            section.add(name, shown or "(empty)", text)
     if not section.facts:
-        section.add("", "nothing is set that concerns us", False)
+        section.add("", "nothing is set that concerns us")
     _look_at_ours(section, environ)
     _look_at_threads(section, environ, cpus)
     _look_at_rendezvous(section, environ)
@@ -76,16 +77,16 @@ def _look_at_ours(section: Section, environ: Mapping[str, str]) -> None:
             close = difflib.get_close_matches(name, OURS, 1) or [", ".join(OURS)]
             section.better(f"{name} is no variable of ours", f"unset it; there is {close[0]}")
         elif value not in OURS[name]:
-            section.broken(f"{name}={value}", f"set it to {' or '.join(OURS[name])}, or unset it")
+            section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
 
 
 def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) -> None:
     value = environ.get("OMP_NUM_THREADS")
-    if value is None:
+    if not value:
         if cpus > 1:
             section.better(
                 "OMP_NUM_THREADS is not set: each rank starts a thread on every CPU",
-                f"export OMP_NUM_THREADS=(CPUs / ranks on this machine); CPUs are {cpus:g}",
+                f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
             )
         return
     threads = value.split(",")[0].strip()  # a list, one number for each nested level, is allowed
@@ -94,7 +95,7 @@ def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) 
     elif int(threads) > cpus:
         section.better(
             f"OMP_NUM_THREADS={value} is more than the {cpus:g} CPUs",
-            "export OMP_NUM_THREADS=(CPUs / ranks on this machine)",
+            f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
         )
 
 

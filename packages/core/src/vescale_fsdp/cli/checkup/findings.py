@@ -57,6 +57,7 @@ class Section:
                 fact.text if fact.value is None else fact.value
             )
             for fact in self.facts
+            if fact.label
         }
 
 

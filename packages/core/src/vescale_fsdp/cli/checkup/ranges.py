@@ -14,7 +14,7 @@ class Requirement:
     """A line of a distribution's dependencies."""
 
     name: str
-    range: str  # such as "<2.14,>=2.11"; empty for any
+    range: str  # such as ">=2.11,<2.14"; empty for any
 
 
 def parse_requirement(line: str) -> Requirement:
@@ -22,7 +22,9 @@ def parse_requirement(line: str) -> Requirement:
     found = re.match(r"\s*(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*\(?(?P<range>[^;)]*)", line)
     if found is None:
         return Requirement(line.strip(), "")
-    return Requirement(found["name"], found["range"].replace(" ", ""))
+    items = found["range"].replace(" ", "").split(",")
+    # Metadata lists them in any order; people read the lower bound first.
+    return Requirement(found["name"], ",".join(sorted(items, key=lambda each: each[:1] != ">")))
 
 
 def contains(range_: str, version: str) -> bool:

@@ -74,7 +74,8 @@ def _ranges(distributions: list[str]) -> tuple[str, dict[str, str]]:
     """The range of Python, and the range of each package, that these distributions ask for."""
     python, ranges = "", {}
     for name in distributions:
-        python = python or metadata.metadata(name).get("Requires-Python", "")
+        if not python:
+            python = parse_requirement(f"python{metadata.metadata(name)['Requires-Python']}").range
         for line in metadata.requires(name) or []:
             requirement = parse_requirement(line)
             if requirement.name not in (_CORE, *_PLUGINS):
