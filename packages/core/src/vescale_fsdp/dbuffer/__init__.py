@@ -5,6 +5,7 @@ group, `gradients` their gradients, `collectives` moves both between ranks.
 """
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
+from vescale_fsdp.dbuffer.codec import Cast, Codec
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
@@ -12,6 +13,8 @@ from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 
 __all__ = [
+    "Cast",
+    "Codec",
     "Comm",
     "DBuffer",
     "FlatBuffer",

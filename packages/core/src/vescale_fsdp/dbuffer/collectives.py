@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
+from vescale_fsdp.dbuffer.codec import Codec, start_encoded_gather
 from vescale_fsdp.dbuffer.custom import ThenCopy, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
 
@@ -54,10 +55,19 @@ class Comm:
         """The communicators that gradients are summed over, one after the other."""
         return [self.reduce_group, *([self.replica_group] if self.replica_group else [])]
 
-    def start_gather(self, buffer: DBuffer, custom: Any = None) -> dist.Work | ThenCopy | None:
+    def start_gather(
+        self,
+        buffer: DBuffer,
+        custom: Any = None,
+        codec: Codec | None = None,
+        pool: SlabPool | None = None,
+    ) -> dist.Work | ThenCopy | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
-        ``custom`` is a gather that the user supplies (see `custom`).
+        Args:
+            custom: a gather that the user supplies (see `custom`).
+            codec: writes what travels (see `codec`).
+            pool: lends the memory of its messages.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
@@ -66,10 +76,14 @@ class Comm:
         buffer.full.materialize()
         if full.numel() == 0:
             return None
-        if self.size == 1:
+        if self.size == 1 and codec is None:
             full.copy_(buffer.shard)
             return None
         own = buffer.shard
+        if codec is not None:
+            assert pool is not None, "messages need memory"
+            layout, group = buffer.layout, self.gather_group
+            return start_encoded_gather(codec, layout, own, full, self.rank, pool, group)
         if custom is not None:
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
         if own.dtype != full.dtype or own.device != full.device:

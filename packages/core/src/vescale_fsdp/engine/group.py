@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dbuffer import Comm, DBuffer, ThenCopy, pool_for, shard_view
+from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
@@ -85,6 +85,7 @@ class Group:
         self._kept_version = 0
         self._work: torch.distributed.Work | ThenCopy | None = None
         self.custom_gather: Any = None  # that the user supplies
+        self.codec: Codec | None = None  # of what travels in a gather; None: the shard itself
         self.frees_before_backward = False  # whether gradients come while nothing is gathered
         self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
         self._part_in_flight: torch.Tensor | None = None
@@ -199,7 +200,9 @@ class Group:
             else:
                 if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
                     self.rebind()  # a submodule was converted: its parameters left the shard
-                self._work = comm.start_gather(self.buffer, self.custom_gather)
+                self._work = comm.start_gather(
+                    self.buffer, self.custom_gather, self.codec, self.pool
+                )
             self._part_in_flight = part
             self.state = GroupState.GATHERING
 
