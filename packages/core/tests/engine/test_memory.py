@@ -254,3 +254,26 @@ def check_unsharded() -> None:
 
 def test_unsharded_registers_full_parameters_for_a_while() -> None:
     run_ranks(check_unsharded, WORLD_SIZE)
+
+
+def check_writeback(dtype: torch.dtype | None) -> None:
+    model, plain = make(MLP), make(MLP)
+    shard_units(model, model.layers, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    with unsharded(model, writeback=True):
+        model.layers[0].weight.data[1, 2] = 3.0  # around the version counter
+        with torch.no_grad():
+            model.layers[1].bias.mul_(2.0)
+    with unsharded(model):
+        model.layers[2].weight.data.zero_()  # dropped
+    with torch.no_grad():
+        plain.layers[0].weight[1, 2] = 3.0
+        plain.layers[1].bias.copy_(plain.layers[1].bias.to(dtype or torch.float32) * 2.0)
+    for name, parameter in full_parameters(model).items():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_changes_are_written_back_and_the_rest_keeps_its_precision(
+    dtype: torch.dtype | None,
+) -> None:
+    run_ranks(check_writeback, WORLD_SIZE, dtype)

@@ -246,6 +246,21 @@ class Group:
         self.buffer.full.release()
         self.state = GroupState.SHARDED
 
+    def write_back(self) -> None:
+        """Copy what was changed in this rank's part of the full buffer into the shard.
+
+        Raises:
+            NotImplementedError: a codec is set; what it decodes differs from the shard anyway.
+        """
+        if self.codec is not None:
+            raise NotImplementedError(
+                "unsharded(writeback=True) of parameters that are gathered through a codec is not "
+                "there yet; change the sharded parameters in place"
+            )
+        shard, own = self.buffer.shard, self.buffer.own_slice().to(self.buffer.shard.device)
+        changed = own != shard.to(own.dtype)
+        shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+
     def mark_kept(self) -> None:
         """Remember the weights that are gathered now, for `is_stale`."""
         self._kept_version = self._version()

@@ -169,8 +169,8 @@ def swap_class(module: nn.Module) -> None:
 class _Pinned(AbstractContextManager[None]):
     """Keeps the parameters of units gathered within a context."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: list[Unit], writeback: bool) -> None:
+        self._units, self._writeback = units, writeback
 
     def __enter__(self) -> None:
         for unit in self._units:
@@ -180,6 +180,8 @@ class _Pinned(AbstractContextManager[None]):
     def __exit__(self, *exc_info: object) -> None:
         for unit in self._units:
             unit.pins -= 1
+            if self._writeback:
+                unit.write_back()
             unit.reshard()
 
 
@@ -191,13 +193,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
 
     Args:
         modules: all units in them (themselves included) are gathered.
-        writeback: keep in-place changes of the full parameters. Not there yet.
+        writeback: keep in-place changes of the full parameters: at the end each rank copies its
+            own part of them into its shard. All ranks have to make the same changes. Elements
+            that were not changed keep the precision of the shard.
 
     Memory: the full parameters of all modules at the same time.
     """
-    if writeback:
-        raise NotImplementedError(
-            "unsharded(writeback=True) is not there yet; change the sharded parameters in place"
-        )
     units = {id(unit): unit for module in modules for unit in units_in(module).values()}
-    return _Pinned(list(units.values()))
+    return _Pinned(list(units.values()), writeback)

@@ -135,6 +135,12 @@ class Unit:
                 if local.untyped_storage()._cdata in storages:
                     state_dict[key] = value.clone()
 
+    def write_back(self) -> None:
+        """Take over changes that were made to the gathered parameters."""
+        with plain_tensors():
+            for group in self.groups:
+                group.write_back()
+
     def refuse_if_pinned(self, what: str) -> None:
         """Raise if the parameters are gathered by `unsharded`: changes would be lost."""
         if self.pins:
