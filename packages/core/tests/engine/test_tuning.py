@@ -177,7 +177,8 @@ class Gather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool):
         self.calls += 1
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ReduceScatter(Gather):
@@ -185,9 +186,8 @@ class ReduceScatter(Gather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool
     ):
         self.calls += 1
-        return dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def check_custom_collectives() -> None:
