@@ -1,6 +1,15 @@
 import pytest
 
-from vescale_fsdp.cli.amounts import binary, bits_per_s, count, difference, duration, percent
+from vescale_fsdp.cli.amounts import (
+    binary,
+    bits_per_s,
+    count,
+    difference,
+    duration,
+    percent,
+    plain,
+    several,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,7 +23,7 @@ from vescale_fsdp.cli.amounts import binary, bits_per_s, count, difference, dura
         (9_996, "10.0 K"),
         (999_499, "999 K"),
         (999_500, "1.00 M"),
-        (671_026_419_200, "671 B"),
+        (671_026_419_200, "671 bn"),
     ],
 )
 def test_counts_have_three_digits(number: int, text: str) -> None:
@@ -47,8 +56,29 @@ def test_durations() -> None:
 
 def test_percent_and_difference() -> None:
     assert percent(0.0574) == "5.74%"
-    assert percent(6.87) == "687%"
+    assert [percent(ratio) for ratio in (6.87, 9.999, 77.1, 4096)] == [
+        "687%",
+        "1,000%",
+        "77.1x",
+        "4,096x",
+    ]
     assert difference(12, 10) == "+20.0%"
     assert difference(9, 10) == "-10.0%"
     assert difference(10.0001, 10) == "0.0%"
+    assert difference(99, 10) == "+890.0%"
+    assert difference(785, 10) == "78.5x"
     assert difference(3, 0) == ""
+
+
+def test_one_is_singular() -> None:
+    assert [several(n, "unit") for n in (0, 1, 2, 1000)] == [
+        "0 units",
+        "1 unit",
+        "2 units",
+        "1,000 units",
+    ]
+
+
+def test_control_characters_are_shown_and_not_sent() -> None:
+    assert plain("a\x1b[31mb\nc\u202e\ud800") == "a\\x1b[31mb\\nc\\u202e\\ud800"
+    assert plain("h.0 \u00e4\u2500") == "h.0 \u00e4\u2500"

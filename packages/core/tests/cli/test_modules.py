@@ -8,7 +8,7 @@ from torch import nn
 from vescale_fsdp import fully_shard, repeated_blocks
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Model
-from vescale_fsdp.cli.modules import model_of_module
+from vescale_fsdp.cli.modules import model_of_module, reason
 from vescale_fsdp.cli.settings import parse_dtype
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
@@ -85,5 +85,28 @@ def test_a_module_without_parameters_is_refused() -> None:
 
 
 def test_a_parameter_without_a_shape_is_refused() -> None:
-    with pytest.raises(InputError, match="is lazy, it has no shape yet"):
+    with pytest.raises(InputError, match="parameter weight is lazy, it has no shape yet"):
         model_of_module(lazy(), "lazy", None)
+
+
+def test_the_reason_of_an_error_is_in_one_line() -> None:
+    assert reason(ValueError("Validation failed:\n\n    expected int,\n  got str")) == (
+        "ValueError: Validation failed: expected int, got str"
+    )
+    assert reason(KeyError()) == "KeyError"
+
+
+def test_a_long_reason_keeps_its_ends() -> None:
+    text = reason(ValueError("first " + "x" * 5000 + " last"))
+    assert text.startswith("ValueError: first x")
+    assert text.endswith("x last")
+    assert len(text) < 400
+
+
+def test_the_place_of_an_error_is_in_the_users_code() -> None:
+    try:
+        nn.Linear(2, "wide")
+    except TypeError as error:
+        text = reason(error)
+    assert "test_modules.py, line" in text
+    assert "site-packages" not in text

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from vescale_fsdp.cli import main
+from vescale_fsdp.cli.progress import color_system
 
 from .tiny import TINY, shapes_file
 
@@ -26,6 +27,10 @@ def run(capsys: Capture, *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
+
+
+def group(name: str, *tensors: Any, count: int = 1) -> dict[str, Any]:
+    return {"name": name, "count": count, "tensors": list(tensors)}
 
 
 def as_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
@@ -132,21 +137,138 @@ def test_order_of_definition_can_be_had(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_suggestions_are_options_that_work(tmp_path: Path, capsys: Capture) -> None:
-    content = {"groups": [{"name": "g", "tensors": [["experts.0.up", [4, 640]]]}]}
+    content = {"groups": [group("g", ["experts.0.up", [4, 640]])]}
     path = shapes_file(tmp_path, content)
     arguments = [path, "--ranks", "8", "--granularity", "rows:1"]
     suggestion = as_json(capsys, *arguments)["suggestion"]
-    assert suggestion["group"] == "g"
-    assert suggestion["alternatives"], "4 rows cannot be on 8 ranks"
+    assert [each["name"] for each in suggestion["groups"]] == ["g"]
+    # 4 rows cannot be on 8 ranks.
+    assert [each["options"] for each in suggestion["alternatives"]] == [
+        ["--replicas", "2"],
+        ["--granularity", "experts.*.up=elements:64"],
+    ]
     for alternative in suggestion["alternatives"]:
         report = as_json(capsys, *arguments, *alternative["options"])
         assert report["per_rank"]["vescale_fsdp"] == alternative["per_rank"]
         assert report["suggestion"] is None
 
 
-def test_a_rule_that_fits_nothing_is_named(tmp_path: Path, capsys: Capture) -> None:
-    out = run(capsys, shapes_file(tmp_path), "--ranks", "2", "--granularity", "*.expert*=rows:8")
-    assert "Note: --granularity *.expert*=rows:8 fits no tensor." in out
+def test_suggestions_treat_all_groups_and_names_with_brackets(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """And the blocks of one group that the rules for another one make smaller, too."""
+    groups = [
+        group("a", ["w[0].x", [12, 64]], ["*.0", [7, 64]]),
+        group("b", ["w[0].x", [36, 64]], ["v", [64]]),
+        group("fine", ["u", [64, 64]]),
+    ]
+    arguments = [shapes_file(tmp_path, {"groups": groups}), "--ranks", "8"]
+    arguments += ["--granularity", "rows:4"]
+    suggestion = as_json(capsys, *arguments)["suggestion"]
+    assert {each["name"] for each in suggestion["groups"]} == {"a", "b"}
+    assert any("w[[]0].x=" in each["options"][1] for each in suggestion["alternatives"])
+    for alternative in suggestion["alternatives"]:
+        assert alternative["keeps_padding_limit"]
+        report = as_json(capsys, *arguments, *alternative["options"])
+        assert report["per_rank"]["vescale_fsdp"] == alternative["per_rank"]
+        assert report["suggestion"] is None
+
+
+def test_what_a_suggestion_costs_is_said(tmp_path: Path, capsys: Capture) -> None:
+    # Groups of 2 ranks need 128 replicas, and blocks of an element are what 256 ranks allow.
+    path = shapes_file(tmp_path, {"groups": [group("g", ["w", [10, 64]])]})
+    out = " ".join(run(capsys, path, "--ranks", "256", "--granularity", "rows:1").split())
+    assert "Suggestion for g: " in out
+    assert "add these options to yours and run again: (1) --replicas" in out
+    assert "(1): less padding, but" in out
+    assert "times the weights and states on each rank" in out
+    assert "(2): some of these blocks are smaller than a row." in out
+
+
+def test_the_alignment_is_named_where_no_block_is_to_blame(tmp_path: Path, capsys: Capture) -> None:
+    out = " ".join(run(capsys, shapes_file(tmp_path), "--ranks", "256").split())
+    assert "root: no block is to blame for its padding" in out
+    assert "multiples of 16 bytes in the narrowest dtype that travels (8 elements)" in out
+    assert "nothing to suggest" in out
+
+
+def test_columns_never_touch(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 holds 1,000 rows of 4,096 elements on each of 4,096 ranks, 4,096 times our part."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"w{i}" for i in range(1000)]
+    path = shapes_file(tmp_path, {"groups": [group("g", *([n, [1, 4096]] for n in names))]})
+    out = run(capsys, path, "--ranks", "4096")
+    (line,) = [line for line in out.splitlines() if line.startswith("weights ")]
+    assert re.fullmatch(r"weights +3\.9\d KiB +15\.6 MiB +4,096x +\S+ \wiB +\S+ *", line), line
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    content = {"model": "a\x1b[31mX", "groups": [group("l\x1b[2J", ["w\x07", [4, 640]])]}
+    path = shapes_file(tmp_path, content)
+    out = run(capsys, path, "--ranks", "8", "--granularity", "rows:1")
+    assert not {"\x1b", "\x07"} & set(out)
+    assert "a\\x1b[31mX: 2.56 K parameters in 1 unit, ranks: 8" in out
+
+
+def test_no_color_means_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert color_system() is None
+    monkeypatch.setenv("NO_COLOR", "")
+    assert color_system() == "auto"
+
+
+def test_scalars_are_noted_as_fsdp2_refuses_them(tmp_path: Path, capsys: Capture) -> None:
+    path = shapes_file(tmp_path, {"groups": [group("g", ["scale", []], ["w", [64, 64]])]})
+    assert "FSDP2 refuses scalars (scale)" in run(capsys, path, "--ranks", "2")
+
+
+def test_a_rule_that_fits_nothing_is_warned_of(tmp_path: Path, capsys: Capture) -> None:
+    rule = "*.expert*=rows:8"
+    assert main(["plan", shapes_file(tmp_path), "--ranks", "2", "--granularity", rule]) == 0
+    assert capsys.readouterr().err == (
+        f"vescale-fsdp: warning: --granularity {rule} fits no tensor; "
+        "names here are like 'embed.weight'\n"
+    )
+
+
+@pytest.mark.parametrize(("option", "begin"), [("--svg", "<svg"), ("--html", "<!DOCTYPE html>")])
+def test_pictures_can_go_to_stdout(
+    option: str, begin: str, tmp_path: Path, capsys: Capture
+) -> None:
+    out = run(capsys, shapes_file(tmp_path), "--ranks", "4", option, "-")
+    assert out.startswith(begin)
+    assert "per rank   " not in out
+
+
+def test_of_many_groups_the_largest_are_drawn(tmp_path: Path, capsys: Capture) -> None:
+    groups = [group(f"g{i}", ["w", [i + 1, 64]]) for i in range(40)]
+    out = run(capsys, shapes_file(tmp_path, {"groups": groups}), "--ranks", "2", "--html", "-")
+    assert out.count("<section") == 16
+    assert "the 16 largest of 40 groups" in out
+    assert out.index(">g39") < out.index(">g24")
+    assert ">g23" not in out
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        (">/dev/full", 2, "vescale-fsdp: cannot write the output: No space left on device\n"),
+        (">&-", 2, "vescale-fsdp: cannot write the output: stdout is closed\n"),
+        ("| :", 141, ""),
+    ],
+)
+def test_stdout_that_cannot_be_written(
+    output: str, code: int, message: str, tmp_path: Path
+) -> None:
+    script = "import sys; from vescale_fsdp.cli import main; sys.exit(main())"
+    tool = f'"{sys.executable}" -c "{script}" plan {shapes_file(tmp_path)} --ranks 1'
+    line = f"{{ sleep 0.2; {tool}; }} {output}" if "|" in output else f"{tool} {output}"
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (code, message)
 
 
 def test_files_are_written_and_tables_still_printed(tmp_path: Path, capsys: Capture) -> None:
@@ -225,9 +347,14 @@ BAD_SHAPES: dict[str, tuple[Any, str]] = {
     ),
     "twice": (
         {"groups": [{"name": "a", "tensors": [["w", [3]], ["w", [4]]]}]},
-        "tensor 'w' is given twice",
+        "group 0 (a): tensor 'w' is given twice",
     ),
     "total": ({**TINY, "total_params": 7}, "total_params is 7, but the tensors have 1072"),
+    "a key": ({**TINY, "layers": 3}, "unknown key 'layers', expected model, note, total_params"),
+    "a key of a group": (
+        {"groups": [{"name": "a", "repeat": 3, "tensors": []}]},
+        "group 0: unknown key 'repeat', expected name, count, tensors",
+    ),
     "two roots": (
         {"groups": [{"name": "root", "count": 2, "tensors": []}]},
         "there can be one group named root",
@@ -279,6 +406,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
         (["--ranks", "8", "--param-dtype", "int4"], "--param-dtype is 'int4'"),
         (["--ranks", "8", "--bandwidth", "fast"], "--bandwidth is 'fast'"),
         (["--ranks", "8", "--optimizer", "adam"], "'--optimizer'"),
+        (["--ranks", "8", "--svg", "x", "--html", "./x"], "--html and --svg are both 'x'"),
+        (["--ranks", "8", "--svg", "-", "--json", "-"], "--json and --svg are both '-'"),
         (["--ranks", "8", "--wrong"], "No such option: --wrong"),
         (["--ranks", "8", "--svg", "/no/such/folder/x.svg"], "cannot write /no/such/folder/x.svg"),
     ],
@@ -290,7 +419,7 @@ def test_bad_options(options: list[str], message: str, tmp_path: Path, capsys: C
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("tiny:raises", "tiny:raises raised ValueError: no such width ... ("),
+        ("tiny:raises", "tiny:raises raised ValueError: no such width and more lines ("),
         ("tiny:returns_a_list", "tiny:returns_a_list returned a list, expected a torch.nn.Module"),
         ("tiny:no_such", "'tiny' has no 'no_such'"),
         ("tiny:NOT_A_FUNCTION", "tiny:NOT_A_FUNCTION is a int, expected a function"),

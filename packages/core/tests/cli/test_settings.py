@@ -16,6 +16,10 @@ from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
         ("100Mbps", 12.5e6),
         ("8bits", 1.0),
         ("8 kbytes", 8e3),
+        ("400gbit", 50e9),
+        ("400GBIT/S", 50e9),
+        ("50gB", 50e9),
+        ("50gbytes", 50e9),
     ],
 )
 def test_bandwidth(text: str, bytes_per_s: float) -> None:
@@ -25,6 +29,12 @@ def test_bandwidth(text: str, bytes_per_s: float) -> None:
 @pytest.mark.parametrize("text", ["", "400", "Gbit", "-1Gbit", "0GB", "1GiB", "1e9B", "fast"])
 def test_bandwidth_needs_a_number_and_a_unit(text: str) -> None:
     with pytest.raises(InputError, match="--bandwidth is"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize("text", ["50gb", "50 gb/s", "50gbps"])
+def test_bits_or_bytes_is_not_guessed(text: str) -> None:
+    with pytest.raises(InputError, match="may be bits or bytes; write 50Gbit or 50GB"):
         parse_bandwidth(text)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from vescale_fsdp.cli.settings import Backend, parse_dtype
@@ -87,6 +89,15 @@ def test_backward_ends_at_the_first_trained_block_and_one_gather_is_in_vain() ->
 def test_parts_of_the_peak_sum_to_it() -> None:
     found = run_step([unit(7, root=True), unit(2), unit(5)], "nccl").peak
     assert sum(found.parts.values()) == found.num_bytes
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_hundred_thousand_units_take_a_second(keeps: bool) -> None:
+    blocks = [unit(1, keeps=keeps)] * 100_000
+    begin = time.perf_counter()
+    step = run_step([unit(1, root=True), *blocks], "nccl")
+    assert time.perf_counter() - begin < 10  # looking through all that follow takes minutes
+    assert len(step.backward_gathers) == (0 if keeps else 100_000)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec, advise, lay_out
+from vescale_fsdp.planner.advice import is_forced
 
 from .shapes import (
     ALIGNMENT,
@@ -64,7 +65,9 @@ def test_all_kinds_that_are_needed_are_blamed_and_no_others():
     ]
     advice = advice_on(specs, 100)
     assert advice.forced_by == ("sevens", "elevens")
-    assert advice.granularity == ()
+    # Below a row only where no rows will do: blocks of 2 and 4 take S = 10 + 2, without padding.
+    assert advice.granularity == (("sevens", 2), ("elevens", 4))
+    assert advice.is_below_row
 
 
 @pytest.mark.parametrize(
@@ -86,21 +89,46 @@ def test_nothing_to_say(specs, num_shards, alignment):
     assert advice_on(specs, num_shards, alignment) is None
 
 
-def test_no_divisor_no_block():
+def test_no_divisor_and_blocks_below_a_row():
     """A prime number of ranks, and blocks that are single rows already."""
     advice = advice_on([TensorSpec("w", (5, 100), 100)], 11)
     assert advice.num_shards == 5
-    assert advice.granularity == ()
+    # Blocks of 64, ..., 4 take S = 64, 64, 48, 48, 48; those of 2 take 46.
+    assert advice.granularity == (("w", 2),)
     assert str(advice) == (
-        "120.0% padding over 11 ranks, forced by the blocks of 'w'. Within 5%: 5 ranks."
+        "120.0% padding over 11 ranks, forced by the blocks of 'w'. Within 5%: 5 ranks, or blocks "
+        "of 2 elements for 'w', which are smaller than a row."
     )
 
 
-def test_nothing_would_do():
-    # Whole tensors of 10 and 3 never lie evenly, and elements are not asked for.
+def test_blocks_below_a_row_are_powers_of_two():
+    # 4 rows on 8 ranks. Half a row would do, and 512 is the next power of two below 640: S = 512
+    # is 60%; 256: two of 10 blocks per rank; 128: 3 of 20; 64: 5 of 40.
+    advice = advice_on([TensorSpec("experts.0.up", (4, 640), 640)], 8)
+    assert advice.granularity == (("experts.0.up", 64),)
+    assert advice.granularity_padding_ratio == 0
+    assert advice.is_below_row
+
+
+def test_what_cannot_be_within_5_percent_is_not_said_to_be():
+    # 640 elements over 256 ranks: 2.5 each, so 3 and 20% without blocks; 10 rows fit 10 ranks.
+    advice = advice_on([TensorSpec("w", (10, 64), 64)], 256)
+    assert str(advice) == (
+        "2460.0% padding over 256 ranks, forced by the blocks of 'w'. Within 5%: groups of 2 ranks "
+        "(HSDP, 128 replicas). As little as the group allows: blocks of 1 element for 'w', which "
+        "are smaller than a row (20.0%)."
+    )
+    assert advice.granularity_padding_ratio == pytest.approx(0.2)
+
+
+def test_with_a_prime_number_of_small_ranks_nothing_is_within_5_percent():
+    # 10 and 3 elements whole, on two ranks: 14 of 13 elements at least.
     advice = advice_on([TensorSpec("a", (1, 10), 10), TensorSpec("b", (1, 3), 3)], 2)
-    assert (advice.num_shards, advice.granularity) == (None, ())
-    assert "No group size and no smaller block that was tried keeps it within 5%" in str(advice)
+    assert (advice.num_shards, advice.num_shards_padding_ratio) == (None, None)
+    assert str(advice) == (
+        "53.8% padding over 2 ranks, forced by the blocks of 'a'. As little as the group allows: "
+        "blocks of 4 elements for 'a', which are smaller than a row (7.7%)."
+    )
 
 
 def test_blocks_of_elements_are_halved_as_elements():
@@ -121,7 +149,7 @@ def test_many_tensors_are_named_in_full_and_shown_in_short():
     ("group", "blocked", "rows", "num_shards", "forced_by", "group_size", "first_block"),
     [
         (gpt_oss_hf_layer, experts, 128, 1024, 2, 128, 16 * 5760),
-        (gpt_oss_hf_layer, matrices, 1, 1024, 1, 512, None),
+        (gpt_oss_hf_layer, matrices, 1, 1024, 1, 512, 2048),
         (llama_3_layer, matrices, 16, 1024, 7, 64, 8192),
         (deepseek_v3_moe_layer, matrices, 128, 1024, 1, 512, 16 * 16384),
     ],
@@ -130,7 +158,7 @@ def test_advice_on_layers(group, blocked, rows, num_shards, forced_by, group_siz
     advice = advice_on(specs_of(group, blocked, rows), num_shards, ALIGNMENT)
     assert len(advice.forced_by) == forced_by
     assert advice.num_shards == group_size
-    assert (advice.granularity[0][1] if advice.granularity else None) == first_block
+    assert advice.granularity[0][1] == first_block
 
 
 def test_with_another_order_there_may_be_nothing_to_say():
@@ -163,28 +191,37 @@ def test_advice_is_true(specs, num_shards, alignment, order):
     num_elements = sum(spec.numel for spec in specs)
     units = sum(-(-spec.numel // alignment) for spec in specs)
 
-    def is_fine(blocks, ranks=num_shards):
+    def ratio(blocks, ranks=num_shards):
+        """Padding with these blocks, or None where it is more than there must be."""
         layout = lay_out(with_blocks(specs, blocks), ranks, alignment=alignment, order=order)
         without_blocks = -(-units // ranks) * alignment
-        return layout.shard_size <= max(1.05 * num_elements / ranks, without_blocks)
+        is_fine = layout.shard_size <= max(1.05 * num_elements / ranks, without_blocks)
+        return layout.padding_ratio if is_fine else None
 
     advice = advice_on(specs, num_shards, alignment, order)
+    assert (advice is not None) == is_forced(
+        lay_out(specs, num_shards, alignment=alignment, order=order), order=order
+    )
     if advice is None:
-        assert is_fine({})
+        assert ratio({}) is not None
         return
-    assert not is_fine({})
-    assert is_fine(dict.fromkeys(advice.forced_by, 1))
+    assert ratio({}) is None
+    assert ratio(dict.fromkeys(advice.forced_by, 1)) is not None
     kinds = {(s.shape, s.block) for s in specs if s.name in advice.forced_by}
     for kind in kinds if order == "definition" else ():  # none of them can be left out
         rest = [s.name for s in specs if s.name in advice.forced_by and (s.shape, s.block) != kind]
-        assert not is_fine(dict.fromkeys(rest, 1))
+        assert ratio(dict.fromkeys(rest, 1)) is None
     if advice.num_shards is not None:
-        assert is_fine({}, advice.num_shards)
+        assert ratio({}, advice.num_shards) == pytest.approx(advice.num_shards_padding_ratio)
         larger = range(advice.num_shards + 1, num_shards)
-        assert not any(is_fine({}, ranks) for ranks in larger if num_shards % ranks == 0)
-    if advice.granularity:
-        assert is_fine(dict(advice.granularity))
-        assert tuple(name for name, _ in advice.granularity) == advice.forced_by
+        assert all(ratio({}, ranks) is None for ranks in larger if num_shards % ranks == 0)
+    finer = dict(advice.granularity)
+    assert ratio(finer) == pytest.approx(advice.granularity_padding_ratio)
+    assert tuple(finer) == advice.forced_by
+    least = max(advice.granularity_padding_ratio, advice.num_shards_padding_ratio or 0)
+    assert ("As little as the group allows" in str(advice)) == (least > 0.05)
+    below = any(finer[spec.name] < spec.shape[-1] for spec in specs if spec.name in finer)
+    assert advice.is_below_row == below
 
 
 def test_advice_on_many_different_tensors_is_bounded_in_work():

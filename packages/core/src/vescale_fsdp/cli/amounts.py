@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["binary", "bits_per_s", "count", "difference", "duration", "percent"]
+__all__ = ["binary", "bits_per_s", "count", "difference", "duration", "percent", "plain", "several"]
 
 
 def count(number: float) -> str:
-    """Elements or parameters: 3_232_931_520 is "3.23 B"."""
-    return _scaled(number, 1000, ("", "K", "M", "B", "T"))
+    """Elements or parameters: 3_232_931_520 is "3.23 bn". Not B, which is bytes here."""
+    return _scaled(number, 1000, ("", "K", "M", "bn", "tn"))
+
+
+def several(number: int, noun: str) -> str:
+    """``1 unit``, ``37 units``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def plain(text: str) -> str:
+    """``text`` without what would steer a terminal, or break a line: each as ``\\x1b`` is."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
 
 
 def bits_per_s(bytes_per_s: float) -> str:
@@ -31,14 +44,19 @@ def duration(seconds: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """0.0574 is "5.74%"."""
-    return f"{_digits(100 * ratio)}%"
+    """0.0574 is "5.74%"; from 1,000% on as a multiple, 77.1 is "77.1x"."""
+    return f"{_digits(ratio)}x" if ratio >= 10 else f"{_digits(100 * ratio)}%"
 
 
 def difference(value: float, base: float) -> str:
-    """By how much ``value`` is above (+) or below (-) ``base``; 0 where that is nothing."""
+    """By how much ``value`` is above (+) or below (-) ``base``; 0 where that is nothing.
+
+    From ten times ``base`` on as a multiple: 785 and 10 are "78.5x".
+    """
     if not base:
         return ""
+    if value >= 10 * base:
+        return f"{_digits(value / base)}x"
     text = f"{100 * (value / base - 1):+,.1f}%"
     return "0.0%" if text[1:] == "0.0%" else text
 

@@ -4,13 +4,16 @@ A plug-in is an entry point of the group ``vescale_fsdp.cli``, a callable that i
 typer app and adds its commands to it::
 
     [project.entry-points."vescale_fsdp.cli"]
-    doctor = "my_package.doctor:add_to"         # def add_to(app): app.command("doctor")(doctor)
+    weigh = "my_package.weigh:add_to"           # def add_to(app): app.command("weigh")(weigh)
 
 One that fails is named in a warning line and left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -18,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from vescale_fsdp.cli.amounts import plain
 from vescale_fsdp.cli.doctor import doctor
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.plan import plan
@@ -27,12 +31,42 @@ __all__ = ["PLUGINS", "make_app", "run"]
 
 PLUGINS = "vescale_fsdp.cli"
 
+_SIGPIPE = 141  # the exit code of tools whose reader, such as head, has left
+
 # The base of what typer raises for bad arguments; it has been typer's own, and click's before.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit code."""
+    if sys.stdout is None:
+        return _refuse("cannot write the output: stdout is closed")
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that it cannot encode
+        code = _run(arguments)
+        sys.stdout.flush()  # here, not at exit, where nobody could catch what goes wrong
+    except BrokenPipeError:
+        return _leave_stdout(_SIGPIPE)
+    except SystemExit as leave:  # typer's answer to a broken pipe
+        if not isinstance(leave.__context__, BrokenPipeError):
+            raise
+        return _leave_stdout(_SIGPIPE)
+    except OSError as error:
+        _refuse(f"cannot write the output: {error.strerror or error}")
+        return _leave_stdout(2)
+    return code
+
+
+def _leave_stdout(code: int) -> int:
+    """Let what is still buffered vanish: Python would try again, and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         result = make_app()(given, prog_name="vescale-fsdp", standalone_mode=False)
@@ -101,4 +135,4 @@ def _refuse(message: str) -> int:
 
 
 def _say(message: str) -> None:
-    print(f"vescale-fsdp: {' '.join(message.split())}", file=sys.stderr)
+    print(f"vescale-fsdp: {plain(' '.join(message.split()))}", file=sys.stderr)

@@ -142,12 +142,13 @@ def _figures(
         memory.setdefault(id(each.unit), []).append(
             _group_memory(each, shard_elements(each), settings)
         )
-    units = [
+    kinds = [
         UnitMemory(
             unit.title, tuple(memory.get(id(unit), ())), unit.is_root, _keeps(unit, settings)
         )
-        for unit in (model.units[index] for index in model.order)
+        for unit in model.units
     ]
+    units = [kinds[index] for index in model.order]
     groups = [group for unit in units for group in unit.groups]
     num_elements = sum(group.shard_elements for group in groups)
     padding = num_elements * settings.num_shards - model.num_parameters

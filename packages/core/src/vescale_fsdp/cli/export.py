@@ -106,10 +106,14 @@ def _suggestion(report: Report) -> dict[str, Any] | None:
     if suggestion is None:
         return None
     return {
-        "group": suggestion.group,
-        "sentence": suggestion.sentence,
+        "groups": [{"name": name, "sentence": text} for name, text in suggestion.causes],
         "alternatives": [
-            {"options": list(each.options), "per_rank": _figures(each.figures)}
+            {
+                "options": list(each.options),  # to be added to those of the plan
+                "keeps_padding_limit": each.is_enough,
+                "is_below_row": each.is_below_row,
+                "per_rank": _figures(each.figures),
+            }
             for each in suggestion.alternatives
         ],
     }

@@ -9,11 +9,12 @@ from functools import cached_property
 from vescale_fsdp.cli.blocks import BlockRules
 from vescale_fsdp.cli.model import Group, Model, Unit
 from vescale_fsdp.planner import Advice, ShardLayout, TensorSpec, advise, lay_out
+from vescale_fsdp.planner.advice import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size
 
-__all__ = ["PlannedGroup", "Track", "lay_out_model"]
+__all__ = ["ALIGNMENT_BYTES", "PlannedGroup", "Track", "lay_out_model"]
 
-_ALIGNMENT_BYTES = 16  # of tensors in the narrowest dtype that travels, as the engine has it
+ALIGNMENT_BYTES = 16  # of tensors in the narrowest dtype that travels, as the engine has it
 
 Track = Callable[[list[tuple[Unit, Group]]], Iterable[tuple[Unit, Group]]]
 
@@ -36,6 +37,16 @@ class PlannedGroup:
     def advice(self) -> Advice | None:
         """What forces the padding and what would not, where it is above 5%."""
         return advise(self.layout, order=self.order)
+
+    @cached_property
+    def is_forced(self) -> bool:
+        """Whether blocks force more than 5% padding, so that there is advice."""
+        return is_forced(self.layout, order=self.order)
+
+    @property
+    def is_padded_otherwise(self) -> bool:
+        """Whether there is more than 5% padding, but for the alignment or many ranks."""
+        return self.layout.padding_ratio > PADDING_LIMIT and not self.is_forced
 
     @cached_property
     def fsdp2_shard_elements(self) -> int:
@@ -68,7 +79,7 @@ def lay_out_model(
         specs = [
             TensorSpec(tensor.name, tensor.shape, rules.block(tensor)) for tensor in group.tensors
         ]
-        alignment = _ALIGNMENT_BYTES // min(2, group.dtype.itemsize)
+        alignment = ALIGNMENT_BYTES // min(2, group.dtype.itemsize)
         layout = lay_out(specs, num_shards, alignment=alignment, order=order)
         planned.append(PlannedGroup(unit, group, layout, order))
     return planned

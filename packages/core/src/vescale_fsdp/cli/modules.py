@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +23,14 @@ from vescale_fsdp.cli.settings import Dtype
 __all__ = ["build", "model_of_module", "reason"]
 
 _ROOT = -1  # among the indices of blocks
+
+_MOST_LETTERS = 320  # of another's message
+
+# Code whose line numbers tell a user nothing: ours, libraries, and Python's own.
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    *{path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib"))},
+)
 
 
 def build(module_name: str, function_name: str) -> nn.Module:
@@ -54,11 +64,18 @@ def build(module_name: str, function_name: str) -> nn.Module:
 
 
 def reason(error: BaseException) -> str:
-    """Type, first line and place of an exception, in one line."""
-    first, *more = str(error).strip().splitlines() or [""]
-    frames = traceback.extract_tb(error.__traceback__)
+    """Type and message of an exception in one line, and where in the user's code it came from."""
+    message = " ".join(str(error).split())
+    if len(message) > _MOST_LETTERS:  # the cause is at the beginning or at the end
+        half = _MOST_LETTERS // 2
+        message = f"{message[:half].rstrip()} ... {message[-half:].lstrip()}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_NOT_THE_USERS))
+    ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first}{' ...' if more else ''}{place}"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 
 
 def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> Model:
@@ -98,7 +115,8 @@ def _owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
             if param is None:
                 continue
             if is_lazy(param):
-                raise InputError(f"parameter {child_name}.{name} is lazy, it has no shape yet")
+                full = f"{child_name}.{name}".lstrip(".")
+                raise InputError(f"parameter {full} is lazy, it has no shape yet")
             found.setdefault(id(param), set()).update(homes.get(id(child), {_ROOT}))
     return {
         key: next(iter(found_in)) if len(found_in) == 1 else _ROOT

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from vescale_fsdp.cli.amounts import plain, several
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
 
 if TYPE_CHECKING:
+    from vescale_fsdp.cli.layouts import PlannedGroup
+    from vescale_fsdp.cli.picture import PictureGroup
     from vescale_fsdp.cli.result import Report
 
 __all__ = ["plan"]
@@ -36,7 +39,8 @@ _Granularity = Annotated[
     typer.Option(
         metavar="[PATTERN=]SPEC",
         show_default=False,
-        help="What must not be cut: elements:256, rows:128, tile:32x32 or whole. For all "
+        help="What must not be cut: elements:256, rows:128, tile:32x32 or whole. tile:RxC keeps "
+        "full-width strips of R rows together. For all "
         "matrices, or for tensors whose name in their unit matches a shell pattern. Repeat "
         "for several; the last that fits holds.",
     ),
@@ -76,7 +80,9 @@ _Backend = Annotated[
     Literal["nccl", "gloo"],
     typer.Option(help="Reductions: reduce-scatter (nccl) or all-to-all (gloo, on CPUs)."),
 ]
-_Bandwidth = Annotated[str, typer.Option(help="Of one rank, one way, such as 400Gbit or 50GB.")]
+_Bandwidth = Annotated[
+    str, typer.Option(help="Of one rank, one way: 400Gbit (bits) or 50GB (bytes).")
+]
 _Json = Annotated[
     str | None,
     typer.Option(
@@ -84,14 +90,20 @@ _Json = Annotated[
     ),
 ]
 _Html = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="FILE", show_default=False, help="Write a page with the buffers' picture."
+        metavar="FILE",
+        show_default=False,
+        help="Write a page with the buffers' picture; - is stdout.",
     ),
 ]
 _Svg = Annotated[
-    Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the picture alone.")
+    str | None,
+    typer.Option(metavar="FILE", show_default=False, help="Write the picture alone; - is stdout."),
 ]
+
+# A page with the pictures of hundreds of groups takes 25 MB, and nobody looks at them all.
+_MOST_PICTURES = 16
 
 
 def plan(
@@ -130,6 +142,8 @@ def plan(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         order=order,
     )
+    files = {"--json": json_file, "--html": html, "--svg": svg}
+    _refuse_same(files)
     dtype = None if shard_dtype is None else parse_dtype(shard_dtype, "--param-dtype")
     # Imported here: --help, and a mistake in an option, need not wait for it.
     from vescale_fsdp.cli.blocks import BlockRules
@@ -140,40 +154,86 @@ def plan(
     rules = granularity or []
     BlockRules(rules)  # a mistake in a rule is found before the model is built
     report = make_report(load(model, dtype), settings, rules, lambda work: track(work, "planning"))
-    _write(report, html, svg)
-    if json_file is not None:
-        from vescale_fsdp.cli.export import as_json
-
-        text = json.dumps(as_json(report), indent=1) + "\n"
-        if json_file == "-":
-            sys.stdout.write(text)
-            return
-        _write_text(Path(json_file), lambda: text)
+    _warn_of_unmatched(report)
+    _write(report, files)
+    if "-" in files.values():
+        return
     from rich.console import Console
 
+    from vescale_fsdp.cli.progress import color_system
     from vescale_fsdp.cli.report import print_report
 
-    print_report(report, Console())
+    print_report(report, Console(color_system=color_system()))
 
 
-def _write(report: Report, html: Path | None, svg: Path | None) -> None:
-    if html is None and svg is None:
-        return
-    from vescale_fsdp.cli import picture
-    from vescale_fsdp.cli.report import facts
+def _refuse_same(files: Mapping[str, str | None]) -> None:
+    """Two outputs in one file would be one, or a mixture."""
+    taken: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        other = taken.setdefault(Path(file).absolute(), option)
+        if other != option:
+            raise InputError(f"{other} and {option} are both {file!r}, expected different files")
 
+
+def _warn_of_unmatched(report: Report) -> None:
+    names = [tensor.name for each in report.planned for tensor in each.group.tensors]
+    for rule in report.unmatched_rules:
+        like = f"; names here are like {plain(names[0])!r}" if names and "=" in rule else ""
+        print(
+            f"vescale-fsdp: warning: --granularity {plain(rule)} fits no tensor{like}",
+            file=sys.stderr,
+        )
+
+
+def _write(report: Report, files: Mapping[str, str | None]) -> None:
+    """What goes to files, and to stdout where one is ``-``."""
+
+    def json_text() -> str:
+        from vescale_fsdp.cli.export import as_json
+
+        return json.dumps(as_json(report), indent=1) + "\n"
+
+    def html_text() -> str:
+        from vescale_fsdp.cli import picture
+        from vescale_fsdp.cli.report import facts
+
+        groups, title = _pictures(report)
+        return picture.html(groups, title=title, facts=facts(report))
+
+    def svg_text() -> str:
+        from vescale_fsdp.cli import picture
+
+        groups, title = _pictures(report)
+        return picture.svg(groups, title=title)
+
+    makers = {"--json": json_text, "--html": html_text, "--svg": svg_text}
+    for option, file in files.items():
+        if file == "-":
+            sys.stdout.write(makers[option]())
+        elif file is not None:
+            _write_text(Path(file), makers[option])
+
+
+def _pictures(report: Report) -> tuple[list[PictureGroup], str]:
+    """What to draw, and the title of all. Of many groups the largest, the largest first."""
+    from vescale_fsdp.cli.picture import PictureGroup
+
+    shown: Sequence[PlannedGroup] = report.planned
+    title = f"{report.model.name} on {several(report.settings.num_shards, 'rank')}"
+    if len(shown) > _MOST_PICTURES:
+        title += f", the {_MOST_PICTURES} largest of {len(shown):,} groups"
+        by_size = sorted(shown, key=lambda each: -each.unit.count * each.group.numel)
+        shown = by_size[:_MOST_PICTURES]
     groups = [
-        picture.PictureGroup(
-            f"{each.title}, {each.unit.count} times" if each.unit.count > 1 else each.title,
+        PictureGroup(
+            f"{each.title}, {each.unit.count:,} times" if each.unit.count > 1 else each.title,
             each.layout,
         )
-        for each in report.planned
+        for each in shown
     ]
-    title = f"{report.model.name} on {report.settings.num_shards:,} ranks"
-    if svg is not None:
-        _write_text(svg, lambda: picture.svg(groups, title=title))
-    if html is not None:
-        _write_text(html, lambda: picture.html(groups, title=title, facts=facts(report)))
+    return groups, title
 
 
 def _write_text(path: Path, make: Callable[[], str]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-__all__ = ["track"]
+__all__ = ["color_system", "track"]
 
 _PATIENCE_S = 1.0
 
 T = TypeVar("T")
+
+
+def color_system() -> Literal["auto"] | None:
+    """For rich: with NO_COLOR, nothing is bold or dim either."""
+    return None if os.environ.get("NO_COLOR") else "auto"
 
 
 def track(items: Sequence[T], label: str) -> Iterator[T]:
@@ -23,7 +29,8 @@ def track(items: Sequence[T], label: str) -> Iterator[T]:
     from rich.progress import Progress
 
     begin = time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, color_system=color_system())
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(label, total=len(items), visible=False)
         for item in items:
             yield item

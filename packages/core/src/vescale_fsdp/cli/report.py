@@ -18,14 +18,19 @@ from vescale_fsdp.cli.amounts import (
     difference,
     duration,
     percent,
+    plain,
+    several,
 )
 from vescale_fsdp.cli.estimate import Figures
-from vescale_fsdp.cli.layouts import PlannedGroup
+from vescale_fsdp.cli.layouts import ALIGNMENT_BYTES, PlannedGroup
 from vescale_fsdp.cli.model import kinds
-from vescale_fsdp.cli.result import OURS, Report
+from vescale_fsdp.cli.result import FSDP2, OURS, Report
+from vescale_fsdp.cli.suggest import Suggestion
 from vescale_fsdp.cli.timeline import KINDS
 
 __all__ = ["facts", "print_report"]
+
+_MOST_LINES = 4  # of one kind, about different groups
 
 # A row of the table of figures: label, value, and how it is written.
 _Row = tuple[str, Callable[[Figures], float], Callable[[float], str]]
@@ -36,17 +41,16 @@ def print_report(report: Report, console: Console) -> None:
     _print_header(report, console)
     console.print()
     console.print(_groups_table(report.planned))
-    _print_forced(report.planned, console)
+    _print_padded(report.planned, console)
     console.print()
     console.print(_figures_table(report))
     when = report.figures[OURS].peak.when
     _line(console, f"Peak: during {when}; activations come on top.", "dim")
     unlike = ", which do not keep the blocks of --granularity" if report.rules else ""
     _line(console, f"The other columns are their layouts in our engine{unlike}.", "dim")
+    _print_scalars(report, console)
     console.print()
     _print_suggestion(report, console)
-    for rule in report.unmatched_rules:
-        _line(console, f"Note: --granularity {rule} fits no tensor.")
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
@@ -67,14 +71,15 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _line(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False)
+    console.print(plain(text), style=style, highlight=False, markup=False)
 
 
 def _ranks(report: Report) -> str:
     settings = report.settings
     if settings.num_replicas == 1:
         return f"{settings.num_ranks:,}"
-    return f"{settings.num_ranks:,} = {settings.num_replicas:,} replicas x {settings.num_shards:,}"
+    replicas = several(settings.num_replicas, "replica")
+    return f"{settings.num_ranks:,} = {replicas} x {settings.num_shards:,}"
 
 
 def _wire(report: Report) -> str:
@@ -85,8 +90,9 @@ def _print_header(report: Report, console: Console) -> None:
     settings, model = report.settings, report.model
     _line(
         console,
-        f"{model.name}: {count(model.num_parameters)} parameters in {model.num_units} units, "
-        f"ranks: {_ranks(report)}",
+        f"{model.name}: {count(model.num_parameters)} "
+        f"{'parameter' if model.num_parameters == 1 else 'parameters'} in "
+        f"{several(model.num_units, 'unit')}, ranks: {_ranks(report)}",
         "bold",
     )
     shard_dtypes = ", ".join(sorted({each.group.dtype.name for each in report.planned}))
@@ -113,7 +119,7 @@ def _groups_table(planned: Sequence[PlannedGroup]) -> Table:
     for each in planned:
         layout = each.layout
         table.add_row(
-            escape(each.title),
+            escape(plain(each.title)),
             f"{each.unit.count:,}",
             f"{len(layout.specs):,}",
             count(each.group.numel),
@@ -124,10 +130,11 @@ def _groups_table(planned: Sequence[PlannedGroup]) -> Table:
     return table
 
 
-def _print_forced(planned: Sequence[PlannedGroup], console: Console) -> None:
-    for each in planned:
-        if each.advice is None or not each.advice.forced_by:
-            continue
+def _print_padded(planned: Sequence[PlannedGroup], console: Console) -> None:
+    """Why groups are padded by more than 5%."""
+    forced = [each for each in planned if each.is_forced]
+    for each in forced[:_MOST_LINES]:
+        assert each.advice is not None, "there is advice where blocks force padding"
         blocks = {spec.name: spec.block for spec in each.layout.specs}
         names = ", ".join(_counted_kinds(each.advice.forced_by))
         sizes = sorted({blocks[name] for name in each.advice.forced_by})
@@ -135,6 +142,32 @@ def _print_forced(planned: Sequence[PlannedGroup], console: Console) -> None:
         _line(
             console,
             f"{each.title}: padding is forced by {names}, in blocks of {in_blocks} elements",
+        )
+    _and_more(forced, "padded by blocks", console)
+    others = [each for each in planned if each.is_padded_otherwise]
+    for each in others[:_MOST_LINES]:
+        _line(
+            console,
+            f"{each.title}: no block is to blame for its padding. Tensors and shards start at "
+            f"multiples of {ALIGNMENT_BYTES} bytes in the narrowest dtype that travels "
+            f"({each.layout.alignment} elements), which is much for so few elements per rank",
+        )
+    _and_more(others, "padded by the alignment", console)
+
+
+def _and_more(groups: Sequence[object], what: str, console: Console) -> None:
+    if len(groups) > _MOST_LINES:
+        _line(console, f"... and {several(len(groups) - _MOST_LINES, 'more group')} {what}")
+
+
+def _print_scalars(report: Report, console: Console) -> None:
+    scalars = [spec.name for each in report.planned for spec in each.layout.specs if not spec.shape]
+    if scalars:
+        more = f" and {len(scalars) - 1:,} more" if len(scalars) > 1 else ""
+        _line(
+            console,
+            f"{FSDP2} refuses scalars ({scalars[0]}{more}); its column has one element per rank.",
+            "dim",
         )
 
 
@@ -152,8 +185,7 @@ def _figures_table(report: Report) -> Table:
             continue
         shares = [difference(other, ours) if form is not percent else "" for other in others]
         beside = [
-            form(other).rjust(9) + share.rjust(9)
-            for other, share in zip(others, shares, strict=True)
+            f"{form(other):>9} {share:>8}" for other, share in zip(others, shares, strict=True)
         ]
         table.add_row(label, form(ours), *beside)
     return table
@@ -186,16 +218,19 @@ def _print_suggestion(report: Report, console: Console) -> None:
     if suggestion is None:
         _line(console, "No blocks force more than 5% padding: nothing to suggest.", "bold")
         return
-    _line(console, f"Suggestion for {suggestion.group}: {suggestion.sentence}", "bold")
-    if not suggestion.alternatives:
-        return
-    rows = [("as above", report.figures[OURS])]
+    for name, sentence in suggestion.causes[:_MOST_LINES]:
+        _line(console, f"Suggestion for {name}: {sentence}", "bold")
+    _and_more(suggestion.causes, "padded by blocks", console)
+    _line(console, "For the whole model, add these options to yours and run again:")
+    ours = report.figures[OURS]
+    rows = [("as above", ours)]
     for number, each in enumerate(suggestion.alternatives, start=1):
         pairs = zip(each.options[::2], each.options[1::2], strict=True)
         text = " \\\n    ".join(shlex.join(pair) for pair in pairs)
         # As it is: a line broken at a blank could not be pasted.
         console.print(f"({number}) {text}", highlight=False, markup=False, soft_wrap=True)
         rows.append((f"with ({number})", each.figures))
+    _print_cautions(suggestion, ours, console)
     table = _table("the model", "padding", "weights", "states", "peak", "sent", "time")
     for label, figures in rows:
         table.add_row(
@@ -208,3 +243,19 @@ def _print_suggestion(report: Report, console: Console) -> None:
             duration(figures.communication_s),
         )
     console.print(table)
+
+
+def _print_cautions(suggestion: Suggestion, ours: Figures, console: Console) -> None:
+    """What a user should know before following a suggestion."""
+    for number, each in enumerate(suggestion.alternatives, start=1):
+        if each.is_below_row:
+            _line(console, f"({number}): some of these blocks are smaller than a row.")
+        if not each.is_enough:
+            _line(console, f"({number}): blocks still force more than 5% on some groups.")
+        if each.figures.resting_bytes > 2 * ours.resting_bytes:
+            times = each.figures.resting_bytes / ours.resting_bytes
+            _line(
+                console,
+                f"({number}): less padding, but {times:.1f} times the weights and states on each "
+                "rank, as fewer ranks share them. Take it only if they have room.",
+            )

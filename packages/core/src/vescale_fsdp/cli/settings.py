@@ -77,22 +77,30 @@ def parse_dtype(text: str, option: str) -> Dtype:
 
 
 _BANDWIDTH = re.compile(
-    r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kKMGT]?)(?P<unit>bits?|b|B|bytes?)(/s|ps)?"
+    r"(?P<number>\d+(\.\d+)?)\s*(?P<scale>[kmgt]?)(?P<unit>bits?|bytes?|b)(/s|ps)?", re.IGNORECASE
 )
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of ``400Gbit``, ``1Gbit``, ``50GB``; powers of ten, ``b`` is a bit.
+    """Bytes per second of ``400Gbit``, ``1Gbit``, ``50GB``; powers of ten.
+
+    Case matters in one letter only: ``b`` is a bit, ``B`` a byte. In ``50gb``, where nothing
+    shows that it was meant, neither is taken.
 
     Raises:
-        InputError: it is no number with a unit, or zero.
+        InputError: it is no number with a unit, it is zero, or it may mean bits or bytes.
     """
     found = _BANDWIDTH.fullmatch(text.strip())
     if not found or not float(found["number"]):
         raise InputError(
             f"--bandwidth is {text!r}, expected a number above 0 with its unit: 400Gbit or 50GB"
         )
-    scale = _SCALES[found["scale"].replace("K", "k")]
-    is_bytes = found["unit"] == "B" or found["unit"].startswith("byte")
-    return float(found["number"]) * scale / (1 if is_bytes else 8)
+    number, scale, unit = found["number"], found["scale"], found["unit"]
+    if unit == "b" and scale in tuple("mgt"):
+        raise InputError(
+            f"--bandwidth is {text!r}, which may be bits or bytes; "
+            f"write {number}{scale.upper()}bit or {number}{scale.upper()}B"
+        )
+    is_bytes = unit == "B" or unit.lower().startswith("byte")
+    return float(number) * _SCALES[scale.lower()] / (1 if is_bytes else 8)

@@ -7,8 +7,8 @@
         {"name": "root", "tensors": [["embed.weight", [1000, 64]]]}]}
 
 Each group is a unit of its own, ``count`` times (default 1), in the order in which they run. The
-one named ``root`` is the root. ``total_params``, if it is there, is checked; other keys
-are ignored.
+one named ``root`` is the root. ``total_params``, if it is there, is checked; a ``note`` is for
+people. Other keys are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from vescale_fsdp.cli.settings import Dtype
 
 __all__ = ["model_from_shapes"]
 
+_KEYS = ("model", "note", "total_params", "groups")
+_GROUP_KEYS = ("name", "count", "tensors")
+
 _MOST_UNITS = 100_000  # of one kind: a step is followed unit by unit
 
 
@@ -31,6 +34,7 @@ def model_from_shapes(content: dict[str, Any], path: str, dtype: Dtype) -> Model
     Raises:
         InputError: the content is not of the format.
     """
+    _refuse_others(content, _KEYS, path)
     entries = content["groups"]
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{path}: groups is {_short(entries)}, expected a list of groups")
@@ -40,11 +44,12 @@ def model_from_shapes(content: dict[str, Any], path: str, dtype: Dtype) -> Model
         where = f"{path}: group {position}"
         if not isinstance(entry, dict) or not isinstance(entry.get("tensors"), list):
             raise InputError(f"{where} is {_short(entry)}, expected a name, count and tensors")
+        _refuse_others(entry, _GROUP_KEYS, where)
         name = str(entry.get("name", f"group {position}"))
         count = _integer(entry.get("count", 1), 1, f"{where} ({name}): count")
         if count > _MOST_UNITS:
             raise InputError(f"{where} ({name}): count is {count}, expected up to {_MOST_UNITS:,}")
-        tensors = tuple(_tensor(item, f"{where} ({name})") for item in entry["tensors"])
+        tensors = _tensors(entry["tensors"], f"{where} ({name})")
         if name == "root":
             if root is not None or count != 1:
                 raise InputError(f"{where}: there can be one group named root, with count 1")
@@ -61,8 +66,27 @@ def model_from_shapes(content: dict[str, Any], path: str, dtype: Dtype) -> Model
     return model
 
 
+def _refuse_others(entry: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    others = [_short(key) for key in entry if key not in known]
+    if others:
+        raise InputError(f"{where}: unknown key {', '.join(others)}, expected {', '.join(known)}")
+
+
+def _tensors(items: list[Any], where: str) -> tuple[Tensor, ...]:
+    tensors = tuple(_tensor(item, where) for item in items)
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise InputError(
+                f"{where}: tensor {tensor.name!r} is given twice, expected each name once; "
+                f"a tied parameter is one tensor"
+            )
+        seen.add(tensor.name)
+    return tensors
+
+
 def _tensor(item: Any, where: str) -> Tensor:
-    is_pair = isinstance(item, list) and len(item) == 2
+    is_pair = isinstance(item, list) and len(item) == 2 and item[0]
     if not is_pair or not isinstance(item[0], str) or not isinstance(item[1], list):
         raise InputError(f"{where}: tensor {_short(item)}, expected [name, [dimension, ...]]")
     name, dims = item

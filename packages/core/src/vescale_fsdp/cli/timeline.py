@@ -30,8 +30,9 @@ step's end; gradients that autograd holds back because a tied weight is used els
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from vescale_fsdp.cli.settings import Backend, Dtype
@@ -126,6 +127,25 @@ def run_step(
     return _Simulation(units, backend, num_replicas, in_flight).run()
 
 
+class _Upcoming:
+    """Of the units in an order, those that are gathered in it. O(1) for each that is asked for."""
+
+    def __init__(self, order: Sequence[int], is_gathered: Iterable[bool]) -> None:
+        self._gathered = [
+            (place, index)
+            for place, (index, wanted) in enumerate(zip(order, is_gathered, strict=True))
+            if wanted
+        ]
+        self._start = 0
+
+    def after(self, place: int) -> Iterator[int]:
+        """Indices of units that come after ``place``, which never goes back from call to call."""
+        while self._start < len(self._gathered) and self._gathered[self._start][0] <= place:
+            self._start += 1
+        for position in range(self._start, len(self._gathered)):
+            yield self._gathered[position][1]
+
+
 class _Simulation:
     """What the schedule does in one step, on sizes instead of tensors."""
 
@@ -146,19 +166,22 @@ class _Simulation:
 
     def run(self) -> Step:
         """Forward, then backward."""
-        num_units = len(self._units)
+        in_forward = range(len(self._units))
+        upcoming = _Upcoming(in_forward, (bool(unit.groups) for unit in self._units))
         for index, unit in enumerate(self._units):
             self._when = f"the forward of {unit.title}"
-            self._gather(index, range(index + 1, num_units))
+            self._gather(index, upcoming.after(index))
             if not unit.is_root and not unit.keeps:
                 self._release(index)
         if not self._units[0].keeps:
             self._release(0)
         forward_gathers, self._gathers = self._gathers, []
-        expected = [0, *reversed(range(1, num_units))]
+        expected = [0, *reversed(in_forward[1:])]
+        gathers = (bool(self._units[i].groups) and not self._units[i].keeps for i in expected)
+        upcoming = _Upcoming(expected, gathers)
         order = _backward_order(self._units)
         for place, index in enumerate(order):
-            self._backward(index, expected[place + 1 :], is_late=self._is_late(index, order))
+            self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
         self._when = "the end of the backward"
         for index in list(self._ahead):  # frozen units that no gradient has reached
             self._release(index)
@@ -176,7 +199,7 @@ class _Simulation:
         """Whether the unit's inputs need no gradient, so that only the end completes it."""
         return index == 0 or (index == order[-1] and not self._units[0].trainable)
 
-    def _backward(self, index: int, upcoming: Sequence[int], *, is_late: bool) -> None:
+    def _backward(self, index: int, upcoming: Iterable[int], *, is_late: bool) -> None:
         unit = self._units[index]
         self._when = f"the backward of {unit.title}"
         self._gather(index, upcoming)
@@ -199,21 +222,13 @@ class _Simulation:
 
     # Parameters
 
-    def _gather(self, index: int, upcoming: Sequence[int]) -> None:
+    def _gather(self, index: int, upcoming: Iterable[int]) -> None:
         self._start_gather(index)
         self._ahead.discard(index)
-        room = self._in_flight - 1
-        for coming in upcoming:
-            if room == 0:
-                break
-            if not self._units[coming].groups:
-                continue
+        for coming in islice(upcoming, self._in_flight - 1):
             if coming not in self._gathered:
                 self._start_gather(coming)
                 self._ahead.add(coming)
-            elif coming not in self._ahead:
-                continue  # kept since its forward
-            room -= 1
 
     def _start_gather(self, index: int) -> None:
         if index not in self._gathered:

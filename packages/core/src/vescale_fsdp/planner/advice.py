@@ -8,6 +8,9 @@ group). All figures here come from planning the changed group, never from a rule
 Example: a matrix of 28672 rows of 8192 over 2,048 ranks, 128 rows to a block. There are 224 blocks,
 so 1,824 ranks hold nothing: 814% padding. Within 5% are groups of 32 ranks (64 replicas), with 7
 blocks each, or blocks of 2 rows, 7 to a rank.
+
+Small groups cannot keep 5%, whatever their blocks: 640 elements over 256 ranks take 3 on each, and
+that is 20%. There the goal is what the group takes without blocks, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item, units
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["PADDING_LIMIT", "Advice", "PaddingWarning", "advise"]
+__all__ = ["PADDING_LIMIT", "Advice", "PaddingWarning", "advise", "is_forced"]
 
 PADDING_LIMIT = 0.05
 
@@ -43,31 +46,47 @@ class Advice:
 
     padding_ratio: float
     planned_shards: int  # what the layout was planned for
-    forced_by: tuple[str, ...]  # tensors; if they could be cut anywhere, 5% would be kept
-    num_shards: int | None  # a group size that keeps 5%: the largest divisor, or one close by
+    forced_by: tuple[str, ...]  # tensors; cut anywhere, they would leave 5%, or what is least
+    num_shards: int | None  # a group size that keeps that: the largest divisor, or one close by
+    num_shards_padding_ratio: float | None  # with that group size
     granularity: tuple[tuple[str, int], ...]  # a smaller block in elements for each forced_by
+    granularity_padding_ratio: float  # with those blocks
+    is_below_row: bool  # one of those blocks is smaller than a row of its tensor
 
     def __str__(self) -> str:
-        """One sentence on the cause, one on what to do."""
+        """One sentence on the cause, one or two on what to do, and what that gives."""
         others = f" and {len(self.forced_by) - 1} more" if len(self.forced_by) > 1 else ""
         cause = (
             f"{100 * self.padding_ratio:.1f}% padding over {self.planned_shards} ranks, forced by "
             f"the blocks of {self.forced_by[0]!r}{others}"
         )
-        remedies = []
-        if self.num_shards is not None:
-            replicas = self.planned_shards // self.num_shards
-            if replicas * self.num_shards == self.planned_shards:
-                remedies.append(f"groups of {self.num_shards} ranks (HSDP, {replicas} replicas)")
-            else:
-                remedies.append(f"{self.num_shards} ranks")
-        if self.granularity:
-            first, block = self.granularity[0]
-            likewise = " and the others in proportion" if others else ""
-            remedies.append(f"blocks of {block} elements for {first!r}{likewise}")
-        if not remedies:
-            return f"{cause}. No group size and no smaller block that was tried keeps it within 5%."
-        return f"{cause}. Within 5%: {', or '.join(remedies)}."
+        remedies = [(self._finer(others), self.granularity_padding_ratio)]
+        if self.num_shards_padding_ratio is not None:
+            remedies.insert(0, (self._fewer_ranks(), self.num_shards_padding_ratio))
+        within = [text for text, ratio in remedies if ratio <= PADDING_LIMIT]
+        least = [
+            f"{text} ({100 * ratio:.1f}%)" for text, ratio in remedies if ratio > PADDING_LIMIT
+        ]
+        sentences = [cause]
+        if within:
+            sentences.append(f"Within 5%: {', or '.join(within)}")
+        if least:
+            sentences.append(f"As little as the group allows: {', or '.join(least)}")
+        return ". ".join(sentences) + "."
+
+    def _fewer_ranks(self) -> str:
+        assert self.num_shards is not None, "only with a padding ratio"
+        replicas, rest = divmod(self.planned_shards, self.num_shards)
+        if rest or replicas == 0:
+            return f"{self.num_shards} ranks"
+        return f"groups of {self.num_shards} ranks (HSDP, {replicas} replicas)"
+
+    def _finer(self, others: str) -> str:
+        name, block = self.granularity[0]
+        elements = "1 element" if block == 1 else f"{block} elements"
+        likewise = " and smaller ones for the others" if others else ""
+        below = ", which are smaller than a row" if self.is_below_row else ""
+        return f"blocks of {elements} for {name!r}{likewise}{below}"
 
 
 def advise(layout: ShardLayout, *, order: str = "auto") -> Advice | None:
@@ -81,14 +100,41 @@ def advise(layout: ShardLayout, *, order: str = "auto") -> Advice | None:
     while the rest is enough. In a given order, none of what remains can be left out, but there
     may be a smaller set. Beyond 16 kinds, the small ones count as one.
 
+    "Enough" is padding within 5%, or a shard no larger than without any blocks.
+
     ``num_shards``: the largest divisor of the ranks above 1 that will do; if none does, the first
     of some numbers around, dense close by. ``granularity``: the blocks of ``forced_by``, counted
     in rows (of the last dimension; in elements where a block is no whole number of rows), halved
-    until that is enough; empty if it never is.
+    until that is enough; below a row, powers of two of elements (``is_below_row``).
 
     Cost: at most some hundred plans, most of which ``lower_bound`` rules out: up to a second for
     hundreds of tensors, nothing where the padding is small.
     """
+    group = _forced_group(layout, order)
+    if group is None:
+        return None
+    forcing = _forcing(layout, group)
+    num_shards, fewer_ratio = _group_size(layout, group)
+    blocks, finer_ratio = _granularity(layout, group, forcing)
+    return Advice(
+        padding_ratio=layout.padding_ratio,
+        planned_shards=layout.num_shards,
+        forced_by=tuple(layout.specs[i].name for i in forcing),
+        num_shards=num_shards,
+        num_shards_padding_ratio=fewer_ratio,
+        granularity=tuple((layout.specs[i].name, block) for i, block in blocks.items()),
+        granularity_padding_ratio=finer_ratio,
+        is_below_row=any(block < _row(layout.specs[i]) for i, block in blocks.items()),
+    )
+
+
+def is_forced(layout: ShardLayout, *, order: str = "auto") -> bool:
+    """Whether ``advise`` has something to say, for the price of one or two plans."""
+    return _forced_group(layout, order) is not None
+
+
+def _forced_group(layout: ShardLayout, order: str) -> _Group | None:
+    """The group to plan again, if blocks force its padding above the limit."""
     if layout.padding_ratio <= PADDING_LIMIT:
         return None
     group = _Group(layout, try_others=order == "auto")
@@ -96,14 +142,7 @@ def advise(layout: ShardLayout, *, order: str = "auto") -> Advice | None:
         return None
     if order != layout.order_name and group.is_fine(layout.num_shards, group.items):
         return None
-    forcing = _forcing(layout, group)
-    return Advice(
-        padding_ratio=layout.padding_ratio,
-        planned_shards=layout.num_shards,
-        forced_by=tuple(layout.specs[i].name for i in forcing),
-        num_shards=_group_size(layout, group),
-        granularity=_granularity(layout, group, forcing),
-    )
+    return group
 
 
 class _Group:
@@ -123,20 +162,26 @@ class _Group:
         without_blocks = -(-self.total // num_shards) * self.alignment
         return max(allowed, without_blocks)
 
-    def is_fine(self, num_shards: int, items: Sequence[Item]) -> bool:
-        """Whether ``items`` over ``num_shards`` keep the limit."""
+    def fine_ratio(self, num_shards: int, items: Sequence[Item]) -> float | None:
+        """The padding ratio of ``items`` over ``num_shards``, or None if above the limit."""
         limit = self.limit(num_shards) // self.alignment
         if lower_bound(items, num_shards).shard_size > limit:
-            return False
+            return None
         choice = choose_order(items, num_shards, try_others=self.try_others)
-        return choice.shard_size <= limit
+        if choice.shard_size > limit:
+            return None
+        return choice.shard_size * self.alignment * num_shards / self.num_elements - 1
 
-    def is_fine_with(self, num_shards: int, blocks: dict[int, int]) -> bool:
-        """The same with other blocks, in elements, for some of the tensors."""
+    def is_fine(self, num_shards: int, items: Sequence[Item]) -> bool:
+        """Whether ``items`` over ``num_shards`` keep the limit."""
+        return self.fine_ratio(num_shards, items) is not None
+
+    def with_blocks(self, blocks: dict[int, int]) -> list[Item]:
+        """The items with other blocks, in elements, for some of the tensors."""
         items = list(self.items)
         for index, block in blocks.items():
             items[index] = units(self.specs[index].numel, block, self.alignment)
-        return self.is_fine(num_shards, items)
+        return items
 
 
 def _forcing(layout: ShardLayout, group: _Group) -> list[int]:
@@ -145,7 +190,7 @@ def _forcing(layout: ShardLayout, group: _Group) -> list[int]:
 
     def is_enough(chosen: Sequence[list[int]]) -> bool:
         cut_anywhere = {index: 1 for kind in chosen for index in kind}
-        return group.is_fine_with(layout.num_shards, cut_anywhere)
+        return group.is_fine(layout.num_shards, group.with_blocks(cut_anywhere))
 
     for kind in kinds:
         if is_enough([kind]):
@@ -169,14 +214,16 @@ def _kinds(layout: ShardLayout, group: _Group) -> list[list[int]]:
     return [sorted(index for kind in small for index in kind), *large] if small else large
 
 
-def _group_size(layout: ShardLayout, group: _Group) -> int | None:
+def _group_size(layout: ShardLayout, group: _Group) -> tuple[int | None, float | None]:
+    """A number of ranks that will do, and the padding ratio with it; or twice None."""
     planned = layout.num_shards
     small = [k for k in range(2, math.isqrt(planned) + 1) if planned % k == 0]
     divisors = sorted({planned // k for k in small} | set(small), reverse=True)
     for num_shards in (*divisors, *_around(planned)):
-        if group.is_fine(num_shards, group.items):
-            return num_shards
-    return None
+        ratio = group.fine_ratio(num_shards, group.items)
+        if ratio is not None:
+            return num_shards, ratio
+    return None, None
 
 
 def _around(planned: int) -> Iterator[int]:
@@ -193,18 +240,32 @@ def _around(planned: int) -> Iterator[int]:
 
 def _granularity(
     layout: ShardLayout, group: _Group, forcing: Sequence[int]
-) -> tuple[tuple[str, int], ...]:
-    counts = {index: _rows(layout.specs[index]) for index in forcing}
-    while any(count > 1 for count, _ in counts.values()):
-        counts = {index: (max(1, count // 2), row) for index, (count, row) in counts.items()}
-        blocks = {index: count * row for index, (count, row) in counts.items()}
-        if group.is_fine_with(layout.num_shards, blocks):
-            return tuple((layout.specs[index].name, block) for index, block in blocks.items())
-    return ()
+) -> tuple[dict[int, int], float]:
+    """Smaller blocks by index that will do, and the padding ratio with them."""
+    specs = layout.specs
+    blocks = {index: min(specs[index].block, specs[index].numel) for index in forcing}
+    counted_in = {index: _unit(specs[index], block) for index, block in blocks.items()}
+    while any(block > 1 for block in blocks.values()):
+        blocks = _smaller(blocks, counted_in)
+        ratio = group.fine_ratio(layout.num_shards, group.with_blocks(blocks))
+        if ratio is not None:
+            return blocks, ratio
+    raise AssertionError("without blocks the limit is kept, or nothing is forced")
 
 
-def _rows(spec: TensorSpec) -> tuple[int, int]:
-    """The block as a number of rows and the elements of one; at most the whole tensor."""
-    block = min(spec.block, spec.numel)
-    row = spec.shape[-1] if len(spec.shape) > 1 and block % spec.shape[-1] == 0 else 1
-    return block // row, row
+def _smaller(blocks: dict[int, int], counted_in: dict[int, int]) -> dict[int, int]:
+    """Half as many units, at least one; where all are that small, the next lower powers of two."""
+    if any(block > counted_in[index] for index, block in blocks.items()):
+        halves = {i: block // counted_in[i] // 2 * counted_in[i] for i, block in blocks.items()}
+        return {i: half or min(blocks[i], counted_in[i]) for i, half in halves.items()}
+    return {i: 1 << (block - 1).bit_length() - 1 if block > 1 else 1 for i, block in blocks.items()}
+
+
+def _unit(spec: TensorSpec, block: int) -> int:
+    """What blocks are counted in: rows, if ``block`` is a whole number of them, or elements."""
+    row = _row(spec)
+    return row if block % row == 0 else 1
+
+
+def _row(spec: TensorSpec) -> int:
+    return spec.shape[-1] if len(spec.shape) > 1 else 1
