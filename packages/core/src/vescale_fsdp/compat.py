@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,8 +16,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
@@ -24,6 +27,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "COMPOSABLE_STATE",
     "DTENSOR_SUBCLASSES_NEED_A_MODE",
     "AsyncCollectiveTensor",
     "DTensorSpec",
@@ -50,6 +54,7 @@ __all__ = [
     "queue_backward_callback",
     "reduce_scatter_single",
     "route_redistribute",
+    "set_fsdp2_state",
     "store_wait",
     "support_foreach",
     "symmetric_memory_gather",
@@ -97,8 +102,20 @@ def all_to_all_single(
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator of its own for these global ranks; only they have to call."""
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    """A communicator of its own for these global ranks, in this order; only they have to call.
+
+    Raises:
+        NotImplementedError: the ranks are not ascending, and this torch would sort them.
+    """
+    options: dict[str, Any] = {}
+    if ranks != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise NotImplementedError(
+                f"a mesh with ranks {ranks} along an axis needs a newer torch than "
+                f"{torch.__version__}; give the ranks in ascending order"
+            )
+        options["sort_ranks"] = False
+    group = dist.new_group(ranks, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
     return group
 
@@ -108,15 +125,18 @@ _GROUPS = weakref.WeakKeyDictionary()  # by default group: a new world has new c
 
 
 def group_over(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator over these global ranks, made at first use and kept. All of them call."""
+    """A communicator over these global ranks, in this order, made at first use and kept.
+
+    All of them call.
+    """
     world = dist.group.WORLD
     assert world is not None, "a device mesh has initialised torch.distributed"
-    key = tuple(sorted(ranks))
-    if len(key) == dist.get_world_size():
+    key = tuple(ranks)
+    if key == tuple(range(dist.get_world_size())):
         return world
     known = _GROUPS.setdefault(world, {})
     if key not in known:
-        known[key] = new_group(list(key))
+        known[key] = new_group(ranks)
     return known[key]
 
 
@@ -199,6 +219,12 @@ def forget_meshes() -> None:
         clear()
 
 
+def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
+    """Make ``state`` what torch's ``fully_shard.state(module)`` returns."""
+    states = module.__dict__.setdefault(COMPOSABLE_STATE, {})
+    states[inspect.unwrap(torch_fully_shard)] = state
+
+
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()
@@ -254,8 +280,15 @@ def call_in_mode(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def axis_ranks(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The global ranks along one axis of a mesh, those that include the caller."""
-    return dist.get_process_group_ranks(mesh_group(mesh, axis))
+    """The global ranks along one axis of a mesh through the caller, in the order of the axis.
+
+    That order is the one that placements go by; the mesh's own process group may have another.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "the caller is part of the mesh"
+    index = tuple(slice(None) if a == axis else c for a, c in enumerate(coordinate))
+    ranks: list[int] = mesh.mesh[index].tolist()
+    return ranks
 
 
 def mesh_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:

@@ -115,3 +115,35 @@ def check_copy_in_forward() -> None:
 
 def test_a_copy_in_the_middle_of_a_step_is_refused() -> None:
     run_ranks(check_copy_in_forward, WORLD_SIZE)
+
+
+def check_settings() -> None:
+    model = make(MLP)
+    shard_units(model, model.layers)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    model.layers[0].set_unshard_in_backward(False)
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
+    twin = copy.deepcopy(model)
+    first = unit_of(twin.layers[0])
+    assert first.gives_zeros
+    assert first.max_reductions == 3
+    assert not first.unshard_in_backward
+    assert first.forward_prefetch == [unit_of(twin.layers[2])]
+
+
+def test_a_copy_has_the_settings_of_its_original() -> None:
+    run_ranks(check_settings, WORLD_SIZE)
+
+
+def check_one_of_a_list() -> None:
+    model = make(MLP, 2)
+    fully_shard([model.layers[0], model.layers[1]])
+    fully_shard(model)
+    x = inputs_of(0, 0)
+    twin = fully_shard(nn.Sequential(copy.deepcopy(model.layers[0])))
+    assert torch.equal(twin(x), make(MLP, 2).layers[0](x))
+
+
+def test_one_module_of_a_list_can_be_copied() -> None:
+    run_ranks(check_one_of_a_list, WORLD_SIZE)

@@ -1,16 +1,20 @@
-"""Units of one model on different meshes: experts over fewer ranks than the rest."""
+"""Meshes of all kinds: units on different ones, and ranks in any order."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
 from vescale_fsdp import clip_grad_norm_, fully_shard
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import full_gradients
+from .helpers import full_gradients, full_parameters
 from .models import MLP, inputs_of, make
 
 WORLD_SIZE = 4
@@ -59,3 +63,58 @@ def check_gradients() -> None:
 
 def test_each_unit_averages_over_the_ranks_of_its_own_mesh() -> None:
     run_ranks(check_gradients, WORLD_SIZE)
+
+
+def check_order(ranks: list[Any], names: tuple[str, ...]) -> None:
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    rank = dist.get_rank()
+    plain, model = make(MLP), make(MLP)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each in (plain, model):
+            each(inputs_of(step, rank)).square().sum().backward()
+        for parameter in plain.parameters():
+            parameter.grad = averaged(parameter.grad, list(range(WORLD_SIZE)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in full_parameters(model).items():
+            wanted = plain.get_parameter(name)
+            torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ([2, 0, 3, 1], ("shard",)),
+        ([[3, 0], [1, 2]], ("replicate", "shard")),
+        ([[2, 3], [0, 1]], ("replicate", "shard")),
+    ],
+)
+def test_ranks_of_a_mesh_may_be_in_any_order(ranks: list[Any], names: tuple[str, ...]) -> None:
+    run_ranks(check_order, WORLD_SIZE, ranks, names)
+
+
+def check_parts_on_two_meshes() -> None:
+    """What forward keeps for backward is a part of 2: the expert's mesh of 2 cannot be divided."""
+    whole, data = meshes()
+    info = FSDPMeshInfo(data, shard_mesh_dim=0)
+    plain, model = make(MLP, 2), make(MLP, 2)
+
+    def choose(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, info) if parameter.dim() == 1 else None
+
+    fully_shard(model, mesh=whole, reshard_after_forward=2, shard_placement_fn=choose)
+    rank = dist.get_rank()
+    plain(inputs_of(0, rank)).sum().backward()
+    model(inputs_of(0, rank)).sum().backward()
+    weight = averaged(plain.layers[0].weight.grad, [0, 1, 2, 3])
+    got = model.layers[0].weight.grad.full_tensor()
+    torch.testing.assert_close(got, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_int_reshard_holds_where_it_divides_the_mesh() -> None:
+    run_ranks(check_parts_on_two_meshes, WORLD_SIZE)

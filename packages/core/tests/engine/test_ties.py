@@ -146,3 +146,53 @@ def check_list_arguments() -> None:
 
 def test_lists_of_modules() -> None:
     run_ranks(check_list_arguments, WORLD_SIZE)
+
+
+def check_conversion_of_a_list() -> None:
+    plain, model = make(Tied), make(Tied)
+    fully_shard([model.first, model.middle])
+    fully_shard(model)
+    x = inputs_of(0, 0).double()
+    assert torch.equal(model.double()(x), plain.double()(x))
+    state = model.state_dict()
+    with torch.device("meta"):
+        meta = Tied()
+    fully_shard([meta.first, meta.middle])
+    fully_shard(meta)
+    meta.double().to_empty(device="cpu")
+    meta.load_state_dict(state)
+    assert torch.equal(meta(x), plain(x))
+
+
+def test_modules_of_one_unit_are_converted_together() -> None:
+    run_ranks(check_conversion_of_a_list, WORLD_SIZE)
+
+
+def check_small_parameters_from_meta() -> None:
+    """One rank holds nothing of the norm."""
+    model = nn.Sequential(nn.RMSNorm(5, device="meta"), nn.Linear(5, 5, device="meta"))
+    fully_shard(model[0])
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert torch.isfinite(model(inputs_of(0, 0))).all()
+
+
+def test_a_rank_without_elements_leaves_meta_too() -> None:
+    run_ranks(check_small_parameters_from_meta, WORLD_SIZE)
+
+
+def check_ignored_tie() -> None:
+    model = make(Tied)
+    weight = model.first.weight
+    fully_shard(model.first)
+    fully_shard(model.last)
+    fully_shard(model, ignored_params={weight})
+    assert model.first.weight is weight
+    assert model.last.weight is weight
+    model(inputs_of(0, 0))
+
+
+def test_a_tied_parameter_may_be_ignored_by_the_outer_call() -> None:
+    run_ranks(check_ignored_tie, WORLD_SIZE)

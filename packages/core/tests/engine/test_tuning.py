@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from vescale_fsdp import FSDPModule, fully_shard, share_comm_ctx
 from vescale_fsdp.engine.unit import unit_of
@@ -237,6 +239,56 @@ def check_zeros() -> None:
 
 def test_unused_parameters_get_zeros_on_request() -> None:
     run_ranks(check_zeros, WORLD_SIZE)
+
+
+class Chunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def check_pipeline(num_steps: int) -> None:
+    """Two stages of two ranks each; every data rank feeds its own micro-batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    number, data_rank = (mesh.get_local_rank(name) for name in ("stage", "data"))
+    chunks = [make(Chunk, seed=seed) for seed in (1, 2)]
+    model = make(Chunk, seed=number + 1)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return (out - target).square().mean()
+
+    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss)
+    for step in range(num_steps):
+        model.zero_grad()
+        batches = [
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(2)
+        ]
+        if number == 0:
+            schedule.step(batches[data_rank])
+        else:
+            schedule.step(target=batches[data_rank])
+        for chunk in chunks:
+            chunk.zero_grad()
+        for batch in batches:
+            loss(chunks[1](chunks[0](batch)), batch).div(2).backward()
+        expected = dict(chunks[number].named_parameters())
+        for name, gradient in full_gradients(model).items():
+            wanted = expected[name].grad
+            torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_pipeline_of_torch_trains_sharded_stages() -> None:
+    run_ranks(check_pipeline, 4, 2)
 
 
 def check_pipeline_end() -> None:

@@ -24,7 +24,7 @@ from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
-from vescale_fsdp.engine.pipelining import state_of
+from vescale_fsdp.engine.pipelining import register_state, state_of
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 
@@ -121,6 +121,7 @@ def fully_shard(
     for each in modules:
         register_hooks(each)
         swap_class(each)
+        register_state(each, unit)
         for below in each.modules():  # what Dynamo looks for
             below.__dict__["_is_fsdp_managed_module"] = True
             below.__dict__["_fsdp_use_orig_params"] = True

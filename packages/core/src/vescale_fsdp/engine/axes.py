@@ -57,7 +57,9 @@ class Axes:
     @property
     def rank(self) -> int:
         """Of the caller along the axis that shards."""
-        return int(self.mesh.get_local_rank(self.shard))
+        coordinate = self.mesh.get_coordinate()  # the group's own ranks may be in another order
+        assert coordinate is not None, "the caller is part of the mesh"
+        return int(coordinate[self.shard])
 
     @property
     def num_shards(self) -> int:

@@ -301,8 +301,11 @@ class Group:
 
     # Rebinding
 
-    def rebind(self) -> None:
+    def rebind(self, *, may_wait: bool = False) -> None:
         """Make the registered parameters views of the shard again, after somebody moved them.
+
+        With ``may_wait``, do nothing while only some of them have been moved: the other modules
+        of the unit are still to come.
 
         ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` give a parameter
         another local tensor, or register another parameter. The data is copied into the shard
@@ -317,6 +320,8 @@ class Group:
         ):
             return
         dtypes = {param.dtype for param in current}
+        if may_wait and (len(dtypes) > 1 or len({param.device.type for param in current}) > 1):
+            return
         if len(dtypes) > 1:
             raise NotImplementedError(
                 f"the parameters {[slot.fqn for slot in self.slots]} share one buffer but now "
@@ -326,7 +331,7 @@ class Group:
         locals_ = [
             _checked_local(param, slot) for param, slot in zip(current, self.slots, strict=True)
         ]
-        device = next((t.device for t in locals_ if t.numel()), self.buffer.shard.device)
+        device = next((t.device for t in locals_ if t.numel()), locals_[0].device)
         if device.type != "meta" and not self._offloads:
             self._compute_device = device
         placements = [slot.spec.placements for slot in self.slots]

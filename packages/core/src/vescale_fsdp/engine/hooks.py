@@ -49,7 +49,7 @@ def register_hooks(module: nn.Module) -> None:
         unit = unit_of(module)
         if unit is not None and unit.is_sharded:
             for group in unit.groups:
-                group.rebind()
+                group.rebind(may_wait=len(unit.module_refs) > 1)
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward, always_call=True)

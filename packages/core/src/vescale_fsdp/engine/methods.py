@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from vescale_fsdp import compat
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
-from vescale_fsdp.engine.pipelining import State
+from vescale_fsdp.engine.pipelining import State, register_state
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
-from vescale_fsdp.engine.unit import Unit, units_in
+from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
 
 __all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
 
@@ -130,7 +131,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         # Past torch's FSDPModule, whose own version works on its own parameter groups.
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
-            group.rebind()
+            group.rebind(may_wait=len(unit.module_refs) > 1)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
@@ -143,9 +144,10 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         twin = object.__new__(type(self))  # FSDPModule.__new__ makes the class without us
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
-            if value is not unit and name not in unit.forward_methods:
+            if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         twin_unit.join(twin, unit, memo)  # type: ignore[arg-type]
+        register_state(twin, twin_unit)  # type: ignore[arg-type]
         for name in unit.forward_methods & self.__dict__.keys():
             register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]
         return twin
@@ -153,6 +155,9 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         return State(self._unit())
 
+
+# Attributes that say which unit a module belongs to: a copy gets its own.
+_OF_THIS_MODULE = (UNIT_ATTRIBUTE, compat.COMPOSABLE_STATE)
 
 _CLASSES: dict[type, type] = {}
 

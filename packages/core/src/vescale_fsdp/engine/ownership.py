@@ -53,7 +53,10 @@ def params_to_shard(
     inside = {id(child) for module in modules for child in module.modules()}
     found = _parameters_of(own_modules(modules), ignored)
     for item in _waiting_below(modules):
-        found.setdefault(id(item.param), item)
+        if item.param in ignored:
+            stop_waiting(item.param)
+        else:
+            found.setdefault(id(item.param), item)
     taken = []
     for fqn, param, sites in found.values():
         _check_param(fqn, param)

@@ -1,8 +1,9 @@
 """What ``torch.distributed.pipelining`` asks of an FSDP module beyond its public methods.
 
 A pipeline stage runs its micro-batches without synchronization, and then, by hand, what a backward
-does at its end. It reaches for it through ``fully_shard.state(module)`` and three names of FSDP2's
-own state, which `State` offers (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
+does at its end. It reaches for it through ``fully_shard.state(module)``, torch's or ours, and three
+names of FSDP2's own state, which `State` offers (torch/distributed/pipelining/stage.py,
+``perform_reduce_grad``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from vescale_fsdp import compat
 from vescale_fsdp.engine.unit import Unit, unit_of
 
-__all__ = ["State", "share_comm_ctx", "state_of"]
+__all__ = ["State", "register_state", "share_comm_ctx", "state_of"]
 
 
 class _ParamGroup:
@@ -45,6 +47,11 @@ class State:
         """Reduce and publish what backwards without synchronization have left."""
         if self.unit.schedule is not None:
             self.unit.schedule.reduce_waiting()
+
+
+def register_state(module: nn.Module, unit: Unit) -> None:
+    """Let torch's own ``fully_shard.state(module)`` find the state: pipelining asks that one."""
+    compat.set_fsdp2_state(module, State(unit))
 
 
 def state_of(module: nn.Module) -> State | None:

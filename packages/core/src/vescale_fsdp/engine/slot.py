@@ -81,6 +81,8 @@ class Slot:
 
     def registered(self) -> nn.Parameter:
         """The parameter that the modules hold now."""
+        if not self.sites:  # of a copy of a part of the unit
+            return self.sharded
         module_ref, name = self.sites[0]
         module = module_ref()
         param = None if module is None else module._parameters[name]

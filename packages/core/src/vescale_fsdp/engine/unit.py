@@ -37,9 +37,9 @@ from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.ragged import RaggedTensor
 
-__all__ = ["Unit", "unit_of", "units_in"]
+__all__ = ["UNIT_ATTRIBUTE", "Unit", "unit_of", "units_in"]
 
-_ATTRIBUTE = "_vescale_fsdp_unit"
+UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
 
 class Unit:
@@ -89,7 +89,7 @@ class Unit:
         self._in_backward = False
         self._to_run: set[int] = set()  # modules of the unit that are still to run in this pass
         for module in modules:
-            object.__setattr__(module, _ATTRIBUTE, self)
+            object.__setattr__(module, UNIT_ATTRIBUTE, self)
 
     # Gathering
 
@@ -122,7 +122,10 @@ class Unit:
         if self.num_parts > 1 and comes_back and not self.pins:
             self.held = False
             for group in self.groups:
-                group.keep_part(self.num_parts)
+                if self.num_parts < group.num_shards and group.num_shards % self.num_parts == 0:
+                    group.keep_part(self.num_parts)
+                else:  # on a mesh of its own, which cannot be divided so
+                    group.reshard()
         else:
             self.reshard()
 
@@ -309,14 +312,18 @@ class Unit:
         twin.num_parts, twin.reshard_after_backward = self.num_parts, self.reshard_after_backward
         twin.requires_gradient_sync = self.requires_gradient_sync
         twin.requires_all_reduce = self.requires_all_reduce
+        twin.unshard_in_backward, twin.gives_zeros = self.unshard_in_backward, self.gives_zeros
+        twin.max_reductions = self.max_reductions
         with plain_tensors():
             twin.groups = [g.copied(memo, twin.gradient_callback()) for g in self.groups]
         memo[id(self)] = twin
+        twin.forward_prefetch = _copies(self.forward_prefetch, memo)
+        twin.backward_prefetch = _copies(self.backward_prefetch, memo)
         return twin
 
     def join(self, module: nn.Module, original: Unit, memo: dict[int, Any]) -> None:
         """Belong to ``module``, the copy of a module of ``original``."""
-        object.__setattr__(module, _ATTRIBUTE, self)
+        object.__setattr__(module, UNIT_ATTRIBUTE, self)
         self.module_refs.append(weakref.ref(module))
         for group, former in zip(self.groups, original.groups, strict=True):
             for slot, old in zip(group.slots, former.slots, strict=True):
@@ -353,9 +360,13 @@ class Unit:
             group.reset()
 
 
+def _copies(units: list[Unit] | None, memo: dict[int, Any]) -> list[Unit] | None:
+    return None if units is None else [memo.get(id(u)) or u.copied(memo) for u in units]
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made of this very module, if it did."""
-    unit = module.__dict__.get(_ATTRIBUTE)
+    unit = module.__dict__.get(UNIT_ATTRIBUTE)
     return unit if isinstance(unit, Unit) else None
 
 

@@ -24,7 +24,8 @@ class Usage:
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
-        self._known: dict[tuple[int, ...], bool] = {}  # by trainable parameters: all are used
+        # Whether all are used, by groups and by which of their parameters are trainable.
+        self._known: dict[tuple[int, ...], bool] = {}
 
     def of(
         self, groups: list[Group], completed: list[int], comm: Comm
@@ -47,7 +48,8 @@ class Usage:
         if comm.size * comm.num_replicas == 1:
             return local, []
         wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
-        key = tuple(flag for flags in wanted for flag in flags)
+        trainable = tuple(flag for flags in wanted for flag in flags)
+        key = (*map(id, groups), *trainable)
         if self.mode == "auto" and self._known.get(key):
             # A backward that is not for the parameters at all (autograd.grad of the inputs)
             # must not leave zeros behind.
@@ -55,7 +57,7 @@ class Usage:
         order: list[int] = []
         if key not in self._known:
             flat, order = _ask_store(local, completed, comm)
-            self._known[key] = all(u or not w for u, w in zip(flat, key, strict=True))
+            self._known[key] = all(u or not w for u, w in zip(flat, trainable, strict=True))
         else:
             flat = _ask_ranks(local, comm, groups[0].buffer.shard.device)
         flags = iter(flat)

@@ -202,7 +202,7 @@ def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
         return done(local.clone().view(sizes))
     group = compat.mesh_group(mesh, axis)
     # The ranks of the group, and so its collectives, may have another order than the axis.
-    line = _line(mesh, axis)
+    line = compat.axis_ranks(mesh, axis)
     ranges = {r: placement.local_range(sizes, k) for k, r in enumerate(line)}
     lengths = {r: stop - start for r, (start, stop) in ranges.items()}
     longest, holders = max(lengths.values()), [r for r in line if lengths[r]]
@@ -229,12 +229,6 @@ def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
             part.copy_(local)
         works.append(compat.broadcast(as_bytes(part), holder, group))
     return InFlight(lambda: out.view(sizes), works, (out,))
-
-
-def _line(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The global ranks along ``axis`` through this rank, in the order of the axis."""
-    index = [slice(None) if a == axis else c for a, c in enumerate(mesh.get_coordinate() or [])]
-    return cast("list[int]", mesh.mesh[tuple(index)].tolist())
 
 
 def _holding(spec: DTensorSpec, coordinate: Sequence[int] | None) -> Any:
