@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +55,7 @@ class Axes:
         names = self.whole.mesh_dim_names if self.whole is not None else None
         return tuple(name for name in names or () if name not in self.data_names)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Of the caller along the axis that shards."""
         coordinate = self.mesh.get_coordinate()  # the group's own ranks may be in another order
@@ -69,12 +70,12 @@ class Axes:
     def num_replicas(self) -> int:
         return 1 if self.replicate is None else int(self.mesh.size(self.replicate))
 
-    @property
+    @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold one replica together, the caller among them."""
         return tuple(compat.axis_ranks(self.mesh, self.shard))
 
-    @property
+    @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold the caller's shard."""
         if self.replicate is None:

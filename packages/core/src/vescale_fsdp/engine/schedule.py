@@ -360,6 +360,7 @@ class _Reductions:
         self._position = {id(group): i for i, group in enumerate(groups)}
         self._ready: set[int] = set()
         self._next = 0
+        self._most = schedule.max_reductions if groups else 1
         self._flying: deque[Group] = deque()
 
     def complete(self, groups: Sequence[Group]) -> None:
@@ -387,7 +388,7 @@ class _Reductions:
             group.gradients.finish_sum()
 
     def _issue(self, group: Group) -> None:
-        self._land(self._schedule.max_reductions - 1)
+        self._land(self._most - 1)
         group.gradients.start_reduce(self._schedule.comm(group))
         self._flying.append(group)
 
