@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RankMismatchError, fully_shard
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
 
@@ -95,3 +95,13 @@ def check_offload() -> None:
 
 def test_offloaded_shards_rest_on_the_cpu() -> None:
     run_ranks(check_offload, 2)
+
+
+def check_disagreement() -> None:
+    model = fully_shard(make(MLP, 1), reshard_after_forward=2 if dist.get_rank() else True)
+    with pytest.raises(RankMismatchError, match=r"in 1 parts.* and rank 1 has .*in 2 parts"):
+        model(inputs_of(0, 0))
+
+
+def test_ranks_that_keep_different_parts_are_told() -> None:
+    run_ranks(check_disagreement, 4)

@@ -403,8 +403,9 @@ def _describe(units: list[Unit]) -> list[str]:
     entries = []
     for unit in units:
         entries.append(
-            f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, "
-            f"{unit.mp_policy}, unused={unit.unused!r}, in_flight={unit.in_flight})"
+            f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, in "
+            f"{unit.num_parts} parts, {unit.mp_policy}, unused={unit.unused!r}, "
+            f"in_flight={unit.in_flight})"
         )
         for group in unit.groups:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"

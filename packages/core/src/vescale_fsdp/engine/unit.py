@@ -43,7 +43,7 @@ UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
 
 class Unit:
-    """The state of one sharded module. The module owns it; it knows the module weakly.
+    """The state of a sharded module, or of several. They own it; it knows them weakly.
 
     Args:
         modules: those that ``fully_shard`` was called on; one, or several that gather together.
