@@ -23,8 +23,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "COMPOSABLE_STATE",
@@ -35,6 +36,7 @@ __all__ = [
     "NormPartial",
     "ShardPlacementResult",
     "Store",
+    "StridedShard",
     "TensorMeta",
     "all_gather_single",
     "all_reduce",
@@ -48,6 +50,7 @@ __all__ = [
     "forget_meshes",
     "group_over",
     "is_fsdp2_collective",
+    "is_wrapper",
     "mesh_group",
     "new_group",
     "process_group_collectives",
@@ -55,6 +58,7 @@ __all__ = [
     "reduce_scatter_single",
     "route_redistribute",
     "set_fsdp2_state",
+    "storages_of",
     "store_wait",
     "support_foreach",
     "symmetric_memory_gather",
@@ -223,6 +227,19 @@ def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
     """Make ``state`` what torch's ``fully_shard.state(module)`` returns."""
     states = module.__dict__.setdefault(COMPOSABLE_STATE, {})
     states[inspect.unwrap(torch_fully_shard)] = state
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's data are those of other tensors, which it wraps (a tensor subclass)."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def storages_of(tensor: torch.Tensor) -> set[int]:
+    """The ``_cdata`` of the storage under a tensor, or of those under the tensors it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {tensor.untyped_storage()._cdata}
+    names, _ = tensor.__tensor_flatten__()
+    return {each for name in names for each in storages_of(getattr(tensor, name))}
 
 
 def default_store() -> Store:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from vescale_fsdp.engine.unit import Unit, unit_of
 
 COPYING = {"copy_", "_foreach_copy_", "clone", "cat", "stack", "split_with_sizes_copy", "_to_copy"}
 GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
@@ -80,3 +84,81 @@ def _is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if argument.name in ("async_op", "asyncOp"):
             return bool(args[index] if index < len(args) else kwargs.get(argument.name, True))
     return False
+
+
+class Timeline(TorchDispatchMode):
+    """Writes down in words what happens to the units of a model, in order.
+
+    ``gather a``, ``reduce a`` and ``sum a`` (over replicas): a collective of unit a was issued.
+    ``free a``: the memory of its gathered parameters has gone (FSDP2's is not looked at). All
+    else is what `mark` wrote.
+
+    Args:
+        units: the modules of the units by name.
+        sizes: elements of each unit, by which its collectives are told: no two may be equal.
+        num_shards: of each unit.
+    """
+
+    current: ClassVar[Timeline | None] = None  # that is entered now
+    WORDS: ClassVar = {
+        "_allgather_base_": ("gather", 0),
+        "_reduce_scatter_base_": ("reduce", 1),
+        "alltoall_base_": ("reduce", 1),
+        "allreduce_": ("sum", 0),
+    }  # and the position of the argument that has the unit's size
+
+    def __init__(
+        self, units: Mapping[str, nn.Module], sizes: Mapping[str, int], num_shards: int
+    ) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._names = {size: name for name, size in sizes.items()}
+        assert len(self._names) == len(sizes), "units are told by their sizes"
+        self._num_shards = num_shards
+        found = {name: unit_of(module) for name, module in units.items()}
+        self._units = {name: unit for name, unit in found.items() if unit is not None}
+        self._in_memory = self._find_in_memory()
+
+    def __enter__(self) -> Timeline:
+        Timeline.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        Timeline.current = None
+
+    def write(self, event: str) -> None:
+        self._look_for_freed()
+        self.events.append(event)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d":
+            word, position = self.WORDS.get(name, (name, 0))
+            (tensor,) = tree_leaves(args[position])
+            size = tensor.numel() * (self._num_shards if word == "sum" else 1)
+            self.write(f"{word} {self._names.get(size, size)}")
+        else:
+            self._look_for_freed()
+        return func(*args, **(kwargs or {}))
+
+    def _look_for_freed(self) -> None:
+        now = self._find_in_memory()
+        self.events += [f"free {name}" for name in self._units if self._in_memory[name] > now[name]]
+        self._in_memory = now
+
+    def _find_in_memory(self) -> dict[str, bool]:
+        return {name: _is_in_memory(unit) for name, unit in self._units.items()}
+
+
+def mark(event: str) -> None:
+    """Write ``event`` on the timeline that is entered, if one is."""
+    if Timeline.current is not None:
+        Timeline.current.write(event)
+
+
+def _is_in_memory(unit: Unit) -> bool:
+    return any(group.buffer.full.is_materialized for group in unit.groups)

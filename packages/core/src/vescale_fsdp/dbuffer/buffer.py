@@ -54,6 +54,7 @@ class DBuffer:
     ) -> None:
         self.layout = layout
         self.rank = rank
+        self.full_dtype = full_dtype
         pin_memory = pin_memory and device.type == "cpu"
         self.shard = torch.zeros(
             layout.shard_size, dtype=shard_dtype, device=device, pin_memory=pin_memory

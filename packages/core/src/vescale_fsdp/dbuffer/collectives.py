@@ -91,6 +91,20 @@ class Comm:
             own.copy_(buffer.shard, non_blocking=True)
         return compat.all_gather_single(full, own, self.gather_group)
 
+    def start_gather_of_messages(
+        self, messages: torch.Tensor, custom: Any = None
+    ) -> dist.Work | ThenCopy | None:
+        """Fill ``messages`` (uint8, [ranks, bytes]), of which this rank has written its own row.
+
+        Cost: one all-gather, in place.
+        """
+        if self.size == 1 or messages.numel() == 0:
+            return None
+        full, own = messages.view(-1), messages[self.rank]
+        if custom is not None:
+            return start_custom_gather(custom, full, own, self.rank, self.gather_group)
+        return compat.all_gather_single(full, own, self.gather_group)
+
     def start_gather_of_parts(self, buffer: DBuffer, part: torch.Tensor) -> dist.Work | None:
         """Fill the full face from the equal parts that neighbouring ranks have kept.
 

@@ -1,10 +1,10 @@
 """The engine: ``fully_shard`` and what happens around each forward and backward.
 
-`api` makes a `unit` of a module; a unit owns `group` s (one buffer each) and has a `boundary` in
-the autograd graph; the units of a model share a `schedule`. `agreement` compares ranks through
-the store, `usage` tells which parameters got a gradient, `comms` makes communicators,
-`granularity` says what must not be cut, `blocks` finds units, `tree` finds tensors, `clip` clips,
-`finite` looks for NaN, `methods` are FSDP2's.
+`api` makes a `unit` of a module; a unit owns `group` s (one buffer each, or one parameter that
+gathers itself: `extension`) and has a `boundary` in the autograd graph; the units of a model share
+a `schedule`. `agreement` compares ranks through the store, `usage` tells which parameters got a
+gradient, `comms` makes communicators, `granularity` says what must not be cut, `blocks` finds
+units, `tree` finds tensors, `clip` clips, `finite` looks for NaN, `methods` are FSDP2's.
 """
 
 from torch.distributed.fsdp import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from vescale_fsdp.engine.arguments import (
     check_engine_arguments,
     checked_modules,
 )
+from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
@@ -90,6 +92,9 @@ def fully_shard(
     one more in backward if it was released, one reduction (with replicas: and one all-reduce of
     the shard); memory between steps is the shard.
 
+    A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
+    gathers itself, as with FSDP2: one all-gather and one reduction more for each.
+
     Ranks must call the same units in the same order. A difference in the first pass is an error on
     every rank; later ones are not looked for, unless ``VESCALE_FSDP_CHECK_ORDER=1`` is set, which
     costs a round through the store per gather. Parameters of one unit may be used on some ranks
@@ -123,12 +128,20 @@ def fully_shard(
         swap_class(each)
         register_state(each, unit)
         for below in each.modules():  # what Dynamo looks for
+            if _is_left_alone(below, ignored):
+                continue
             below.__dict__["_is_fsdp_managed_module"] = True
             below.__dict__["_fsdp_use_orig_params"] = True
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
+
+
+def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    """Whether all that a module has is ignored."""
+    has_buffers = next(module.buffers(), None) is not None
+    return bool(ignored) and ignored.issuperset(module.parameters()) and not has_buffers
 
 
 def _default_mesh() -> DeviceMesh:
@@ -178,7 +191,7 @@ def _make_groups(
 ) -> list[Group]:
     """One group per dtype, trainability and ranks, in order of first appearance.
 
-    A parameter with ``Shard(d)`` is a group of its own.
+    A parameter with ``Shard(d)`` is a group of its own, and so is one that gathers itself.
     """
     by_kind: dict[tuple[Any, ...], list[ParamToShard]] = {}
     for item in params:
@@ -190,8 +203,10 @@ def _make_groups(
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     groups = []
     for (on_meta, *_), members in by_kind.items():
+        extends = members[0].extends
+        make = partial(ExtensionGroup, unit.mp_policy) if extends else Group
         groups.append(
-            Group(
+            make(
                 members,
                 members[0].axes,
                 torch.device("meta") if on_meta else rests_on,

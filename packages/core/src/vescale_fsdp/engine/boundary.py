@@ -12,6 +12,8 @@ One node for all tensors (and not a hook on each) means: once per call, and afte
 consumer. `PreBackward` returns aliases, so that an in-place operation on a unit's output works
 as it does without us. `PostBackward` returns its inputs as they are: an in-place operation on an
 input that the caller still uses would be wrong without a word, so torch's error is wanted.
+
+In forward mode (dual tensors) tangents pass as their primal values do.
 """
 
 from __future__ import annotations
@@ -81,6 +83,14 @@ class _PreBackward(torch.autograd.Function):
         ctx.call.unit.pre_backward()
         return (None, *grads)
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # A backward through a tangent reads the parameters too.
+        return tuple(
+            None if t is None else _PreBackward.apply(ctx.call, t)[0]  # type: ignore[no-untyped-call]
+            for t in tangents
+        )
+
 
 class _PostBackward(torch.autograd.Function):
     @staticmethod
@@ -93,3 +103,9 @@ class _PostBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.call.unit.post_backward(ctx.call)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Torch wants views where forward returns its inputs. A node here would let the unit go
+        # while the backward through the primal values still runs.
+        return tuple(None if t is None else t.view_as(t) for t in tangents)

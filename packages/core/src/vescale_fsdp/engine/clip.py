@@ -75,7 +75,8 @@ def _axes_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which a gradient is cut. Over others it is replicated, and counts once."""
     if not isinstance(grad, DTensor):
         return ()
-    cut = [axis for axis, p in enumerate(grad.placements) if isinstance(p, RaggedShard | Shard)]
+    cuts = RaggedShard | Shard | compat.StridedShard
+    cut = [axis for axis, p in enumerate(grad.placements) if isinstance(p, cuts)]
     return tuple(compat.mesh_group(grad.device_mesh, axis) for axis in cut)
 
 

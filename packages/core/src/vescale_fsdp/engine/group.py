@@ -29,12 +29,12 @@ from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, ThenCopy, pool_for, shard
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
-from vescale_fsdp.engine.reduce import Gradients
+from vescale_fsdp.engine.reduce import Gradients, ParameterBuffer
 from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of, resting_spec
 from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 
-__all__ = ["Group", "GroupState"]
+__all__ = ["Group", "GroupState", "checked_local"]
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
@@ -96,12 +96,10 @@ class Group:
         placements = self._lay_out(specs, params[0].dim)
         itemsize = params[0].data.element_size()
         warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
-        self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
-        self.gradients = Gradients(self.buffer, self.slots, reduce_dtype, self.pool)
+        buffer = self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
+        self.gradients = Gradients(buffer, self.slots, reduce_dtype, self.pool)
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
-            start, stop = self.layout.local_range(index, self.rank)
-            part = p.data.reshape(-1)[start:stop]
-            self.slots.append(self._new_slot(p, placement, self._shard_view(index, part)))
+            self.slots.append(self._new_slot(p, placement, self._own_part(index, p.data)))
         self._make_gathered()
 
     def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
@@ -116,7 +114,9 @@ class Group:
             for offset, spec in zip(self.layout.offsets, specs, strict=True)
         ]
 
-    def _allocate(self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(
+        self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
+    ) -> ParameterBuffer:
         floating = dtype.is_floating_point
         full_dtype = self.compute_dtype if self.compute_dtype and floating else dtype
         self.buffer = DBuffer(
@@ -130,12 +130,14 @@ class Group:
             pin_memory=self._pin_memory,
         )
         self.pool = pool_for(self._compute_device)
+        return self.buffer
 
-    def _shard_view(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """The place of tensor ``index`` in the shard, with ``values`` copied to it."""
+    def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
+        """The place of tensor ``index`` in the shard, with its part of ``data`` copied to it."""
+        start, stop = self.layout.local_range(index, self.rank)
         view = shard_view(self.layout, self.rank, self.buffer.shard, index)
         with torch.no_grad():
-            view.copy_(values)
+            view.copy_(data.reshape(-1)[start:stop])
         return view
 
     def _new_slot(self, p: ParamToShard, placement: Placement, view: torch.Tensor) -> Slot:
@@ -162,14 +164,17 @@ class Group:
         """Make the parameters that forward sees, once, as views of the full buffer."""
         if self.buffer.full_face is None:
             return
-        group_ref = weakref.ref(self)
         for index, (slot, view) in enumerate(zip(self.slots, self.buffer.full.views, strict=True)):
-            differentiable = view.dtype.is_floating_point or view.dtype.is_complex
-            gathered = slot.in_forward(view)
-            slot.gathered = nn.Parameter(gathered, requires_grad=differentiable)
-            if differentiable:  # also where it is frozen now: it may be unfrozen later
-                _take_gradients(slot.gathered, group_ref, index)
-            slot.gathered.requires_grad_(slot.sharded.requires_grad)
+            self._set_gathered(index, slot.in_forward(view))
+
+    def _set_gathered(self, index: int, tensor: torch.Tensor) -> None:
+        """Make ``tensor`` the parameter that forward sees, whose gradients we take."""
+        slot = self.slots[index]
+        differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        slot.gathered = nn.Parameter(tensor, requires_grad=differentiable)
+        if differentiable:  # also where it is frozen now: it may be unfrozen later
+            _take_gradients(slot.gathered, weakref.ref(self), index)
+        slot.gathered.requires_grad_(slot.sharded.requires_grad)
 
     # Parameters
 
@@ -177,6 +182,11 @@ class Group:
     def trainable(self) -> bool:
         """Whether any parameter wants a gradient now (users freeze and unfreeze)."""
         return any(slot.sharded.requires_grad for slot in self.slots)
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the parameters have no data yet."""
+        return self.buffer.full_face is None
 
     @property
     def is_sharded(self) -> bool:
@@ -243,8 +253,15 @@ class Group:
         self._wait()
         for slot in self.slots:
             slot.register(slot.sharded)
-        self.buffer.full.release()
+        self._release()
         self.state = GroupState.SHARDED
+
+    def _release(self) -> None:
+        self.buffer.full.release()
+
+    def gathered_storages(self) -> set[int]:
+        """Of what a reshard frees: the ``_cdata`` of each storage."""
+        return {self.buffer.full.region.storage._cdata}
 
     def write_back(self) -> None:
         """Copy what was changed in this rank's part of the full buffer into the shard.
@@ -289,9 +306,12 @@ class Group:
                 "depends on it by a way around the outputs of its module (an attribute that "
                 "forward has set, for example). Return that tensor from forward instead"
             )
-        self.gradients.add(index, slot.in_buffer(param.grad))
+        self.gradients.add(index, self._in_buffer(slot, param.grad))
         param.grad = None
         self.on_gradient()
+
+    def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        return slot.in_buffer(gradient)
 
     def reset(self) -> None:
         """Forget a step that was broken off."""
@@ -312,6 +332,8 @@ class Group:
         (a new one, if dtype or device changed), and the parameters keep their identity.
         """
         assert self.is_sharded, "the sharded parameters are registered"
+        for slot in self.slots:
+            _refuse_methods(slot)
         current = [slot.registered() for slot in self.slots]
         views = self.buffer.shard_views()
         if all(
@@ -329,7 +351,7 @@ class Group:
                 "before fully_shard"
             )
         locals_ = [
-            _checked_local(param, slot) for param, slot in zip(current, self.slots, strict=True)
+            checked_local(param, slot) for param, slot in zip(current, self.slots, strict=True)
         ]
         device = next((t.device for t in locals_ if t.numel()), locals_[0].device)
         if device.type != "meta" and not self._offloads:
@@ -443,6 +465,15 @@ def _take_gradients(param: nn.Parameter, group_ref: weakref.ref[Group], index: i
     param.register_post_accumulate_grad_hook(take)
 
 
+def _refuse_methods(slot: Slot) -> None:
+    if hasattr(slot.local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"the local part of parameter {slot.fqn!r} was given fsdp_pre_all_gather, but it lies "
+            "in a flat buffer, which is gathered as it is. Make the parameter a tensor subclass "
+            "before fully_shard: its local part may be given the methods until the first forward"
+        )
+
+
 def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
     local = local_of(param)
     return bool(
@@ -452,7 +483,12 @@ def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
     )
 
 
-def _checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
+def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
+    """The local part of a parameter that has replaced the sharded one, or been converted.
+
+    Raises:
+        ValueError: it is not sharded as that one was.
+    """
     local: torch.Tensor | None = getattr(param, "_local_tensor", None)
     placements = getattr(param, "placements", None)
     if local is None or placements != slot.spec.placements or param.shape != slot.spec.shape:

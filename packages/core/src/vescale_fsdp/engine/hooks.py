@@ -1,14 +1,18 @@
 """What calls a unit when its module runs: hooks, and methods that are wrapped like ``forward``.
 
-All of them find the unit through the module, so that they keep neither alive.
+All of them find the unit through the module, so that they keep neither alive. Dynamo does not look
+into those around a forward: its graphs end where a unit begins and where it ends, as with FSDP2.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from vescale_fsdp.engine.unit import unit_of
@@ -18,16 +22,6 @@ __all__ = ["register_fsdp_forward_method", "register_hooks"]
 
 def register_hooks(module: nn.Module) -> None:
     """Hooks that find the unit through the module, and so keep neither alive."""
-
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        unit = unit_of(module)
-        assert unit is not None, "the hook is only on sharded modules"
-        return unit.pre_forward(module, args, kwargs)
-
-    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        unit = unit_of(module)
-        assert unit is not None, "the hook is only on sharded modules"
-        return unit.post_forward(output)
 
     def before_state_dict(module: nn.Module, *_: Any) -> None:
         unit = unit_of(module)
@@ -51,12 +45,34 @@ def register_hooks(module: nn.Module) -> None:
             for group in unit.groups:
                 group.rebind(may_wait=len(unit.module_refs) > 1)
 
+    pre_forward, post_forward = _around_forward()
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward, always_call=True)
     module.register_state_dict_pre_hook(before_state_dict)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(after_load)
+
+
+def _pre_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "forward"
+) -> Any:
+    unit = unit_of(module)
+    assert unit is not None, "the hook is only on sharded modules"
+    return unit.pre_forward(module, args, kwargs, method)
+
+
+def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None, "the hook is only on sharded modules"
+    return unit.post_forward(output)
+
+
+@functools.cache
+def _around_forward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The hooks before and after a forward. Not made at import: Dynamo takes a second to load."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    return disable(_pre_forward), disable(_post_forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -75,24 +91,25 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
     module_ref = weakref.ref(module)
     function = getattr(method, "__func__", method)  # bound anew: the module owns no cycle
+    pre_forward, post_forward = _around_forward()
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         owner = module_ref()
         assert owner is not None, "its method is being called"
-        unit = unit_of(owner)
-        assert unit is not None, "checked at registration"
         output = None
         try:
-            args, kwargs = unit.pre_forward(owner, args, kwargs)
+            args, kwargs = pre_forward(owner, args, kwargs, method_name)
             if function is method:
                 output = function(*args, **kwargs)
             else:
                 output = function(owner, *args, **kwargs)
         finally:
-            output = unit.post_forward(output)
+            output = post_forward(owner, args, output)
         return output
 
+    # What a caller has to pass: that of the function would have ``self`` too.
+    wrapped.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     module.__dict__[method_name] = wrapped
     unit = unit_of(module)
     assert unit is not None, "checked above"

@@ -81,19 +81,27 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     ) -> None:
         """Switch the reduction of gradients on or off: accumulation without communication.
 
-        While it is off, gradients are summed on this rank, unsharded, in the reduce dtype.
+        While it is off, gradients are summed on this rank, unsharded, in the reduce dtype. The sum
+        over replicas (`set_requires_all_reduce`) is switched along.
         """
         for unit in units_of(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_all_reduce = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered parameters are freed after forward, and gathered again in backward."""
+        """Whether gathered parameters are freed after forward, and gathered again in backward.
+
+        Also instead of the int that ``fully_shard`` was given: no part is kept from now on.
+
+        Raises:
+            ValueError: not a bool.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for unit in units_of(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.num_parts = reshard_after_forward, 1
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -185,9 +193,13 @@ class _Pinned(AbstractContextManager[None]):
     def __exit__(self, *exc_info: object) -> None:
         for unit in self._units:
             unit.pins -= 1
+        try:
             if self._writeback:
-                unit.write_back()
-            unit.reshard()
+                for unit in self._units:
+                    unit.write_back()
+        finally:
+            for unit in self._units:
+                unit.reshard()
 
 
 def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, block_of
 from vescale_fsdp.engine.parallel import local_data
 from vescale_fsdp.engine.placement import placement_of
@@ -48,7 +50,10 @@ def params_to_shard(
     former group moves to its new layout.
 
     Raises:
-        ValueError: a parameter is sharded already by a call on a module around.
+        ValueError: a parameter is sharded already by a call on a module around; or is a DTensor
+            on a mesh of another type of device.
+        AssertionError, ValueError, NotImplementedError: one of a tensor subclass that we cannot
+            shard (see `gathers_itself`).
     """
     inside = {id(child) for module in modules for child in module.modules()}
     found = _parameters_of(own_modules(modules), ignored)
@@ -59,7 +64,7 @@ def params_to_shard(
             found.setdefault(id(item.param), item)
     taken = []
     for fqn, param, sites in found.values():
-        _check_param(fqn, param)
+        _check_param(fqn, param, axes)
         owner = getattr(param, _OWNER, None)
         unit: Unit | None = owner() if owner is not None else None
         if unit is not None:
@@ -70,7 +75,9 @@ def params_to_shard(
             stop_waiting(param)
             block = block_of(granularity, fqn, param, local_data(param).shape)
             placed_on, dim = placement_of(choose, param, axes, fqn)
-            taken.append(ParamToShard(fqn, param, sites, block, placed_on, dim))
+            extends = gathers_itself(param, dim, fqn)
+            dim = 0 if extends else dim
+            taken.append(ParamToShard(fqn, param, sites, block, placed_on, dim, extends))
         else:
             wait_at(param, sites)
     return taken
@@ -134,9 +141,16 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _check_param(fqn: str, param: nn.Parameter) -> None:
+def _check_param(fqn: str, param: nn.Parameter, axes: Axes) -> None:
     if isinstance(param, RaggedTensor):
         raise ValueError(
             f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
             "one; call fully_shard on the inner modules first, and on the whole model last"
         )
+    if isinstance(param, DTensor) and not param.is_meta:
+        theirs, ours = param.device_mesh.device_type, axes.mesh.device_type
+        if theirs != ours:
+            raise ValueError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{theirs} for DTensor and {ours} for FSDP; found for parameter {fqn!r}"
+            )

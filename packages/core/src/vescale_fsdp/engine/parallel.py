@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.ragged import RaggedShard, contiguous_strides
@@ -89,13 +90,18 @@ def placements_of(
     """The placements at rest: those of the data axes, then those of the inner parallelism."""
     if inner is None:
         return axes.placements(sharded)
-    assert isinstance(sharded, RaggedShard), "Shard(d) after an inner parallelism is refused"
+    assert isinstance(sharded, RaggedShard | Shard), "a group is laid out as one of the two"
+    dims = sharded.dims if isinstance(sharded, RaggedShard) else (sharded.dim,)
     split = math.prod(
         inner.mesh.size(axis)
         for axis, placement in enumerate(inner.placements)
-        if isinstance(placement, Shard) and placement.dim < len(sharded.dims)
+        if isinstance(placement, Shard) and placement.dim in dims
     )
-    return (*axes.placements(sharded.with_split_factor(split)), *inner.placements)
+    if isinstance(sharded, RaggedShard):
+        sharded = sharded.with_split_factor(split)
+    elif split > 1:
+        sharded = compat.StridedShard(sharded.dim, split_factor=split)
+    return (*axes.placements(sharded), *inner.placements)
 
 
 def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:

@@ -13,21 +13,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from vescale_fsdp.dbuffer import (
     Comm,
-    DBuffer,
     GradientBuffer,
     PendingReduce,
     SlabPool,
     shard_view,
 )
 from vescale_fsdp.engine.slot import Slot, local_of
+from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "ParameterBuffer"]
+
+
+class ParameterBuffer(Protocol):
+    """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Where each tensor lies."""
+
+    @property
+    def rank(self) -> int:
+        """Of the caller along the axis that shards."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """Has the device and dtype in which parameters and gradients rest."""
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Of the gathered parameters, and so of the gradients that autograd makes."""
 
 
 class Gradients:
@@ -42,7 +62,7 @@ class Gradients:
 
     def __init__(
         self,
-        buffer: DBuffer,
+        buffer: ParameterBuffer,
         slots: Sequence[Slot],
         reduce_dtype: torch.dtype | None,
         pool: SlabPool,
@@ -62,11 +82,11 @@ class Gradients:
         self._reduced: torch.Tensor | None = None
         self.bind(buffer, slots, pool)
 
-    def bind(self, buffer: DBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
+    def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
         """Belong to another buffer from now on: the group was converted, moved or planned anew."""
         self._buffer, self._slots, self.pool = buffer, slots, pool
 
-    def copied(self, buffer: DBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
+    def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
         """For a copy of the group: the same settings, and no gradients on their way."""
         twin = Gradients(buffer, slots, self._reduce_dtype, pool)
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
@@ -81,7 +101,7 @@ class Gradients:
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed over ranks and micro-batches."""
-        return self._reduce_dtype or self._buffer.full.flat.dtype
+        return self._reduce_dtype or self._buffer.full_dtype
 
     def wait_for_more(self, waits: bool) -> None:
         """Say whether the gradients of the coming backward wait for a later one."""
@@ -98,7 +118,7 @@ class Gradients:
     def _new_buffer(self) -> GradientBuffer:
         """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
         # The same on every rank, also on one that had no gradient in the backwards before.
-        dtype = self.sum_dtype if self._has_accumulated else self._buffer.full.flat.dtype
+        dtype = self.sum_dtype if self._has_accumulated else self._buffer.full_dtype
         shapes = [slot.shape for slot in self._slots]
         return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool)
 
@@ -170,6 +190,8 @@ class Gradients:
                 slot.sharded.grad = slot.wrap(local)
             else:
                 local_of(slot.sharded.grad).add_(local_of(slot.wrap(local)))
+            for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
+                hook(slot.sharded)
 
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""

@@ -1,34 +1,37 @@
 """Schedule: the order of gathers and reductions in one model, shared by all of its units.
 
-Gathers follow the order in which units run. The order of each pass is recorded and predicts the
-next one: while a unit computes, the gather of the one after it is under way. ``in_flight`` is
-how many units may be gathered or on their way for that at a time (1: no prefetch). A wrong
-prediction costs a gather, nothing else. In the first pass nothing is predicted; instead each
-gather is announced to the other ranks beforehand, so that a difference is an error and no hang.
+The order of a pass is recorded the first time, in agreement with the other ranks, and walked from
+then on (`order`): while a unit computes, the gather of the one after it is under way. ``in_flight``
+is how many units may be gathered or on their way for that at a time (1: no prefetch).
 
-Reductions follow one canonical order on every rank, whatever was used on it: a group whose
-gradients are complete waits until the groups before it have been issued, and at the end of the
-backward all that is left is issued, as zeros where there is no gradient. So ranks that use
-different parameters still issue the same reductions. The order is that of definition, reversed, in
-the first backward, and afterwards the order in which the first rank completed.
+While an order is recorded, nothing is predicted. Each rank tells the others through the store which
+unit it wants next, all take part in the gather that the order asks for first, and so ranks that
+run different units end up with one order of all of them.
+
+Reductions are part of the order of a backward. All groups that can get a gradient are reduced in
+every backward that synchronizes, as zeros where this rank has none.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, plain_tensors
 from vescale_fsdp.engine.agreement import agree
-from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like, units_around
 from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.order import Order, Walk
+from vescale_fsdp.engine.reductions import Due, Reductions
+from vescale_fsdp.engine.turns import END, Turn, agree_on_turn
 from vescale_fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
@@ -36,11 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Schedule"]
 
-_Kind = tuple[int, bool]  # of forward passes: the first unit, and whether gradients are wanted
+_Kind: TypeAlias = tuple[int, str, bool]  # first unit, its method, whether gradients are wanted
+_BackKind: TypeAlias = tuple[_Kind, int, tuple[int, ...]]  # of the forward, number, groups due
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_ORDER = (
-    "Call the same units in the same order on every rank; a part of the model that only some "
-    "ranks use must not be a unit of its own for now"
+    "Run units in the same order on every rank. A rank may leave out units that others run if all "
+    "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
 
 
@@ -59,8 +63,10 @@ class Schedule:
     def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
         self._units = [weakref.ref(unit) for unit in units]
         self._index = {id(unit): index for index, unit in enumerate(units)}
+        self._names = [Named(unit.fqn, unit.kind) for unit in units]
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
+        self._group_index = {id(group): index for index, group in enumerate(groups)}
         # By the ranks they are over, in one order on every rank.
         self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
         described = _describe(units)
@@ -68,21 +74,25 @@ class Schedule:
             for ranks in axes.groups:
                 agree("model", described, ranks, _SAME_MODEL)
         self._comms = {id(group): comm_for(group.axes) for group in groups}
+        # Whether all ranks that share a unit share all of them, and so can agree on an order.
+        self._can_settle = len(self._axes) == 1
+        self._always_records = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
+        self._ahead: set[int] = set()  # units that were gathered before anybody wanted them
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
-        self._entered: list[int] = []  # units in the order this pass has begun them
-        self._left: list[int] = []  # and ended them
-        self._recorded: dict[_Kind, list[int]] = {}  # units in order, of the last such pass
-        self._kind: _Kind = (0, False)
-        self._expected = _Prediction([])
-        self._ahead: set[int] = set()  # units that were gathered on a prediction
+        self._kind: _Kind = (0, "", False)
+        self._orders: dict[_Kind, Order] = {}
+        self._forward = Walk(Order())
         # Backward
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
-        self._always_announce = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
-        self._first_backward = True
-        self._expected_back = _Prediction([])
-        self._order = [weakref.ref(group) for group in reversed(groups)]
-        self._reductions = _Reductions([], self)
+        self._last_kind: _Kind = (0, "", True)  # of the last pass that wanted gradients
+        self._last_forward = self._forward
+        self._ran_anywhere: set[int] = set()  # in the forward of what was recorded last
+        self._num_backwards = 0  # since that pass
+        self._back_kind: _BackKind = (self._last_kind, 0, ())
+        self._back_orders: dict[_BackKind, Order] = {}
+        self._backward = Walk(Order())
+        self._reductions = self._no_reductions()
         self._unused = unused
         self._usage = {key: Usage(unused) for key in self._axes}
 
@@ -101,6 +111,11 @@ class Schedule:
         return max(given, default=self.in_flight)
 
     @property
+    def wants_gradients(self) -> bool:
+        """Whether a backward may follow the forward that is running."""
+        return self._kind[2]
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return self._running > 0 or (self._end is not None and self._end() is not None)
@@ -112,64 +127,80 @@ class Schedule:
 
     # Forward
 
-    def before_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` and start on the units after it."""
-        index = self._index[id(unit)]
-        if compat.current_backward() != -1:  # recomputation: the next unit is the one before
-            self._gather(unit, self._expected_back.after(index), "backward")
+    def before_forward(self, unit: Unit, method: str, wants_gradients: bool) -> None:
+        """Gather ``unit``, of which ``method`` begins, and start on the units after it."""
+        if compat.current_backward() != -1:  # recomputation
+            self.begin_backward()
+            self._gather(unit, self._backward, recomputes=True)
             return
         if self._has_broken_off:
             self.reset()
         if self._running == 0:
-            self._begin_pass(index)
-            if unit.post_optim_event is not None:
-                torch.accelerator.current_stream().wait_event(unit.post_optim_event)
-                unit.post_optim_event = None
+            self._begin_pass(unit, method, wants_gradients)
         self._running += 1
-        self._entered.append(index)
-        self._gather(unit, self._upcoming(unit.forward_prefetch, self._expected, index), "forward")
+        self._gather(unit, self._forward)
 
-    def after_forward(self, unit: Unit, keep: bool, comes_back: bool) -> None:
-        """Release ``unit`` unless it is to be kept; ``comes_back`` if a backward may follow."""
+    def after_forward(self, has_failed: bool) -> None:
+        """The forward of a unit has ended, perhaps by an exception."""
         if compat.current_backward() != -1:
             return
-        self._left.append(self._index[id(unit)])
         self._running = max(self._running - 1, 0)
-        if not keep:
-            unit.release_after_forward(comes_back)
-        elif unit.reshard_after_forward is False:
-            for group in unit.groups:
-                group.mark_kept()
         if self._running == 0:
-            self._end_pass()
+            self._end_pass(has_failed)
 
-    def _begin_pass(self, first: int) -> None:
+    def _begin_pass(self, first: Unit, method: str, wants_gradients: bool) -> None:
         for unit in self.units():  # what a forward without a backward, or an error, has left
             if not unit.is_sharded and unit.may_release:
                 unit.reshard()
-        self._kind = (first, torch.is_grad_enabled())
-        self._expected = _Prediction(self._recorded.get(self._kind, []))
-        self._entered, self._left = [], []
+        event, first.post_optim_event = first.post_optim_event, None
+        if event is not None and torch.accelerator.is_available():
+            torch.accelerator.current_stream().wait_event(event)
+        self._kind = (self._index[id(first)], method, wants_gradients)
+        self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
+        if wants_gradients:
+            self._last_kind, self._last_forward = self._kind, self._forward
+            self._num_backwards = 0
 
-    def _end_pass(self) -> None:
-        if self._is_first_pass:
-            self._announce("the end of the forward")
-        self._recorded[self._kind] = self._entered
-        self._expected_back = _Prediction(self._left[::-1])
+    def _end_pass(self, has_failed: bool) -> None:
+        if not has_failed:
+            self._catch_up(self._forward)
+            self._orders[self._kind] = self._finished(self._forward)
         self._drop_ahead()
 
-    def _gather(self, unit: Unit, upcoming: Sequence[int], when: str) -> None:
-        is_first = self._first_backward if when == "backward" else self._is_first_pass
-        is_first = is_first or self._always_announce
-        if is_first and unit.groups and unit.is_sharded:
-            axes = unit.groups[0].axes
-            self._announce(f"the gather of {unit.fqn or 'the root'} in {when}", axes)
-        in_backward = when == "backward"
+    # Walking along an order, forward or backward
+
+    def _gather(self, unit: Unit, walk: Walk, recomputes: bool = False) -> None:
+        """Have ``unit`` gathered, and those under way that come after it in the order."""
+        index = self._index[id(unit)]
+        has_run = index in walk.ran
+        walk.ran.setdefault(index)
+        needs_gather = bool(unit.groups) and (unit.is_sharded or index in self._ahead)
+        if walk.is_recording:
+            if needs_gather:
+                self._take_turns(index, walk, has_run, recomputes)
+        elif (place := walk.find(index)) is not None:
+            self._skip_to(place, walk)
+            walk.place = place + 1
+        elif needs_gather and has_run:
+            walk.wrap(index)
+        elif needs_gather:
+            # All ranks may have gone another way. If only some have, the others do not come here.
+            self._announce(f"{self._name(index)} at {walk.place} in {self._step(walk)}", unit)
+            walk.insert(index)
+        self._start(unit, walk)
+        unit.finish_gather()
+
+    def _start(self, unit: Unit, walk: Walk) -> None:
+        """Start the gather of ``unit``, and those that are to be under way beside it."""
+        in_backward = walk is self._backward
         unit.start_gather(in_backward=in_backward)
         self._ahead.discard(self._index[id(unit)])
         explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
         room = self.in_flight - 1 if explicit is None else len(explicit)
-        for index in () if is_first else upcoming:
+        upcoming: Iterable[int] = walk.ahead()
+        if explicit is not None:
+            upcoming = [self._index[id(each)] for each in explicit if id(each) in self._index]
+        for index in () if walk.is_recording else upcoming:
             if room == 0:
                 break
             coming = self._units[index]()
@@ -183,30 +214,139 @@ class Schedule:
             elif index not in self._ahead:
                 continue  # kept since its forward: nothing to fetch
             room -= 1
-        for group in unit.groups:
-            group.finish_gather()
 
-    def _upcoming(
-        self, explicit: list[Unit] | None, expected: _Prediction, index: int
-    ) -> Sequence[int]:
-        """The units to gather ahead of time: those that the user has named, or as recorded."""
-        recorded = expected.after(index)
-        if explicit is None:
-            return recorded
-        return [self._index[id(unit)] for unit in explicit if id(unit) in self._index]
+    def _skip_to(self, place: int, walk: Walk) -> None:
+        """Move to ``place``, and take part in the gathers before it that are not for this rank."""
+        for index in walk.skip_to(place):
+            self._take_part(index, walk)
+        if walk is self._backward:
+            self._reductions.proceed()
 
-    @property
-    def _is_first_pass(self) -> bool:
-        return self._kind not in self._recorded
+    def _take_part(self, index: int, walk: Walk) -> None:
+        """Gather a unit that this rank skips, for the others, and release it."""
+        unit = self._units[index]()
+        walk.skipped.add(index)
+        if unit is None or not unit.groups or unit.is_busy:
+            return
+        in_backward = walk is self._backward
+        if in_backward and not unit.is_sharded and index not in self._ahead:
+            unit.release_after_forward(comes_back=True)  # this rank alone has kept it
+        self._start(unit, walk)
+        unit.finish_gather()
+        if not in_backward:
+            comes_back = self.wants_gradients
+            unit.end_forward(unit.keeps_after_forward(comes_back), comes_back)
+            return
+        if unit.reshard_after_backward:
+            unit.reshard()
+        self._reductions.complete(unit.groups[::-1])
 
-    def _announce(self, what: str, axes: Axes | None = None) -> None:
-        """Compare the next step with the ranks that share it, through the store.
+    def _take_turns(
+        self, wanted: int, walk: Walk, has_run: bool = False, recomputes: bool = False
+    ) -> None:
+        """While recording: take part in what other ranks want first, until it is our turn."""
+        if not self._can_settle:
+            self._announce_turn(wanted, walk)
+            return
+        if has_run and walk is self._forward and not self._kind[2]:
+            walk.record(wanted)  # generation: what repeats without gradients is taken on trust
+            return
+        while True:
+            mine = self._turn(wanted, walk, recomputes)
+            turn = agree_on_turn(mine, self._ranks, self._precedence(walk))
+            if turn.unit == END:
+                self._ran_anywhere = set(turn.ran)
+                return
+            if walk is self._backward:
+                self._reductions.issue(turn.complete)
+            walk.record(turn.unit, turn.recomputes)
+            if turn.unit == wanted:
+                return
+            self._take_part(turn.unit, walk)
 
-        Only in the first pass of a kind and in the first backward: a rank that gathers another
-        unit would get a mix of both as parameters, or hang. Replicas do not gather together.
-        """
-        for each in self._axes.values() if axes is None else (axes,):
-            agree("next step", [what], each.groups[0], _SAME_ORDER)
+    def _turn(self, wanted: int, walk: Walk, recomputes: bool) -> Turn:
+        """What to tell the other ranks."""
+        step = self._step(walk)
+        wrong = ""
+        if wanted in walk.skipped:
+            *_, before, _ = walk.ran
+            wrong = (
+                f"rank {dist.get_rank()} runs {self._name(wanted)} after {self._name(before)} in "
+                f"{step}, another rank before it"
+            )
+        complete = self._reductions.ready if walk is self._backward else []
+        forward = self._forward if walk is self._forward else self._last_forward
+        ran = list(forward.ran) if wanted == END else []
+        return Turn(step, wanted, recomputes, complete, ran, wrong)
+
+    def _announce_turn(self, wanted: int, walk: Walk) -> None:
+        """While recording, with units on several meshes: raise unless all want the same."""
+        if wanted == END:
+            self._announce(f"the end of {self._step(walk)}")
+            return
+        self._announce(
+            f"the gather of {self._name(wanted)} in {self._step(walk)}", self._units[wanted]()
+        )
+        walk.record(wanted)
+
+    def _catch_up(self, walk: Walk) -> None:
+        """At the end of a pass: take part in what other ranks have run."""
+        if walk is self._backward:
+            self._reductions.complete_rest()
+        if walk.is_recording:
+            self._take_turns(END, walk)
+        else:
+            self._skip_to(len(walk.order.gathers), walk)
+
+    def _finished(self, walk: Walk) -> Order:
+        """The order of a walk that has ended, for those that come."""
+        if walk.is_recording and self._can_settle:
+            is_backward = walk is self._backward
+            fill(
+                walk.order,
+                self._names,
+                self._may_come_back if is_backward else self._may_run,
+                is_backward=is_backward,
+            )
+        return walk.order
+
+    def _may_run(self, index: int, known: set[int]) -> bool:
+        """Whether a later forward of this kind, that has the ``known`` units, may run another."""
+        known = known | self._ran_anywhere  # some were kept, and needed no gather
+        if index in known:
+            return True
+        if self._kind[1] == "forward" or self.wants_gradients:
+            return is_inside(index, known, self._names)
+        return is_like(index, known, self._names)  # a method for a part of the model
+
+    def _may_come_back(self, index: int, known: set[int]) -> bool:
+        """Whether a later backward may gather a unit that no rank has run in this forward."""
+        unit = self._units[index]()
+        ran_nowhere = (
+            index not in self._ran_anywhere and self._last_forward.order.last(index) is not None
+        )
+        if unit is None or not ran_nowhere or not unit.unshard_in_backward:
+            return False
+        is_released = not unit.keeps_after_forward(wants_gradients=True)
+        return is_released and (unit.trainable or is_like(index, known, self._names))
+
+    def _announce(self, what: str, unit: Unit | None = None) -> None:
+        """Compare the next step with the ranks that share it, through the store."""
+        for axes in self._axes.values() if unit is None else (unit.groups[0].axes,):
+            agree("next step", [what], axes.groups[0], _SAME_ORDER)
+
+    def _precedence(self, walk: Walk) -> Callable[[int], list[int]]:
+        """Which of several units is gathered first: the lowest."""
+        if walk is self._forward:
+            return lambda index: [index]
+        return functools.partial(self._backward_precedence, self._last_forward.order, walk.order)
+
+    def _backward_precedence(self, forward: Order, backward: Order, index: int) -> list[int]:
+        """Last is first, but in a unit whose forward runs again what comes first is first."""
+        path = units_around(index, self._names)
+        places = [forward.last(unit) or 0 for unit in (*path, index)]
+        runs_forward = [False, *(unit in backward.recomputed for unit in path)]
+        return [at if plus else -at for at, plus in zip(places, runs_forward, strict=True)]
 
     def _drop_ahead(self) -> None:
         """Release what was gathered on a prediction that did not come true."""
@@ -215,6 +355,21 @@ class Schedule:
             if unit is not None:
                 unit.reshard()
         self._ahead.clear()
+
+    @property
+    def _ranks(self) -> list[dist.ProcessGroup]:
+        return [group for axes in self._axes.values() for group in axes.groups]
+
+    def _name(self, index: int) -> str:
+        unit = self._units[index]()
+        return "a unit that is gone" if unit is None else unit.fqn or "the root"
+
+    def _step(self, walk: Walk) -> str:
+        if walk is self._backward:
+            return "backward"
+        first, method, wants_gradients = self._kind
+        how = "" if wants_gradients else " without gradients"
+        return f"{method} of {self._name(first)}{how}"
 
     # Backward
 
@@ -235,20 +390,26 @@ class Schedule:
         self._end_backward()
 
     def _begin_reductions(self) -> None:
-        synced = {
-            id(group)
-            for unit in self.units()
-            if unit.requires_gradient_sync
-            for group in unit.groups
-        }
+        due = []
         for unit in self.units():
             for group in unit.groups:
                 group.gradients.sums_replicas = unit.requires_all_reduce
-        groups = [alive for ref in self._order if (alive := ref()) is not None]
-        for group in groups:
-            group.gradients.wait_for_more(id(group) not in synced)
-        due = [group for group in groups if id(group) in synced and group.trainable]
-        self._reductions = _Reductions(due, self)
+                group.gradients.wait_for_more(not unit.requires_gradient_sync)
+                if unit.requires_gradient_sync and group.trainable:
+                    due.append(
+                        Due(self._group_index[id(group)], group, unit, self._index[id(unit)])
+                    )
+        due.reverse()
+        indices = tuple(item.number for item in due)
+        self._back_kind = (self._last_kind, self._num_backwards, indices)
+        order = None if self._always_records else self._back_orders.get(self._back_kind)
+        self._backward = walk = Walk(order)
+        self._reductions = Reductions(
+            due, walk, self._can_settle, self.comm, self.max_reductions if due else 1
+        )
+
+    def _no_reductions(self) -> Reductions:
+        return Reductions([], self._backward, self._can_settle, self.comm, 1)
 
     def before_backward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the units whose backward comes after it."""
@@ -256,31 +417,28 @@ class Schedule:
         for group in unit.groups:
             group.frees_before_backward = not unit.unshard_in_backward
         if unit.unshard_in_backward:
-            index = self._index[id(unit)]
-            upcoming = self._upcoming(unit.backward_prefetch, self._expected_back, index)
-            self._gather(unit, upcoming, "backward")
+            self._gather(unit, self._backward)
 
     def after_backward(self, unit: Unit) -> None:
         """Release ``unit`` and reduce its gradients."""
         if unit.reshard_after_backward:
             unit.reshard()
-        self._reductions.complete(unit.groups)
+        self._reductions.complete(unit.groups[::-1])
 
     def _end_backward(self) -> None:
         with plain_tensors():
-            if self._first_backward:
-                self._announce("the end of the backward")
+            self._catch_up(self._backward)
             self._drop_ahead()
             self._reductions.finish()
             self._publish()
             for unit in self.units():
                 unit.end_backward()
-        self._end, self._first_backward = None, False
-        self._reductions = _Reductions([], self)
-        self._expected_back.rewind()
+        self._back_orders[self._back_kind] = self._finished(self._backward)
+        self._num_backwards += 1
+        self._end, self._reductions = None, self._no_reductions()
 
     def _publish(self) -> None:
-        """Set the gradients, and adopt the first rank's order of reductions when it is new."""
+        """Set the gradients of the sharded parameters."""
         reduced = self._reductions.groups
         for pool in {id(group.pool): group.pool for group in reduced}.values():
             pool.trim()
@@ -291,23 +449,10 @@ class Schedule:
             ]
             if not groups:
                 continue
-            places = {id(group): place for place, group in enumerate(groups)}
-            completed = [
-                places[id(reduced[i])]
-                for i in self._reductions.completed
-                if id(reduced[i]) in places
-            ]
             self._usage[key].mode = "zeros" if self.units()[0].gives_zeros else self._unused
-            used, order = self._usage[key].of(groups, completed, self.comm(groups[0]))
+            used = self._usage[key].of(groups, self.comm(groups[0]))
             for group, flags in zip(groups, used, strict=True):
                 group.gradients.publish(flags)
-            if len(self._axes) == 1:  # across meshes the order of definition stays
-                self._adopt([groups[place] for place in order])
-
-    def _adopt(self, first: list[Group]) -> None:
-        """Reduce these groups first, in this order, from now on."""
-        rest = [ref for ref in self._order if all(ref() is not group for group in first)]
-        self._order = [*map(weakref.ref, first), *rest]
 
     def reset(self) -> None:
         """Forget a step that was broken off by an exception. Its gradients are lost."""
@@ -315,10 +460,9 @@ class Schedule:
             for unit in self.units():
                 unit.reset()
         self._running, self._end = 0, None
-        self._entered, self._left = [], []
         self._ahead.clear()
-        self._reductions = _Reductions([], self)
-        self._expected_back.rewind()
+        self._forward, self._backward = Walk(Order()), Walk(Order())
+        self._reductions = self._no_reductions()
 
 
 class _End:
@@ -329,73 +473,6 @@ class _End:
 
     def __call__(self) -> None:
         self._schedule._end_backward()
-
-
-class _Prediction:
-    """A recorded order of units, with the place where the current pass is."""
-
-    def __init__(self, order: list[int]) -> None:
-        self._order = order
-        self._place = 0
-
-    def rewind(self) -> None:
-        self._place = 0
-
-    def after(self, index: int) -> Sequence[int]:
-        """Move to the next occurrence of ``index``; return what is expected after it."""
-        for start in (self._place, 0):
-            if index in self._order[start:]:
-                self._place = self._order.index(index, start) + 1
-                return self._order[self._place :]
-        return ()
-
-
-class _Reductions:
-    """The reductions of one backward, issued in canonical order."""
-
-    def __init__(self, groups: list[Group], schedule: Schedule) -> None:
-        self.groups = groups
-        self.completed: list[int] = []  # positions in ``groups``, as they became complete
-        self._schedule = weakref.proxy(schedule)
-        self._position = {id(group): i for i, group in enumerate(groups)}
-        self._ready: set[int] = set()
-        self._next = 0
-        self._most = schedule.max_reductions if groups else 1
-        self._flying: deque[Group] = deque()
-
-    def complete(self, groups: Sequence[Group]) -> None:
-        """These groups have all of their gradients."""
-        for group in reversed(groups):
-            position = self._position.get(id(group))
-            if position is not None and position not in self._ready:
-                self._ready.add(position)
-                self.completed.append(position)
-        while self._next in self._ready:
-            self._issue(self.groups[self._next])
-            self._next += 1
-
-    def finish(self) -> None:
-        """Issue what is left, and wait for everything."""
-        for group in self.groups[self._next :]:
-            self._issue(group)
-        self._next = len(self.groups)
-        self._land(0)
-        for group in self.groups:  # gradients that came after their group was thought complete
-            if group.gradients.are_waiting:
-                self._issue(group)
-        self._land(0)
-        for group in self.groups:
-            group.gradients.finish_sum()
-
-    def _issue(self, group: Group) -> None:
-        self._land(self._most - 1)
-        group.gradients.start_reduce(self._schedule.comm(group))
-        self._flying.append(group)
-
-    def _land(self, most: int) -> None:
-        """Wait for the oldest reductions until ``most`` are in flight."""
-        while len(self._flying) > most:
-            self._flying.popleft().gradients.finish_reduce()
 
 
 def _describe(units: list[Unit]) -> list[str]:

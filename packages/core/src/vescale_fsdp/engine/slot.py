@@ -52,12 +52,15 @@ class Slot:
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
 
-    def wrap(self, flat: torch.Tensor) -> DTensor:
-        """The sharded tensor around this rank's flat part."""
+    def wrap(self, part: torch.Tensor) -> DTensor:
+        """The sharded tensor around this rank's part, which is flat or has dimensions already."""
         if self.dim is None:
-            return wrap_local(flat, self.spec, False)
-        local = flat.view(-1, *self.shape[1:]) if flat.numel() else flat.view(0, *self.shape[1:])
-        return DTensor(local.movedim(0, self.dim), self.spec, requires_grad=False)
+            return wrap_local(part, self.spec, False)
+        if part.dim() != len(self.shape):
+            part = part.view(-1 if part.numel() else 0, *self.shape[1:])
+        if self.dim:
+            part = part.movedim(0, self.dim)
+        return DTensor(part, self.spec, requires_grad=False)
 
     def flat(self, local: torch.Tensor) -> torch.Tensor:
         """The flat part that a local tensor of `wrap` holds."""
@@ -66,11 +69,11 @@ class Slot:
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the gathered parameter in the shape that it has in the buffer."""
         local = local_gradient(gradient, self.given, self.axes)
-        return local if self.dim is None else local.movedim(self.dim, 0)
+        return local.movedim(self.dim, 0) if self.dim else local
 
     def in_forward(self, view: torch.Tensor) -> torch.Tensor:
         """The gathered parameter around its view of the full buffer."""
-        return as_gathered(view if self.dim is None else view.movedim(0, self.dim), self.given)
+        return as_gathered(view.movedim(0, self.dim) if self.dim else view, self.given)
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` the one that the modules hold."""
@@ -99,6 +102,7 @@ class ParamToShard:
     block: int
     axes: Axes
     dim: int | None = None  # for Shard(dim)
+    extends: bool = False  # whether it gathers itself (see `extension`)
 
     @property
     def inner(self) -> DTensorSpec | None:
@@ -109,7 +113,7 @@ class ParamToShard:
     def data(self) -> torch.Tensor:
         """What this rank has of it to shard, as it lies in the buffer."""
         data = local_data(self.param)
-        return data if self.dim is None else data.movedim(self.dim, 0)
+        return data.movedim(self.dim, 0) if self.dim else data
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

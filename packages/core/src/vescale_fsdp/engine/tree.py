@@ -21,7 +21,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to each tensor in it."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         items = [map_tensors(fn, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value

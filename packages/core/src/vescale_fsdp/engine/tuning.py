@@ -24,7 +24,8 @@ class TuningMethods:
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules while this one computes in forward, instead of the recorded next.
 
-        All of the list, whatever ``in_flight`` says. Takes effect from the second pass on.
+        All of the list, whatever ``in_flight`` says. Takes effect from the second pass on. An empty
+        list takes it back.
 
         Raises:
             ValueError: one of them is not sharded.
@@ -33,6 +34,8 @@ class TuningMethods:
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules while this one computes in backward, instead of the recorded next.
+
+        An empty list takes it back.
 
         Raises:
             ValueError: one of them is not sharded.
@@ -207,14 +210,14 @@ def units_of(module: Any, recurse: bool) -> list[Unit]:
     return [module._unit()]
 
 
-def _units_to_prefetch(modules: Iterable[Any]) -> list[Unit]:
+def _units_to_prefetch(modules: Iterable[Any]) -> list[Unit] | None:
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None or not isinstance(module, TorchFSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         units.append(unit)
-    return units
+    return units or None
 
 
 def _refuse_custom(group: Group, method: str) -> None:

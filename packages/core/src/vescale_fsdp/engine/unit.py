@@ -17,6 +17,7 @@ checkpoint's recomputation inside of one.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
@@ -35,7 +35,6 @@ from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.tree import map_tensors
-from vescale_fsdp.ragged import RaggedTensor
 
 __all__ = ["UNIT_ATTRIBUTE", "Unit", "unit_of", "units_in"]
 
@@ -83,6 +82,7 @@ class Unit:
         self.held = False  # gathered at the user's request, until used or resharded
         self._may_be_stale = False  # a backward has ended inside of the forward that is running
         self._depth = 0  # forwards of this unit that are running
+        self._handled: BaseException | None = None  # that was being handled when they began
         self._has_begun = False  # whether the schedule knows of the outermost of them
         self._call: boundary.Call | None = None  # of the forward that is running
         self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
@@ -97,8 +97,7 @@ class Unit:
         """Have the parameters gathered and registered when this returns. Outside of a pass too."""
         self.start_gather()
         with plain_tensors():
-            for group in self.groups:
-                group.finish_gather()
+            self.finish_gather()
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Have the gathers of all groups under way when this returns."""
@@ -109,6 +108,11 @@ class Unit:
                 schedule = self.schedule
                 comm = schedule.comm(group) if schedule else comm_for(group.axes)
                 group.start_gather(comm, in_backward=in_backward)
+
+    def finish_gather(self) -> None:
+        """Wait for the gathers under way and register the gathered parameters."""
+        for group in self.groups:
+            group.finish_gather()
 
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""
@@ -131,12 +135,10 @@ class Unit:
 
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
         """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
-        storages = {group.buffer.full.region.storage._cdata for group in self.groups}
+        storages = {each for group in self.groups for each in group.gathered_storages()}
         for key, value in state_dict.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, RaggedTensor):
-                local = value._local_tensor if isinstance(value, DTensor) else value
-                if local.untyped_storage()._cdata in storages:
-                    state_dict[key] = value.clone()
+            if isinstance(value, torch.Tensor) and compat.storages_of(value) & storages:
+                state_dict[key] = value.clone()
 
     def write_back(self) -> None:
         """Take over changes that were made to the gathered parameters."""
@@ -167,9 +169,17 @@ class Unit:
 
     # Forward
 
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "forward",
+    ) -> Any:
         """What happens before the forward of one of its modules; returns its arguments."""
         self._depth += 1
+        if self._depth == 1:
+            self._handled = sys.exception()
         schedule = self.ready_schedule()
         if len(self.module_refs) > 1 and self._depth == 1:
             if not self._to_run:
@@ -179,14 +189,15 @@ class Unit:
             if self._may_be_stale:  # and an optimizer may have stepped since
                 self.reshard()
             self.gather()
-            return args, kwargs
+            return self._cast_inputs((args, kwargs))
         self._may_be_stale = False
         if self._in_backward and compat.current_backward() != -1:
             # An activation checkpoint runs the forward again.
             self.gather()
             return self._cast_inputs((args, kwargs))
+        wants_gradients = torch.is_grad_enabled()
         with plain_tensors():
-            schedule.before_forward(self)
+            schedule.before_forward(self, method, wants_gradients)
         self._has_begun, self.held = True, False
         args, kwargs = self._cast_inputs((args, kwargs))
         if not torch.is_grad_enabled() or not self.groups:
@@ -204,7 +215,7 @@ class Unit:
         """What happens after it, also when it raised (``output`` is None then)."""
         self._depth = max(self._depth - 1, 0)
         if self._depth:
-            return output
+            return self._cast_output(output)
         call, self._call = self._call, None
         has_begun, self._has_begun = self._has_begun, False
         if has_begun:
@@ -213,26 +224,57 @@ class Unit:
                 output, reachable = boundary.leave(call, output)
             assert self.schedule is not None, "pre_forward made it"
             # Without a tensor to come back through, a backward could not gather them again.
-            keep = not reachable or bool(self._to_run) or self._keep_after_forward()
-            comes_back = torch.is_grad_enabled()
+            comes_back = self.schedule.wants_gradients
+            keep = not reachable or bool(self._to_run) or self.keeps_after_forward(comes_back)
+            # Hooks that run after an exception see it as the one that is being handled.
+            has_failed = sys.exception() is not self._handled
             with plain_tensors():
-                self.schedule.after_forward(self, keep, comes_back)
-        if (dtype := self.mp_policy.output_dtype) is not None:
-            output = map_tensors(lambda tensor: _cast(tensor, dtype), output)
-        return output
+                self.end_forward(keep, comes_back)
+                self.schedule.after_forward(has_failed)
+        self._handled = None
+        return self._cast_output(output)
 
-    def _keep_after_forward(self) -> bool:
-        if compat.current_backward() != -1:  # a backward has called this, and comes right back
-            return True
+    def keeps_after_forward(self, wants_gradients: bool) -> bool:
+        """Whether the parameters stay gathered between forward and backward."""
         if self.reshard_after_forward is None:
-            return self.is_root and torch.is_grad_enabled()
+            return self.is_root and wants_gradients
         return not self.reshard_after_forward
+
+    def end_forward(self, keep: bool, comes_back: bool) -> None:
+        """Release the parameters unless they are to be kept."""
+        if compat.current_backward() != -1:
+            return
+        if not keep:
+            self.release_after_forward(comes_back)
+        elif self.reshard_after_forward is False:
+            for group in self.groups:
+                group.mark_kept()
 
     def _cast_inputs(self, value: Any) -> Any:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return value
         return map_tensors(lambda tensor: _cast(tensor, dtype), value)
+
+    @property
+    def kind(self) -> str:
+        """The class of its first module."""
+        module = self.module_refs[0]()
+        return "" if module is None else type(module).__qualname__
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward of the unit is running on this rank."""
+        return self._depth > 0 or self._in_backward
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a gradient may still come back through one of its forwards."""
+        return bool(self._open_calls) or self._in_backward
 
     @property
     def is_idle(self) -> bool:
@@ -246,7 +288,8 @@ class Unit:
         # Decided by what is the same on every rank; who still holds a graph is not.
         if self.pins or self.held:
             return False
-        return self.reshard_after_forward is not False or any(g.is_stale for g in self.groups)
+        keeps = self.reshard_after_forward is False or not self.reshard_after_backward
+        return not keeps or any(group.is_stale for group in self.groups)
 
     @property
     def trainable(self) -> bool:
@@ -295,6 +338,9 @@ class Unit:
         self._may_be_stale = self._depth > 0
         if self.reshard_after_backward:
             self.reshard()
+            return
+        for group in self.groups:
+            group.mark_kept()
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
@@ -426,7 +472,7 @@ def check_materialized(units: list[Unit]) -> None:
         for unit in units
         for group in unit.groups
         for slot in group.slots
-        if group.buffer.full_face is None
+        if group.is_on_meta
     ]
     if on_meta:
         raise RuntimeError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp.dbuffer import Comm
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.slot import local_of
 
 __all__ = ["Usage"]
 
@@ -27,60 +26,45 @@ class Usage:
         # Whether all are used, by groups and by which of their parameters are trainable.
         self._known: dict[tuple[int, ...], bool] = {}
 
-    def of(
-        self, groups: list[Group], completed: list[int], comm: Comm
-    ) -> tuple[list[list[bool]], list[int]]:
+    def of(self, groups: list[Group], comm: Comm) -> list[list[bool]]:
         """One flag per slot of each group that was reduced. Collective.
 
         Args:
-            groups: those that were reduced, in the order of reduction.
-            completed: positions in ``groups``, in the order in which this rank completed them.
+            groups: those that were reduced, in an order that all ranks have.
             comm: of the ranks that reduced.
-
-        Returns:
-            The flags, and the order in which the first rank completed the groups, where that was
-            asked for (else empty).
         """
         local = [[slot.used for slot in group.slots] for group in groups]
         everything = [[True] * len(flags) for flags in local]
         if self.mode == "zeros":
-            return everything, []
+            return everything
         if comm.size * comm.num_replicas == 1:
-            return local, []
+            return local
         wanted = [[slot.sharded.requires_grad for slot in group.slots] for group in groups]
         trainable = tuple(flag for flags in wanted for flag in flags)
         key = (*map(id, groups), *trainable)
         if self.mode == "auto" and self._known.get(key):
             # A backward that is not for the parameters at all (autograd.grad of the inputs)
             # must not leave zeros behind.
-            return (everything if any(any(flags) for flags in local) else local), []
-        order: list[int] = []
+            return everything if any(any(flags) for flags in local) else local
         if key not in self._known:
-            flat, order = _ask_store(local, completed, comm)
+            flat = _ask_store(local, comm)
             self._known[key] = all(u or not w for u, w in zip(flat, trainable, strict=True))
         else:
-            flat = _ask_ranks(local, comm, groups[0].buffer.shard.device)
+            flat = _ask_ranks(local, comm, local_of(groups[0].slots[0].sharded).device)
         flags = iter(flat)
-        return [[next(flags) for _ in group] for group in local], order
+        return [[next(flags) for _ in group] for group in local]
 
 
-def _ask_store(
-    local: list[list[bool]], completed: list[int], comm: Comm
-) -> tuple[list[bool], list[int]]:
-    """The flags of all ranks or-ed, and the first rank's order of completion."""
-    flat = [flag for flags in local for flag in flags]
-    answer = json.dumps({"used": "".join("01"[flag] for flag in flat), "order": completed})
+def _ask_store(local: list[list[bool]], comm: Comm) -> list[bool]:
+    """The flags of all ranks or-ed."""
+    answer = "".join("01"[flag] for flags in local for flag in flags)
     for group in comm.reducing_groups:
         answer = exchange("used parameters", answer, group, _merged)
-    found = json.loads(answer)
-    return [flag == "1" for flag in found["used"]], found["order"]
+    return [flag == "1" for flag in answer]
 
 
 def _merged(payloads: list[str]) -> str:
-    found = [json.loads(payload) for payload in payloads]
-    flags_of_parameters = zip(*(each["used"] for each in found), strict=True)
-    used = ["1" if "1" in flags else "0" for flags in flags_of_parameters]
-    return json.dumps({"used": "".join(used), "order": found[0]["order"]})
+    return "".join("1" if "1" in flags else "0" for flags in zip(*payloads, strict=True))
 
 
 def _ask_ranks(local: list[list[bool]], comm: Comm, device: torch.device) -> list[bool]:

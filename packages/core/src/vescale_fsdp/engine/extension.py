@@ -1,0 +1,439 @@
+"""Parameters that gather themselves: tensor subclasses with FSDP2's two methods.
+
+A subclass says what travels (bf16 instead of fp32, codes with a scale) and what forward sees::
+
+    local part  --fsdp_pre_all_gather-->  inputs        any number, of any dtype, and metadata
+    inputs      --one even all-gather-->  outputs       the rows of all ranks, by input
+    outputs     --fsdp_post_all_gather->  the gathered parameter, or None: written into ``out``
+
+Such a parameter is a group of its own, cut into rows as ``Shard(0)`` has them. Its local part stays
+an instance of the subclass, so that the optimizer and the state dict see it; there is no flat
+shard. Its gradients are plain, and go the way of all gradients.
+
+Outputs, and the tensors that the second method names, have memory while the parameter is gathered.
+Autograd saves views of them, so their storages stay and their memory comes and goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy, pool_for
+from vescale_fsdp.dbuffer.memory import Region, make_region
+from vescale_fsdp.engine.agreement import exchange
+from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.group import Group, GroupState, checked_local
+from vescale_fsdp.engine.parallel import local_data, spec_at_rest
+from vescale_fsdp.engine.reduce import ParameterBuffer
+from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of
+from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.ragged import contiguous_strides
+
+__all__ = ["ExtensionGroup", "gathers_itself"]
+
+_MESSAGE_ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
+
+_Kind = tuple[torch.Size, torch.dtype]  # of an input
+
+
+def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
+    """Whether a parameter has to be a group of its own that gathers itself.
+
+    A wrapper of other tensors always is: no flat buffer can hold it. It may get the methods until
+    the first gather; without them its values travel, and forward sees a plain tensor. A subclass
+    without ``__torch_dispatch__`` is not: no DTensor holds it, and so it is a plain tensor at rest,
+    as with FSDP2.
+
+    Args:
+        dim: d, where ``shard_placement_fn`` wants ``Shard(d)``.
+
+    Raises:
+        AssertionError: it has one of the two methods only.
+        ValueError: it is a scalar, which has no rows.
+        NotImplementedError: it shall be cut along another dimension than the first.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # a DTensor holds what dispatch preserves
+        local = local_data(param)
+    if not (_has_methods(local, fqn) or compat.is_wrapper(local)):
+        return False
+    if param.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters of a tensor subclass. Change {fqn} to "
+            "a 1D tensor with numel equal to 1."
+        )
+    if dim:
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn wants Shard({dim}) for {fqn!r}, a "
+            f"{type(local).__name__} that gathers itself, by rows; return None or Shard(0) for it"
+        )
+    return True
+
+
+def _has_methods(local: torch.Tensor, fqn: str) -> bool:
+    has_pre, has_post = (
+        hasattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+    )
+    if has_pre != has_post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: {type(local).__name__}, of parameter {fqn!r}, has only "
+            f"fsdp_{'pre' if has_pre else 'post'}_all_gather"
+        )
+    return has_pre
+
+
+@dataclass(frozen=True)
+class _NoBuffer:
+    """What gradients need to know of a parameter that lies in no buffer."""
+
+    layout: ShardLayout
+    rank: int
+    shard: torch.Tensor  # without elements
+    full_dtype: torch.dtype
+
+
+class _Outputs:
+    """What a gather brings: one tensor per input, of the rows of all ranks.
+
+    Memory: none until `start_gather`, none after `release`.
+    """
+
+    def __init__(self, kinds: Sequence[_Kind], num_ranks: int, device: torch.device) -> None:
+        self.kinds = list(kinds)
+        self.tensors: list[torch.Tensor] = []
+        self._regions: list[Region] = []
+        self._bytes: list[torch.Tensor] = []  # the same memory, [ranks, bytes of one input]
+        for shape, dtype in kinds:
+            num_bytes = shape.numel() * dtype.itemsize
+            region = make_region(num_ranks * num_bytes, device)
+            region.materialize()  # ``set_`` checks bounds
+            rows = (num_ranks * shape[0], *shape[1:]) if shape else (num_ranks,)
+            # Each with a version counter of its own, see `dbuffer.flat`.
+            self.tensors.append(_view(region, dtype, rows, device))
+            self._bytes.append(_view(region, torch.uint8, (num_ranks, num_bytes), device))
+            self._regions.append(region)
+        self.release()
+
+    @property
+    def storages(self) -> set[int]:
+        """The ``_cdata`` of each."""
+        return {region.storage._cdata for region in self._regions}
+
+    def release(self) -> None:
+        """Take the memory away. No gather may be in flight."""
+        for region in self._regions:
+            region.release()
+
+    def start_gather(
+        self, inputs: Sequence[torch.Tensor], comm: Comm, custom: Any, pool: SlabPool
+    ) -> ThenCopy:
+        """Issue one all-gather of all inputs, as bytes.
+
+        Cost: with one input it is written in place. With several they travel in one message, and
+        one copy per input takes them to their place when it is waited for.
+        """
+        for region in self._regions:
+            region.materialize()
+        sizes = [part.shape[1] for part in self._bytes]
+        num_bytes = -(-sum(sizes) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
+        in_place = sizes == [num_bytes]
+        lent = None if in_place else pool.take(comm.size * num_bytes, torch.uint8)
+        messages = self._bytes[0] if lent is None else lent.view(comm.size, num_bytes)
+        columns = messages[:, : sum(sizes)].split(sizes, dim=1)
+        for column, tensor in zip(columns, inputs, strict=True):
+            column[comm.rank].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        work = comm.start_gather_of_messages(messages, custom)
+
+        def arrive() -> None:
+            if lent is not None:
+                for place, column in zip(self._bytes, columns, strict=True):
+                    place.copy_(column)
+                pool.give(lent)
+
+        return ThenCopy(work, arrive)
+
+
+class ExtensionGroup(Group):
+    """One parameter that gathers itself. Its life is that of any group.
+
+    Args:
+        mp_policy: as of ``fully_shard``; the first method is given it.
+        params: the one parameter.
+        options: as of `Group`.
+
+    A codec does not apply: the subclass says what travels. Gradients travel in the dtype that the
+    second method is told, whatever that of the gathered parameter.
+
+    Cost: of a gather, one all-gather of what the first method returns, and what the two methods do.
+    The first gather compares the sizes of the inputs through the store.
+    """
+
+    def __init__(
+        self,
+        mp_policy: MixedPrecisionPolicy,
+        params: list[ParamToShard],
+        axes: Axes,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        self._mp_policy, self._mesh = mp_policy, _shard_mesh(axes)
+        self._outputs: _Outputs | None = None  # None until the first gather
+        self._inner: list[tuple[torch.UntypedStorage, int]] = []  # freed too, with their bytes
+        self._metadata: Any = None  # from the first method to the second
+        super().__init__(params, axes, device, **options)
+
+    def _allocate(
+        self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
+    ) -> ParameterBuffer:
+        self._rests_on, self._outputs, self._inner = device, None, []
+        self._param_dtype = dtype
+        if self.compute_dtype is not None and dtype.is_floating_point:
+            self._param_dtype = self.compute_dtype
+        self.pool = pool_for(self._compute_device)
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        return _NoBuffer(self.layout, self.rank, nothing, self._param_dtype)
+
+    def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
+        # The operators that FSDP2 asks of a subclass too, and no others.
+        chunks = torch.chunk(data, self.num_shards)
+        part = chunks[self.rank] if self.rank < len(chunks) else data.narrow(0, 0, 0)
+        with torch.no_grad():
+            own = part.new_zeros(part.shape).copy_(part)
+        return self._at_rest(own)
+
+    def _at_rest(self, own: torch.Tensor) -> torch.Tensor:
+        if own.device.type != self._rests_on.type:
+            own = own.to(self._rests_on)
+        pins = self._pin_memory and own.device.type == "cpu" and not own.is_pinned()
+        return own.pin_memory() if pins else own
+
+    def _make_gathered(self) -> None:
+        """Nothing yet: the second method makes it, in the first gather."""
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the parameter has no data yet."""
+        return self.slots[0].local.is_meta
+
+    # Gathers
+
+    def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
+        """Issue the all-gather, unless the parameter is there or on its way.
+
+        Raises:
+            AssertionError: one of the methods is missing, or the first has another signature; or,
+                in the first gather and on every rank, an uneven part was not padded.
+            RankMismatchError: ranks send inputs of different sizes.
+        """
+        if self.state is GroupState.SHARDED:
+            if local_of(self.slots[0].sharded) is not self.slots[0].local:
+                self.rebind()
+            inputs = self._inputs()
+            kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
+            if self._outputs is None or self._outputs.kinds != kinds:
+                self._agree_on(kinds, comm)
+                self.slots[0].gathered, self._inner = None, []
+                self._outputs = _Outputs(kinds, comm.size, self._compute_device)
+            self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
+            self.state = GroupState.GATHERING
+
+    def _inputs(self) -> Sequence[torch.Tensor]:
+        """What the first method returns; its metadata waits for the second."""
+        (slot,) = self.slots
+        local = slot.local
+        has_methods = _has_methods(local, slot.fqn)
+        if self._offloads:
+            local = local.to(self._compute_device, non_blocking=True)
+        if not has_methods:
+            return (self._values(local),)
+        pre: Callable[..., Any] = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        signature = inspect.signature(pre)
+        module = slot.sites[0][0]() if slot.sites else None
+        shape = slot.shape
+        given = (self._mesh, shape, contiguous_strides(shape), module, self._mp_policy)
+        if len(signature.parameters) not in (1, len(given)):
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {signature} of {type(local).__name__}\nExpects "
+                "fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy), or "
+                "the mesh alone"
+            )
+        inputs: Sequence[torch.Tensor]
+        inputs, self._metadata = pre(*given[: len(signature.parameters)])
+        return inputs
+
+    def _values(self, local: torch.Tensor) -> torch.Tensor:
+        """What a wrapper without the methods sends: plain rows, the missing ones zero."""
+        rows = -(-self.slots[0].shape[0] // self.num_shards)
+        size = (rows, *local.shape[1:])
+        values = torch.zeros(size, dtype=self._param_dtype, device=local.device)
+        values[: local.shape[0]].copy_(local)
+        return values
+
+    def _agree_on(self, kinds: list[_Kind], comm: Comm) -> None:
+        """Raise on every rank unless all of them send inputs of the same shapes and dtypes."""
+        mine = json.dumps([f"{tuple(shape)} {dtype}" for shape, dtype in kinds])
+        answer = exchange("inputs of an extension", mine, comm.gather_group, _differing)
+        if not answer:
+            return
+        (slot,) = self.slots
+        rows = slot.shape[0]
+        if rows % self.num_shards == 0:
+            raise RankMismatchError(
+                f"fsdp_pre_all_gather of parameter {slot.fqn!r} returned inputs of different "
+                f"sizes: {answer}. Return the same shapes and dtypes on every rank"
+            )
+        padded = (-(-rows // self.num_shards), *slot.shape[1:])
+        raise AssertionError(
+            "When a parameter is unevenly sharded by FSDP "
+            f"(orig size={tuple(slot.shape)}, FSDP world size={self.num_shards}), "
+            "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
+            f"{padded} but got, for parameter {slot.fqn!r}, {answer}"
+        )
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gather, and have the second method make the parameter of it."""
+        if self.state is GroupState.GATHERING:
+            self._wait()
+            self._make_parameter()
+        super().finish_gather()
+
+    def _make_parameter(self) -> None:
+        (slot,) = self.slots
+        assert self._outputs is not None, "start_gather comes first"
+        post: Callable[..., Any] = getattr(slot.local, "fsdp_post_all_gather", _as_it_came)
+        given = (tuple(self._outputs.tensors), self._metadata, self._param_dtype)
+        self._metadata = None
+        if slot.gathered is not None:
+            for storage, num_bytes in self._inner:
+                storage.resize_(num_bytes)
+            post(*given, out=slot.gathered)
+            return
+        whole, inner = post(*given)
+        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in inner)}
+        own = self._outputs.storages
+        self._inner = [(s, s.nbytes()) for key, s in storages.items() if key not in own]
+        # Without the padding of uneven rows.
+        shape = slot.shape
+        whole = torch.as_strided(whole, shape, contiguous_strides(shape), 0)
+        self._set_gathered(0, slot.in_forward(whole))
+
+    def keep_part(self, num_parts: int) -> None:
+        """Reshard: what was gathered is not made of equal parts, so backward gathers it whole."""
+        self.reshard()
+
+    def _release(self) -> None:
+        self._metadata = None
+        if self._outputs is not None:
+            self._outputs.release()
+        for storage, _ in self._inner:
+            storage.resize_(0)
+
+    def gathered_storages(self) -> set[int]:
+        """Of what a reshard frees: the ``_cdata`` of each storage."""
+        own = set() if self._outputs is None else self._outputs.storages
+        return own | {storage._cdata for storage, _ in self._inner}
+
+    def write_back(self) -> None:
+        """Not there: what was gathered is another representation of the local parts.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"unsharded(writeback=True) of parameter {self.slots[0].fqn!r}, which gathers itself, "
+            "is not there yet; change the sharded parameter in place"
+        )
+
+    # Gradients
+
+    def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        local = super()._in_buffer(slot, gradient)
+        if not compat.is_wrapper(local):
+            return local
+        # An operator with a wrapper runs once per wrapped tensor: an addition would add them all.
+        plain = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        return plain.copy_(local)
+
+    # Rebinding
+
+    def rebind(self, *, may_wait: bool = False) -> None:
+        """Take over the parameter that is registered now, after somebody converted or replaced it.
+
+        Raises:
+            ValueError: its shape or placement is another.
+        """
+        assert self.is_sharded, "the sharded parameter is registered"
+        (slot,) = self.slots
+        param = slot.registered()
+        if param is slot.sharded and local_of(param) is slot.local:
+            return
+        local = checked_local(param, slot)
+        if not local.is_meta and not self._offloads:
+            self._compute_device = local.device
+        slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
+        slot.sharded, slot.gathered = param, None
+        slot.register(param)
+        buffer = self._allocate([slot.shape], local.dtype, local.device)
+        slot.local = local
+        self.gradients.bind(buffer, self.slots, self.pool)
+
+    def copied(self, memo: dict[int, Any], on_gradient: Callable[[], None]) -> Group:
+        """A group of its own with the same data, for ``copy.deepcopy``."""
+        assert self.is_sharded, "the unit has released it"
+        (slot,) = self.slots
+        twin = copy.copy(self)
+        twin.on_gradient, twin._work = on_gradient, None
+        buffer = twin._allocate([slot.shape], slot.local.dtype, slot.local.device)
+        part = twin._at_rest(slot.local.new_zeros(slot.local.shape).copy_(slot.local))
+        sharded = nn.Parameter(slot.wrap(part), requires_grad=slot.sharded.requires_grad)
+        sharded.grad = copy.deepcopy(slot.sharded.grad, memo)
+        memo[id(slot.sharded)] = sharded
+        local = local_of(sharded)
+        twin.slots = [
+            replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
+        ]
+        twin.gradients = self.gradients.copied(buffer, twin.slots, twin.pool)
+        return twin
+
+
+def _as_it_came(
+    outputs: tuple[torch.Tensor, ...], *_: Any, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """The second method of a wrapper that has none: what has arrived is the parameter."""
+    return None if out is not None else (outputs[0], ())
+
+
+def _differing(payloads: list[str]) -> str:
+    """What two ranks have that differs, in words; empty if nothing does."""
+    for rank, payload in enumerate(payloads):
+        if payload != payloads[0]:
+            return f"{payloads[0]} on the first rank and {payload} on rank {rank} after it"
+    return ""
+
+
+def _shard_mesh(axes: Axes) -> DeviceMesh:
+    """The axis that shards, as a mesh of its own: what the first method may communicate over."""
+    if axes.mesh.ndim == 1:
+        return axes.mesh
+    names = axes.mesh.mesh_dim_names
+    assert names is not None, "fully_shard refuses unnamed meshes of several axes"
+    return axes.mesh[names[axes.shard]]
+
+
+def _view(
+    region: Region, dtype: torch.dtype, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    view = torch.empty(0, dtype=dtype, device=device)
+    return view.set_(region.storage, 0, tuple(shape), contiguous_strides(shape))

@@ -1,0 +1,142 @@
+"""The reductions of one backward, in the order that all ranks have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vescale_fsdp.dbuffer import Comm
+from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.order import AT_THE_END, Walk
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+__all__ = ["Due", "Reductions"]
+
+
+class Due(NamedTuple):
+    """A group that is to be reduced in a backward."""
+
+    number: int  # of the group, the same on all ranks
+    group: Group
+    unit: Unit
+    unit_index: int
+
+
+class Reductions:
+    """Issues the reductions of one backward, and waits for them.
+
+    A group is reduced when all of its gradients are there, the groups before it have been issued,
+    and as many gathers lie behind as its place in the order says. The last keeps ranks that skip
+    units from waiting for each other in a circle (docs/design/schedule.md).
+
+    Args:
+        due: the groups to reduce, in the order to take where none is recorded.
+        walk: the backward. While it records, nothing is issued but what `issue` is told, and the
+            rest at the end.
+        in_agreement: whether orders are recorded together with all ranks. Without that the order
+            is that of ``due``, and holds from the first backward.
+        comm_of: the communicators of a group.
+        most: how many may be under way.
+    """
+
+    def __init__(
+        self,
+        due: Sequence[Due],
+        walk: Walk,
+        in_agreement: bool,
+        comm_of: Callable[[Group], Comm],
+        most: int,
+    ) -> None:
+        self._due = {item.number: item for item in due}
+        self._walk = walk
+        self._records = in_agreement and walk.is_recording
+        self._finds_skipped = in_agreement and not walk.is_recording
+        if self._finds_skipped:
+            self._queue = deque(walk.order.reductions)
+        else:
+            self._queue = deque((item.number, 0) for item in due)
+        self._comm_of = comm_of
+        self._most = most
+        self._numbers = {id(item.group): item.number for item in due}
+        self._complete: dict[int, None] = {}  # numbers of groups, as they became complete
+        self._issued: set[int] = set()
+        self._flying: deque[Group] = deque()
+
+    @property
+    def groups(self) -> list[Group]:
+        """All that are to be reduced."""
+        return [item.group for item in self._due.values()]
+
+    @property
+    def ready(self) -> list[int]:
+        """The groups that are complete and not issued, as they became complete."""
+        return [number for number in self._complete if number not in self._issued]
+
+    def complete(self, groups: Iterable[Group]) -> None:
+        """These groups have all of their gradients."""
+        for group in groups:
+            number = self._numbers.get(id(group))
+            if number is not None:
+                self._complete.setdefault(number)
+        self.proceed()
+
+    def complete_rest(self) -> None:
+        """The backward has ended on this rank: no more gradients come."""
+        for number in self._due:
+            self._complete.setdefault(number)
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Issue what only waited for its place. To be called after each move of the walk."""
+        while not self._records and self._queue:
+            number, place = self._queue[0]
+            if place > self._walk.place:
+                break
+            if number not in self._complete and not self._is_skipped(number):
+                break
+            self._queue.popleft()
+            self._issue(number)
+
+    def _is_skipped(self, number: int) -> bool:
+        # At its place on other ranks, and nothing of it is under way here.
+        item = self._due[number]
+        has_run = item.unit_index in self._walk.ran
+        return self._finds_skipped and not has_run and not item.unit.awaits_backward
+
+    def issue(self, numbers: Iterable[int]) -> None:
+        """While recording: issue these now, as all ranks do."""
+        for number in numbers:
+            self._walk.order.reductions.append((number, self._walk.place))
+            self._issue(number)
+
+    def finish(self) -> None:
+        """Issue what is left, and wait for everything."""
+        for number in self._due:
+            if number not in self._issued:
+                if self._records:
+                    self._walk.order.reductions.append((number, AT_THE_END))
+                self._issue(number)
+        self._land(0)
+        for group in self.groups:  # gradients that came after their group was thought complete
+            if group.gradients.are_waiting:
+                self._start(group)
+        self._land(0)
+        for group in self.groups:
+            group.gradients.finish_sum()
+
+    def _issue(self, number: int) -> None:
+        self._issued.add(number)
+        self._start(self._due[number].group)
+
+    def _start(self, group: Group) -> None:
+        self._land(self._most - 1)
+        group.gradients.start_reduce(self._comm_of(group))
+        self._flying.append(group)
+
+    def _land(self, most: int) -> None:
+        """Wait for the oldest reductions until ``most`` are in flight."""
+        while len(self._flying) > most:
+            self._flying.popleft().gradients.finish_reduce()
