@@ -52,6 +52,7 @@ __all__ = [
     "is_fsdp2_collective",
     "is_wrapper",
     "mesh_group",
+    "mesh_over",
     "new_group",
     "process_group_collectives",
     "queue_backward_callback",
@@ -142,6 +143,20 @@ def group_over(ranks: list[int]) -> dist.ProcessGroup:
     if key not in known:
         known[key] = new_group(ranks)
     return known[key]
+
+
+def mesh_over(ranks: list[int], device_type: str) -> DeviceMesh:
+    """A mesh of one axis over these global ranks, in this order, made at first use and kept.
+
+    All of them call.
+    """
+    group = group_over(ranks)
+    if group not in _MESHES:
+        _MESHES[group] = DeviceMesh.from_group(group, device_type, mesh_dim_names=("data",))
+    return _MESHES[group]
+
+
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

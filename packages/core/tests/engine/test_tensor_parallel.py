@@ -201,6 +201,7 @@ def check_named_axes(names: tuple[str, ...], sizes: tuple[int, ...], dims: Any) 
     ("names", "sizes", "dims"),
     [
         (("data", "tensor"), (2, 2), DataParallelMeshDims(shard="data")),
+        (("data", "tensor"), (2, 2), DataParallelMeshDims(replicate="data")),  # DDP
         (("data", "pod", "tensor"), (2, 1, 2), DataParallelMeshDims(shard=("data", "pod"))),
         (
             ("pod", "data", "tensor"),

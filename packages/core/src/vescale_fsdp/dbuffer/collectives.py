@@ -49,6 +49,7 @@ class Comm:
     reduction: Reduction
     replica_group: dist.ProcessGroup | None = None
     num_replicas: int = 1
+    replica: int = 0  # of this rank among them
 
     @property
     def reducing_groups(self) -> list[dist.ProcessGroup]:
@@ -61,6 +62,7 @@ class Comm:
         custom: Any = None,
         codec: Codec | None = None,
         pool: SlabPool | None = None,
+        inner: torch.Tensor | None = None,
     ) -> dist.Work | ThenCopy | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
@@ -68,6 +70,7 @@ class Comm:
             custom: a gather that the user supplies (see `custom`).
             codec: writes what travels (see `codec`).
             pool: lends the memory of its messages.
+            inner: this rank's part in the full face's dtype, where it is more than the shard.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
@@ -76,17 +79,17 @@ class Comm:
         buffer.full.materialize()
         if full.numel() == 0:
             return None
+        own = buffer.shard if inner is None else inner
         if self.size == 1 and codec is None:
-            full.copy_(buffer.shard)
+            full.copy_(own)
             return None
-        own = buffer.shard
         if codec is not None:
             assert pool is not None, "messages need memory"
             layout, group = buffer.layout, self.gather_group
             return start_encoded_gather(codec, layout, own, full, self.rank, pool, group)
         if custom is not None:
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
-        if own.dtype != full.dtype or own.device != full.device:
+        if inner is None and (own.dtype != full.dtype or own.device != full.device):
             own = buffer.own_slice()
             own.copy_(buffer.shard, non_blocking=True)
         return compat.all_gather_single(full, own, self.gather_group)
@@ -171,13 +174,27 @@ class Comm:
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
 
-    def start_replica_sum(self, shard: torch.Tensor) -> dist.Work:
-        """Start summing a reduced shard over the replicas, in place.
+    def start_replica_sum(
+        self, shard: torch.Tensor, pool: SlabPool, *, averages: bool, cuts: bool
+    ) -> PendingReduce:
+        """Start summing a reduced shard over the replicas.
 
-        Cost: one all-reduce of the shard.
+        Args:
+            shard: flat; the sum may be made in place.
+            pool: lends memory until `PendingReduce.finish`.
+            averages: divide the sum by the number of replicas.
+            cuts: leave each replica with its part of the sum.
+
+        Cost: one all-reduce of the shard, or one reduction as `start_reduce`.
         """
         assert self.replica_group is not None, "only called where there are replicas"
-        return compat.all_reduce(shard, self.replica_group)
+        divisor = float(self.num_replicas) if averages else 1.0
+        if cuts:
+            group, size = self.replica_group, self.num_replicas
+            outer = Comm(group, group, self.replica, size, self.reduction)
+            return outer.start_reduce(shard, shard.dtype, pool, divisor, only_sums=True)
+        work = compat.all_reduce(shard, self.replica_group)
+        return PendingReduce(shard.dtype, done=shard, work=work, divisor=divisor)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_sha
 from vescale_fsdp.engine.pipelining import register_state, state_of
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
+from vescale_fsdp.engine.zero_table import row_of
 
 __all__ = ["fully_shard"]
 
@@ -45,6 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    sharding: str | None = None,
     granularity: Granularity | GranularityPolicy | None = None,
     unused: Literal["auto", "exchange", "zeros"] = "auto",
     in_flight: int = 2,
@@ -76,6 +78,12 @@ def fully_shard(
         ignored_params: are left alone: not sharded, not reduced.
         dp_mesh_dims: ``mesh`` has all axes of the job, the parameters are DTensors on it, and this
             names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
+            Without axes to shard over the parameters stay whole (DDP).
+        sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.zero_table`): "ddp",
+            "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. Instead of
+            ``reshard_after_forward``. With all but "ddp", "zero1" and None a backward whose
+            synchronization is switched off still reduces along the axis that cuts, so that
+            gradients are cut while they accumulate.
         granularity: what must not be cut: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: cut anywhere, which costs the least padding.
@@ -102,8 +110,8 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        NotImplementedError: a parameter is unevenly cut by tensor parallelism; ``dp_mesh_dims``
-            without an axis to shard over.
+        NotImplementedError: a parameter is unevenly cut by tensor parallelism; or "hsdp_zero1" of
+            one that is a DTensor, or that gathers itself.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
@@ -113,12 +121,16 @@ def fully_shard(
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight)
     mesh = _default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
+    row = row_of(sharding, axes.num_axes, reshard_after_forward)
+    if sharding is not None:
+        axes = axes.as_in(row)
+        reshard_after_forward = None if row.cuts_parameters else False
     device = _device(mesh)
     ignored = set(ignored_params or ())
     params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn)
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
-    unit = Unit(modules, mp_policy, reshard, unused, in_flight)
+    unit = Unit(modules, mp_policy, reshard, unused, in_flight, row)
     unit.num_parts = num_parts
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)
@@ -204,6 +216,11 @@ def _make_groups(
     groups = []
     for (on_meta, *_), members in by_kind.items():
         extends = members[0].extends
+        if extends and (members[0].axes.shard is None or members[0].axes.cuts_outside):
+            raise NotImplementedError(
+                f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can only be "
+                "cut over one axis so far; use sharding='zero3' or 'hsdp'"
+            )
         make = partial(ExtensionGroup, unit.mp_policy) if extends else Group
         groups.append(
             make(

@@ -95,7 +95,6 @@ def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:
     Raises:
         ValueError, AssertionError: not a mesh of one axis, or two named ones, with this rank in
             it; or ``dp_mesh_dims`` names axes that it does not have.
-        NotImplementedError: ``dp_mesh_dims`` without an axis to shard over.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -131,9 +130,4 @@ def _named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> tuple[tuple[str, ...], t
             raise ValueError(
                 f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
             )
-    if not shard:
-        raise NotImplementedError(
-            f"fully_shard: dp_mesh_dims={dp_mesh_dims} without an axis to shard over (DDP) is not "
-            "there yet in vescale_fsdp; name one, of size 1 if need be"
-        )
     return tuple(shard), tuple(replicate)

@@ -11,7 +11,7 @@ inner axis shards, the outer one holds replicas of the same shards. Four ranks a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.zero_table import Row
 
 __all__ = ["Axes"]
 
@@ -29,12 +30,13 @@ class Axes:
     """The axes of a mesh by what they do for a group of parameters."""
 
     mesh: DeviceMesh
-    shard: int  # the axis that shards
+    shard: int | None  # the axis that shards; None: all ranks hold everything
     replicate: int | None = None  # the axis that holds replicas, if there is one
     whole: DeviceMesh | None = (
         None  # with all axes of the job, if its parameters are DTensors on it
     )
     data_names: tuple[str, ...] = ()  # of the axes of ``whole`` that this class is about
+    cuts_outside: bool = False  # whether what rests is cut over the replicas too
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -47,7 +49,14 @@ class Axes:
         """Axes of a mesh that has others too, by name; several names are flattened into one."""
         parts = [_part(whole, names) for names in (replicate, shard) if names]
         mesh = parts[0] if len(parts) == 1 else compat.concatenate_meshes(parts)
-        return cls(mesh, mesh.ndim - 1, 0 if replicate else None, whole, (*replicate, *shard))
+        cut = mesh.ndim - 1 if shard else None
+        return cls(mesh, cut, 0 if replicate else None, whole, (*replicate, *shard))
+
+    def as_in(self, row: Row) -> Axes:
+        """These axes, used as a row of the table of ZeRO's stages says."""
+        if not row.cuts_states:
+            return replace(self, shard=None, replicate=0)
+        return replace(self, cuts_outside=row.cuts_states_outside and self.num_replicas > 1)
 
     @property
     def inner_names(self) -> tuple[str, ...]:
@@ -55,16 +64,29 @@ class Axes:
         names = self.whole.mesh_dim_names if self.whole is not None else None
         return tuple(name for name in names or () if name not in self.data_names)
 
+    def _place(self, axis: int | None) -> int:
+        coordinate = self.mesh.get_coordinate()  # the group's own ranks may be in another order
+        assert coordinate is not None, "the caller is part of the mesh"
+        return 0 if axis is None else int(coordinate[axis])
+
     @cached_property
     def rank(self) -> int:
         """Of the caller along the axis that shards."""
-        coordinate = self.mesh.get_coordinate()  # the group's own ranks may be in another order
-        assert coordinate is not None, "the caller is part of the mesh"
-        return int(coordinate[self.shard])
+        return self._place(self.shard)
+
+    @cached_property
+    def replica(self) -> int:
+        """Of the caller along the axis that holds replicas."""
+        return self._place(self.replicate)
+
+    @property
+    def num_axes(self) -> int:
+        """One, or two with replicas of shards."""
+        return 1 if self.shard is None or self.replicate is None else 2
 
     @property
     def num_shards(self) -> int:
-        return int(self.mesh.size(self.shard))
+        return 1 if self.shard is None else int(self.mesh.size(self.shard))
 
     @property
     def num_replicas(self) -> int:
@@ -73,6 +95,8 @@ class Axes:
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold one replica together, the caller among them."""
+        if self.shard is None:
+            return (dist.get_rank(),)
         return tuple(compat.axis_ranks(self.mesh, self.shard))
 
     @cached_property
@@ -85,8 +109,30 @@ class Axes:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The mesh's own process groups: of the shards, then of the replicas."""
-        axes = [self.shard] if self.replicate is None else [self.shard, self.replicate]
+        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
         return [compat.mesh_group(self.mesh, axis) for axis in axes]
+
+    # What rests, between steps
+
+    @property
+    def resting_rank(self) -> int:
+        """Of the caller among all that cut what rests: those of one inner shard come together."""
+        if self.cuts_outside:
+            return self.rank * self.num_replicas + self.replica
+        return self.rank
+
+    @property
+    def num_resting_shards(self) -> int:
+        return self.num_shards * (self.num_replicas if self.cuts_outside else 1)
+
+    @cached_property
+    def resting_mesh(self) -> DeviceMesh:
+        """The mesh of the sharded parameters. Collective at the first call if it is a new one."""
+        if not self.cuts_outside:
+            return self.mesh
+        assert self.shard is not None, "a row that cuts outside cuts inside"
+        inner_first = self.mesh.mesh if self.shard == 0 else self.mesh.mesh.t()
+        return compat.mesh_over(inner_first.flatten().tolist(), self.mesh.device_type)
 
     def joined(self, inner: DeviceMesh) -> DeviceMesh:
         """The mesh of these axes and, after them, those of ``inner``.
@@ -106,7 +152,9 @@ class Axes:
         return self._joined[inner]
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
-        """One placement per axis of the mesh: ``sharded`` where it shards."""
+        """One placement per axis of the resting mesh: ``sharded`` where it shards."""
+        if self.cuts_outside:
+            return (sharded,)
         return tuple(
             sharded if axis == self.shard else Replicate() for axis in range(self.mesh.ndim)
         )

@@ -32,6 +32,7 @@ def comm_for(axes: Axes) -> Comm:
             reduction=choose_reduction(dist.get_backend(axes.groups[0])),
             replica_group=compat.new_group(list(axes.replica_ranks)) if has_replicas else None,
             num_replicas=axes.num_replicas,
+            replica=axes.replica,
         )
         _COMMS[key] = (dist.group.WORLD, comm)
     return comm

@@ -429,6 +429,7 @@ def _shard_mesh(axes: Axes) -> DeviceMesh:
         return axes.mesh
     names = axes.mesh.mesh_dim_names
     assert names is not None, "fully_shard refuses unnamed meshes of several axes"
+    assert axes.shard is not None, "fully_shard refuses what gathers itself where nothing is cut"
     return axes.mesh[names[axes.shard]]
 
 

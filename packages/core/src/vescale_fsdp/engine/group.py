@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, ThenCopy, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
 from vescale_fsdp.engine.reduce import Gradients, ParameterBuffer
@@ -76,7 +77,8 @@ class Group:
         on_gradient: Callable[[], None],
     ) -> None:
         self.axes = axes
-        self.rank, self.num_shards = axes.rank, axes.num_shards
+        self.rank, self.num_shards = axes.resting_rank, axes.num_resting_shards
+        self._inner_shard = InnerShard() if axes.cuts_outside else None
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self._compute_device, self._pin_memory = compute_device, pin_memory
         self._offloads = device.type != "meta" and device != compute_device
@@ -97,7 +99,9 @@ class Group:
         itemsize = params[0].data.element_size()
         warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
         buffer = self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
-        self.gradients = Gradients(buffer, self.slots, reduce_dtype, self.pool)
+        self.gradients = Gradients(
+            buffer, self.slots, reduce_dtype, self.pool, cuts_outside=axes.cuts_outside
+        )
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
             self.slots.append(self._new_slot(p, placement, self._own_part(index, p.data)))
         self._make_gathered()
@@ -117,6 +121,7 @@ class Group:
     def _allocate(
         self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
     ) -> ParameterBuffer:
+        self.drop_copies()
         floating = dtype.is_floating_point
         full_dtype = self.compute_dtype if self.compute_dtype and floating else dtype
         self.buffer = DBuffer(
@@ -210,11 +215,27 @@ class Group:
             else:
                 if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
                     self.rebind()  # a submodule was converted: its parameters left the shard
+                self.start_outer_gather(comm)
+                inner = None if self._inner_shard is None else self._inner_shard.wait()
                 self._work = comm.start_gather(
-                    self.buffer, self.custom_gather, self.codec, self.pool
+                    self.buffer, self.custom_gather, self.codec, self.pool, inner
                 )
             self._part_in_flight = part
             self.state = GroupState.GATHERING
+
+    def start_outer_gather(self, comm: Comm) -> None:
+        """Start to gather over the outer axis, where what rests is cut over that too."""
+        if self._inner_shard is not None and not self.is_on_meta:
+            assert comm.replica_group is not None, "what is cut outside has an outer axis"
+            version = self._version()
+            self._inner_shard.start_gather(
+                self.buffer, comm.replica_group, self.axes.replica, version
+            )
+
+    def drop_copies(self) -> None:
+        """Forget what was gathered from shards that may have changed since."""
+        if self._inner_shard is not None:
+            self._inner_shard.drop()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and give the modules the gathered parameters."""
@@ -277,6 +298,7 @@ class Group:
         shard, own = self.buffer.shard, self.buffer.own_slice().to(self.buffer.shard.device)
         changed = own != shard.to(own.dtype)
         shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+        self.drop_copies()
 
     def mark_kept(self) -> None:
         """Remember the weights that are gathered now, for `is_stale`."""
@@ -288,8 +310,9 @@ class Group:
         return self._version() != self._kept_version
 
     def _version(self) -> int:
-        # Of the wrapper: below it, where operators run on the local part, nothing is counted.
-        return sum(slot.sharded._version for slot in self.slots)
+        # Operators on the wrapper count there only; who writes to the local part, as checkpoints
+        # do, counts there.
+        return sum(s.sharded._version + local_of(s.sharded)._version for s in self.slots)
 
     # Gradients
 
@@ -367,6 +390,7 @@ class Group:
         assert self.is_sharded, "the unit has released it"
         twin = copy.copy(self)
         twin.on_gradient, twin._work = on_gradient, None
+        twin._inner_shard = None if self._inner_shard is None else InnerShard()
         shapes = [slot.shape for slot in self.slots]
         twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)
         twin.buffer.shard.copy_(self.buffer.shard)

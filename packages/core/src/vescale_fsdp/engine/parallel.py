@@ -88,8 +88,8 @@ def placements_of(
     axes: Axes, sharded: Placement, inner: DTensorSpec | None
 ) -> tuple[Placement, ...]:
     """The placements at rest: those of the data axes, then those of the inner parallelism."""
-    if inner is None:
-        return axes.placements(sharded)
+    if inner is None or axes.shard is None:
+        return (*axes.placements(sharded), *(inner.placements if inner is not None else ()))
     assert isinstance(sharded, RaggedShard | Shard), "a group is laid out as one of the two"
     dims = sharded.dims if isinstance(sharded, RaggedShard) else (sharded.dim,)
     split = math.prod(
@@ -112,7 +112,12 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
         ValueError: the meshes are not cut from one.
     """
     if inner is None:
-        return axes.mesh
+        return axes.resting_mesh
+    if axes.cuts_outside:
+        raise NotImplementedError(
+            f"fully_shard: sharding='hsdp_zero1' of {fqn!r}, a DTensor on {inner.mesh}, is not "
+            "there yet; use sharding='hsdp'"
+        )
     for axis, placement in enumerate(inner.placements):
         if isinstance(placement, Shard) and inner.shape[placement.dim] % inner.mesh.size(axis):
             raise NotImplementedError(

@@ -58,6 +58,7 @@ class Gradients:
         slots: the parameters, in the order of the buffer's layout.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         pool: lends the memory of what is not reduced yet.
+        cuts_outside: whether what rests is cut over the replicas too.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Gradients:
         slots: Sequence[Slot],
         reduce_dtype: torch.dtype | None,
         pool: SlabPool,
+        *,
+        cuts_outside: bool = False,
     ) -> None:
+        self._cuts_outside = cuts_outside
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
         self.only_sums = False  # whether the collective must not average
@@ -77,7 +81,7 @@ class Gradients:
         self._has_accumulated = False  # whether any rank may hold gradients that wait
         self._filling: GradientBuffer | None = None
         self._reducing: tuple[GradientBuffer, PendingReduce, Comm] | None = None
-        self._summing: tuple[torch.Tensor, torch.distributed.Work, Comm] | None = None
+        self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
         self.bind(buffer, slots, pool)
@@ -88,7 +92,7 @@ class Gradients:
 
     def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
         """For a copy of the group: the same settings, and no gradients on their way."""
-        twin = Gradients(buffer, slots, self._reduce_dtype, pool)
+        twin = Gradients(buffer, slots, self._reduce_dtype, pool, cuts_outside=self._cuts_outside)
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         return twin
@@ -154,7 +158,11 @@ class Gradients:
             reduced.add_(self._unsummed)
             self._unsummed = None
         if self.sums_replicas:
-            self._summing = (reduced, comm.start_replica_sum(reduced), comm)
+            averages = self.divide_factor is None
+            pending = comm.start_replica_sum(
+                reduced, self.pool, averages=averages, cuts=self._cuts_outside
+            )
+            self._summing = (reduced, pending)
         else:
             self._unsummed = reduced
 
@@ -162,11 +170,9 @@ class Gradients:
         """Wait for the sum over the replicas, if one is under way."""
         if self._summing is None:
             return
-        summed, work, comm = self._summing
+        _, pending = self._summing
+        summed = pending.finish()
         self._summing = None
-        work.wait()
-        if self.divide_factor is None:
-            summed.mul_(1.0 / comm.num_replicas)
         self._keep(summed)
 
     def _keep(self, reduced: torch.Tensor) -> None:

@@ -155,6 +155,9 @@ class Schedule:
         event, first.post_optim_event = first.post_optim_event, None
         if event is not None and torch.accelerator.is_available():
             torch.accelerator.current_stream().wait_event(event)
+        for unit in self.units():
+            for group in unit.groups:
+                group.start_outer_gather(self.comm(group))
         self._kind = (self._index[id(first)], method, wants_gradients)
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
         if wants_gradients:
@@ -392,10 +395,11 @@ class Schedule:
     def _begin_reductions(self) -> None:
         due = []
         for unit in self.units():
+            reduces = unit.requires_gradient_sync or unit.row.cuts_gradients
             for group in unit.groups:
                 group.gradients.sums_replicas = unit.requires_all_reduce
-                group.gradients.wait_for_more(not unit.requires_gradient_sync)
-                if unit.requires_gradient_sync and group.trainable:
+                group.gradients.wait_for_more(not reduces)
+                if reduces and group.trainable:
                     due.append(
                         Due(self._group_index[id(group)], group, unit, self._index[id(unit)])
                     )
@@ -482,7 +486,7 @@ def _describe(units: list[Unit]) -> list[str]:
         entries.append(
             f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, in "
             f"{unit.num_parts} parts, {unit.mp_policy}, unused={unit.unused!r}, "
-            f"in_flight={unit.in_flight})"
+            f"in_flight={unit.in_flight}, {unit.row})"
         )
         for group in unit.groups:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"

@@ -54,9 +54,11 @@ class Slot:
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """The sharded tensor around this rank's part, which is flat or has dimensions already."""
-        if self.dim is None:
+        if self.axes.shard is None:
+            part = part.view(self.shape)
+        elif self.dim is None:
             return wrap_local(part, self.spec, False)
-        if part.dim() != len(self.shape):
+        elif part.dim() != len(self.shape):
             part = part.view(-1 if part.numel() else 0, *self.shape[1:])
         if self.dim:
             part = part.movedim(0, self.dim)
@@ -64,7 +66,7 @@ class Slot:
 
     def flat(self, local: torch.Tensor) -> torch.Tensor:
         """The flat part that a local tensor of `wrap` holds."""
-        return local if self.dim is None else local.movedim(self.dim, 0).reshape(-1)
+        return (local.movedim(self.dim, 0) if self.dim else local).reshape(-1)
 
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the gathered parameter in the shape that it has in the buffer."""

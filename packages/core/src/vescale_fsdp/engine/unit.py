@@ -35,6 +35,7 @@ from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.tree import map_tensors
+from vescale_fsdp.engine.zero_table import Row
 
 __all__ = ["UNIT_ATTRIBUTE", "Unit", "unit_of", "units_in"]
 
@@ -48,6 +49,7 @@ class Unit:
         modules: those that ``fully_shard`` was called on; one, or several that gather together.
         mp_policy: dtypes of compute, reduction and outputs.
         reshard_after_forward: None means True, except for the root of a model in training.
+        row: what is cut between the passes and micro-batches of a step.
         unused, in_flight: as of ``fully_shard``; a root's values hold for its schedule.
     """
 
@@ -58,12 +60,14 @@ class Unit:
         reshard_after_forward: bool | None,
         unused: str,
         in_flight: int,
+        row: Row,
     ) -> None:
         self.module_refs = [weakref.ref(module) for module in modules]
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.num_parts = 1  # more: what forward releases is kept, one part on each of so many ranks
-        self.reshard_after_backward = True
+        self.row = row
+        self.reshard_after_backward = row.cuts_parameters
         self.unused, self.in_flight = unused, in_flight
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
@@ -354,7 +358,9 @@ class Unit:
                 "runs or its parameters are unsharded; copy it between steps"
             )
         self.reshard()
-        twin = Unit([], self.mp_policy, self.reshard_after_forward, self.unused, self.in_flight)
+        twin = Unit(
+            [], self.mp_policy, self.reshard_after_forward, self.unused, self.in_flight, self.row
+        )
         twin.num_parts, twin.reshard_after_backward = self.num_parts, self.reshard_after_backward
         twin.requires_gradient_sync = self.requires_gradient_sync
         twin.requires_all_reduce = self.requires_all_reduce
