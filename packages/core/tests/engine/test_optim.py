@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -152,9 +153,14 @@ def check_non_finite() -> None:
         if dist.get_rank() == 1:  # one rank's shard only
             local = next(p for p in model.parameters() if p.grad.to_local().numel())
             local.grad.to_local()[0] = math.nan
+        name = next(n for n, p in model.named_parameters() if p.grad.full_tensor().isnan().any())
+        place = [n for n, _ in model.named_parameters()].index(name)
+    finding = "is nan, so they cannot be clipped: gradients of 1 parameter are not finite: "
+    for given, called in ((model, f"'{name}'"), (model.parameters(), f"'parameter {place}'")):
+        text = re.escape(f"{finding}{called} has NaN on rank 1.")
+        with pytest.raises(vescale_fsdp.NonFiniteError, match=text):
+            vescale_fsdp.clip_grad_norm_(given, 1.0, error_if_nonfinite=True)
     assert vescale_fsdp.clip_grad_norm_(model, 1.0).isnan()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        vescale_fsdp.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
 def test_nan_in_one_shard_is_an_error_on_every_rank() -> None:

@@ -103,10 +103,10 @@ def fully_shard(
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
     gathers itself, as with FSDP2: one all-gather and one reduction more for each.
 
-    Ranks must call the same units in the same order. A difference in the first pass is an error on
-    every rank; later ones are not looked for, unless ``VESCALE_FSDP_CHECK_ORDER=1`` is set, which
-    costs a round through the store per gather. Parameters of one unit may be used on some ranks
-    only.
+    Ranks run their units in the same order, and may leave out any of them, where all units are on
+    one mesh. The order is settled in the first pass of each kind, which costs a round through the
+    store per gather, and differences there are an error on every rank; ``VESCALE_FSDP_CHECK_ORDER=1``
+    settles it in every pass. A unit that one rank leaves out is gathered there all the same.
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.finite import what_is_not_finite
+from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
 __all__ = ["clip_grad_norm_"]
@@ -38,27 +41,37 @@ def clip_grad_norm_(
     Cost: one all-reduce of one number per mesh axis, one kernel over the gradients.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set. It names the
+            parameters (by their places, if no module was given) and the ranks. A RuntimeError, as
+            of torch's function.
     """
-    if isinstance(params_or_module, nn.Module):
-        params_or_module = params_or_module.parameters()
-    elif isinstance(params_or_module, torch.Tensor):
-        params_or_module = [params_or_module]
-    grads = [param.grad for param in params_or_module if param.grad is not None]
+    params = _named(params_or_module)
+    grads = [param.grad for param in params.values() if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     total = _total_norm(grads, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
+        found = what_is_not_finite(params) or "each gradient is finite, their norm overflows"
+        raise NonFiniteError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
-            "cannot be clipped; find the parameter with a non-finite gradient, or pass "
-            "error_if_nonfinite=False"
+            f"cannot be clipped: {found}. Leave the step out (check_gradients with "
+            'policy="skip" does), or pass error_if_nonfinite=False'
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     torch._foreach_mul_([_local(grad) for grad in grads], coefficient)
     return total
+
+
+def _named(
+    params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> dict[str, nn.Parameter]:
+    if isinstance(params_or_module, nn.Module):
+        return dict(params_or_module.named_parameters())
+    if isinstance(params_or_module, torch.Tensor):
+        params_or_module = [params_or_module]
+    return {f"parameter {i}": cast(nn.Parameter, p) for i, p in enumerate(params_or_module)}
 
 
 def _total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:

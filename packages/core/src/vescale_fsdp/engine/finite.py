@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -24,7 +24,7 @@ from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
 
-__all__ = ["Policy", "check_gradients"]
+__all__ = ["Policy", "check_gradients", "what_is_not_finite"]
 
 Policy = Literal["raise", "skip", "ignore"]
 
@@ -117,6 +117,15 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     if local.layout != torch.strided:
         local = local.coalesce().values()
     return local.float() if local.dtype.itemsize == 1 else local
+
+
+def what_is_not_finite(params: Mapping[str, nn.Parameter]) -> str:
+    """A sentence that names the gradients that are not finite, on any rank; empty if all are.
+
+    Collective over the ranks that share the parameters: an exchange through the store.
+    """
+    group, _ = _voters(params.values())
+    return _find({name: p.grad for name, p in params.items() if p.grad is not None}, group)
 
 
 # Who votes
