@@ -70,9 +70,10 @@ def is_inside(index: int, known: set[int], units: Sequence[Named]) -> bool:
 def is_like(index: int, known: set[int], units: Sequence[Named]) -> bool:
     """Whether a known unit is of the same list, or the same part of another block."""
     unit = units[index]
+    others = [units[i] for i in known if units[i].name]
     return any(
         unit.pattern == other.pattern or (unit.parent == other.parent and unit.kind == other.kind)
-        for other in (units[i] for i in known)
+        for other in others
     )
 
 

@@ -1,0 +1,102 @@
+"""Orders of collectives, and how they are filled with units that have not run: integers only."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like
+from vescale_fsdp.engine.order import AT_THE_END, Order, Walk
+
+NAMES = ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y", "head"]
+# As in a ModuleList: blocks.0, blocks.1, ...; a, b and c above stand for them.
+UNITS = [
+    Named(".".join(["blocks", str("abc".index(part[0])), *part.split(".")[1:]]), "Block")
+    if (part := name) and part[0] in "abc"
+    else Named(name, "Other")
+    for name in NAMES
+]
+
+
+def order_of(*names: str) -> Order:
+    order = Order()
+    for name in names:
+        order.append(NAMES.index(name))
+    return order
+
+
+def names_in(order: Order) -> list[str]:
+    return [NAMES[unit] for unit in order.gathers]
+
+
+def fill_all(order: Order, *, is_backward: bool = False) -> list[str]:
+    fill(order, UNITS, lambda i, known: is_inside(i, known, UNITS), is_backward=is_backward)
+    return names_in(order)
+
+
+def test_units_that_have_not_run_come_where_they_are_defined() -> None:
+    assert fill_all(order_of("", "b", "b.x", "head")) == NAMES
+
+
+def test_in_backward_what_is_defined_later_comes_first() -> None:
+    found = fill_all(order_of("", "b", "b.x"), is_backward=True)
+    assert found == ["", "head", "c", "c.y", "c.x", "b", "b.y", "b.x", "a", "a.y", "a.x"]
+
+
+def test_the_order_of_the_same_parts_in_another_block_is_followed() -> None:
+    found = fill_all(order_of("", "a", "a.y", "a.x", "head"))
+    assert found == ["", "a", "a.y", "a.x", "b", "b.y", "b.x", "c", "c.y", "c.x", "head"]
+
+
+def test_parts_of_a_block_whose_forward_runs_again_come_forward_in_backward() -> None:
+    order = order_of("", "head", "b", "b.x")
+    order.recomputed = {NAMES.index("b"), NAMES.index("b.x")}
+    found = fill_all(order, is_backward=True)
+    assert found == ["", "head", "c", "c.x", "c.y", "b", "b.x", "b.y", "a", "a.x", "a.y"]
+
+
+def test_a_method_for_a_part_expects_what_is_like_that_part() -> None:
+    order = order_of("", "b", "b.x")
+    fill(order, UNITS, lambda i, known: is_like(i, known, UNITS), is_backward=False)
+    assert names_in(order) == ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_part_of_the_order_of_definition_is_filled_to_all_of_it(seed: int) -> None:
+    chance = random.Random(seed)
+    ran = [name for name in NAMES if name == "" or chance.random() < 0.4]
+    kept = [n for n in ran if "." not in n or n.split(".")[0] in ran]
+    assert fill_all(order_of(*kept)) == NAMES
+
+
+def test_a_reduction_keeps_its_distance_from_what_is_inserted() -> None:
+    order = order_of("c", "b", "a")
+    order.reductions = [(7, 1), (4, 2), (1, 3), (0, AT_THE_END)]
+    order.insert(1, NAMES.index("c.x"))
+    # That of c comes after the part that was inserted behind its gather.
+    assert order.reductions == [(7, 2), (4, 3), (1, 4), (0, AT_THE_END + 1)]
+
+
+def test_a_walk_yields_what_was_not_run_and_moves_past_it() -> None:
+    walk = Walk(order_of("", "a", "b", "c", "a", "head"))
+    for name in ("", "b"):
+        walk.ran.setdefault(NAMES.index(name))
+    place = walk.find(NAMES.index("c"))
+    assert place == 3
+    assert [NAMES[unit] for unit in walk.skip_to(place)] == ["a"]
+    assert walk.place == 3
+    assert [NAMES[unit] for unit in walk.ahead()] == ["c", "a", "head"]
+    assert walk.find(NAMES.index("a")) == 4
+    assert walk.find(NAMES.index("b")) is None
+    walk.wrap(NAMES.index("b"))
+    assert walk.place == 3
+
+
+def test_a_unit_that_joins_an_order_is_found_the_next_time() -> None:
+    walk = Walk(order_of("", "a", "head"))
+    walk.place = 2
+    walk.insert(NAMES.index("b"))
+    assert names_in(walk.order) == ["", "a", "b", "head"]
+    assert walk.place == 3
+    assert Walk(walk.order).find(NAMES.index("b")) == 2
