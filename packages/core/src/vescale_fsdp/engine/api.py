@@ -105,8 +105,9 @@ def fully_shard(
 
     Ranks run their units in the same order, and may leave out any of them, where all units are on
     one mesh. The order is settled in the first pass of each kind, which costs a round through the
-    store per gather, and differences there are an error on every rank; ``VESCALE_FSDP_CHECK_ORDER=1``
-    settles it in every pass. A unit that one rank leaves out is gathered there all the same.
+    store per gather, and differences there are an error on every rank. With
+    ``VESCALE_FSDP_CHECK_ORDER=1`` it is settled in every pass. A unit that one rank leaves out is
+    gathered there all the same.
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
