@@ -11,6 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -49,14 +50,19 @@ __all__ = [
     "default_store",
     "forget_meshes",
     "group_over",
+    "has_other_init_group",
+    "init_group",
     "is_fsdp2_collective",
     "is_wrapper",
     "mesh_group",
     "mesh_over",
     "new_group",
+    "outside_functorch",
     "process_group_collectives",
     "queue_backward_callback",
     "reduce_scatter_single",
+    "register_first_step_post_hook",
+    "replace_init_group",
     "route_redistribute",
     "set_fsdp2_state",
     "storages_of",
@@ -78,6 +84,8 @@ def all_gather_single(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup
 ) -> dist.Work:
     """Start an even all-gather into one flat tensor. Resolved at call time, so tools can count."""
+    if input.dtype.itemsize == 1:  # gloo does not know floats of eight bits
+        output, input = output.view(torch.uint8), input.view(torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work = gather(output, input, group=group, async_op=True)
     return work
@@ -268,6 +276,11 @@ def store_wait(store: Store, key: str, timeout_s: float) -> None:
     store.wait([key], datetime.timedelta(seconds=timeout_s))
 
 
+def outside_functorch() -> AbstractContextManager[None]:
+    """A context in which the transformations of ``torch.func`` do not see what is done."""
+    return torch._C._DisableFuncTorch()
+
+
 def current_backward() -> int:
     """Identity of the autograd graph task that this thread runs, or -1 outside a backward."""
     return int(torch._C._current_graph_task_id())
@@ -282,6 +295,29 @@ def support_foreach(tensor_type: type[torch.Tensor]) -> None:
     """Let ``torch.optim`` pick its foreach kernels for a tensor type: it goes by exact type."""
     if tensor_type not in _foreach_supported_types:
         _foreach_supported_types.append(tensor_type)
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """Torch's own ``_init_group``: fills the lists of tensors that the kernels of a step get."""
+    return cast(Any, type(optimizer))._init_group(optimizer, group, *lists)
+
+
+def replace_init_group(optimizer: torch.optim.Optimizer, init_group: Callable[..., Any]) -> None:
+    """Let ``step`` of this optimizer call another function for that. Copies of it will not."""
+    vars(optimizer)["_init_group"] = init_group
+
+
+def has_other_init_group(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `replace_init_group` was called for it."""
+    return "_init_group" in vars(optimizer)
+
+
+def register_first_step_post_hook(
+    optimizer: torch.optim.Optimizer, hook: Callable[..., None]
+) -> None:
+    """Register a hook that runs before the other hooks after a step."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
 
 # Before 2.13, operators on a subclass of DTensor go to DTensor's own dispatch in C++, past the

@@ -16,6 +16,7 @@ Reduction, two ways with the same numbers:
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -155,8 +156,13 @@ class Comm:
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         is_nccl = dist.get_backend(self.reduce_group) == "nccl"
-        pending.is_average = is_nccl and pending.divisor == self.size and not only_sums
-        op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM  # gloo has no average
+        pending.is_average = (
+            is_nccl  # gloo has no average
+            and pending.divisor == self.size
+            and not only_sums
+            and reduce_dtype != torch.float16
+        )
+        op = dist.ReduceOp.AVG if pending.is_average else dist.ReduceOp.SUM
         if custom is not None:
             pending.done, pending.work = start_custom_reduce(
                 custom, full, reduce_dtype, self.size, op, self.reduce_group
@@ -168,7 +174,12 @@ class Comm:
             pending.work = compat.all_to_all_single(pending.parts, full, self.reduce_group)
             return pending
         sent = full
-        if full.dtype != reduce_dtype:
+        if reduce_dtype == torch.float16 and not pending.is_average:
+            # Half of the division before the sum, or the sum may be too large for the dtype.
+            before = 2.0 ** math.ceil(math.log2(max(pending.divisor, 1.0)) / 2)
+            pending.divisor /= before
+            sent = torch.mul(full, 1 / before, out=pending.borrow(full.numel(), reduce_dtype))
+        elif full.dtype != reduce_dtype:
             sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
         pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
@@ -228,12 +239,15 @@ class PendingReduce:
         result = self.done
         if self.parts is not None:
             parts = self.parts.view(self.size, -1)
-            result = empty(parts.shape[1], self.reduce_dtype, parts.device).copy_(parts[0])
+            # Before it is divided a sum may be too large for fp16.
+            wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
+            result = empty(parts.shape[1], wide, parts.device).copy_(parts[0])
             for part in parts[1:]:  # in rank order, so that the sum is the same on every run
                 result.add_(part)
         assert result is not None, "a reduction has one of the two"
         if self.divisor != 1.0 and not self.is_average:
             result.mul_(1.0 / self.divisor)
+        result = result.to(self.reduce_dtype)
         while self._borrowed and self.pool is not None:
             self.pool.give(self._borrowed.pop())
         self.parts = self.done = None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.memory import make_region
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides
@@ -72,10 +73,10 @@ class FlatBuffer:
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """No gradients and no inference mode.
+    """No gradients, no inference mode, and none of ``torch.func``'s transformations.
 
     A buffer that is first made while a user validates under ``torch.inference_mode`` would be an
     inference tensor, which the next training step could not save for backward.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with compat.outside_functorch(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.dbuffer import Comm
@@ -36,6 +36,7 @@ class Reductions:
         due: the groups to reduce, in the order to take where none is recorded.
         walk: the backward. While it records, nothing is issued but what `issue` is told, and the
             rest at the end.
+        ran: the units that have run on this rank in the forwards before.
         in_agreement: whether orders are recorded together with all ranks. Without that the order
             is that of ``due``, and holds from the first backward.
         comm_of: the communicators of a group.
@@ -46,12 +47,14 @@ class Reductions:
         self,
         due: Sequence[Due],
         walk: Walk,
+        ran: Set[int],
         in_agreement: bool,
         comm_of: Callable[[Group], Comm],
         most: int,
     ) -> None:
         self._due = {item.number: item for item in due}
         self._walk = walk
+        self._ran = ran
         self._records = in_agreement and walk.is_recording
         self._finds_skipped = in_agreement and not walk.is_recording
         if self._finds_skipped:
@@ -63,6 +66,7 @@ class Reductions:
         self._numbers = {id(item.group): item.number for item in due}
         self._complete: dict[int, None] = {}  # numbers of groups, as they became complete
         self._issued: set[int] = set()
+        self.late: list[int] = []  # those that only the end of the backward completes
         self._flying: deque[Group] = deque()
 
     @property
@@ -85,7 +89,9 @@ class Reductions:
 
     def complete_rest(self) -> None:
         """The backward has ended on this rank: no more gradients come."""
-        for number in self._due:
+        missing = [number for number in self._due if number not in self._complete]
+        self.late = [number for number in missing if not self._was_skipped(number)]
+        for number in missing:
             self._complete.setdefault(number)
         self.proceed()
 
@@ -95,22 +101,24 @@ class Reductions:
             number, place = self._queue[0]
             if place > self._walk.place:
                 break
-            if number not in self._complete and not self._is_skipped(number):
+            skipped = self._finds_skipped and self._was_skipped(number)
+            if number not in self._complete and not skipped:
                 break
             self._queue.popleft()
             self._issue(number)
 
-    def _is_skipped(self, number: int) -> bool:
-        # At its place on other ranks, and nothing of it is under way here.
+    def _was_skipped(self, number: int) -> bool:
+        # It has not run on this rank, so that no gradient of it can come.
         item = self._due[number]
-        has_run = item.unit_index in self._walk.ran
-        return self._finds_skipped and not has_run and not item.unit.awaits_backward
+        has_run = item.unit_index in self._ran or item.unit_index in self._walk.ran
+        return not has_run and not item.unit.awaits_backward
 
-    def issue(self, numbers: Iterable[int]) -> None:
-        """While recording: issue these now, as all ranks do."""
-        for number in numbers:
-            self._walk.order.reductions.append((number, self._walk.place))
-            self._issue(number)
+    def issue(self, complete: Iterable[int], late: Iterable[int]) -> None:
+        """While recording: issue what is complete on all ranks, and late on none."""
+        for number in complete:
+            if number not in late:
+                self._walk.order.reductions.append((number, self._walk.place))
+                self._issue(number)
 
     def finish(self) -> None:
         """Issue what is left, and wait for everything."""

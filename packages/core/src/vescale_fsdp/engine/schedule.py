@@ -87,6 +87,7 @@ class Schedule:
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self._last_kind: _Kind = (0, "", True)  # of the last pass that wanted gradients
         self._last_forward = self._forward
+        self._ran: set[int] = set()  # on this rank, since the first forward after a backward
         self._ran_anywhere: set[int] = set()  # in the forward of what was recorded last
         self._num_backwards = 0  # since that pass
         self._back_kind: _BackKind = (self._last_kind, 0, ())
@@ -162,6 +163,8 @@ class Schedule:
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
         if wants_gradients:
             self._last_kind, self._last_forward = self._kind, self._forward
+            if self._num_backwards:
+                self._ran = set()
             self._num_backwards = 0
 
     def _end_pass(self, has_failed: bool) -> None:
@@ -177,6 +180,8 @@ class Schedule:
         index = self._index[id(unit)]
         has_run = index in walk.ran
         walk.ran.setdefault(index)
+        if walk is self._forward and self.wants_gradients:
+            self._ran.add(index)
         needs_gather = bool(unit.groups) and (unit.is_sharded or index in self._ahead)
         if walk.is_recording:
             if needs_gather:
@@ -257,11 +262,11 @@ class Schedule:
         while True:
             mine = self._turn(wanted, walk, recomputes)
             turn = agree_on_turn(mine, self._ranks, self._precedence(walk))
+            if walk is self._backward:
+                self._reductions.issue(turn.complete, turn.late)
             if turn.unit == END:
                 self._ran_anywhere = set(turn.ran)
                 return
-            if walk is self._backward:
-                self._reductions.issue(turn.complete)
             walk.record(turn.unit, turn.recomputes)
             if turn.unit == wanted:
                 return
@@ -280,7 +285,8 @@ class Schedule:
         complete = self._reductions.ready if walk is self._backward else []
         forward = self._forward if walk is self._forward else self._last_forward
         ran = list(forward.ran) if wanted == END else []
-        return Turn(step, wanted, recomputes, complete, ran, wrong)
+        late = self._reductions.late if walk is self._backward else []
+        return Turn(step, wanted, recomputes, complete, late, ran, wrong)
 
     def _announce_turn(self, wanted: int, walk: Walk) -> None:
         """While recording, with units on several meshes: raise unless all want the same."""
@@ -409,11 +415,11 @@ class Schedule:
         order = None if self._always_records else self._back_orders.get(self._back_kind)
         self._backward = walk = Walk(order)
         self._reductions = Reductions(
-            due, walk, self._can_settle, self.comm, self.max_reductions if due else 1
+            due, walk, self._ran, self._can_settle, self.comm, self.max_reductions if due else 1
         )
 
     def _no_reductions(self) -> Reductions:
-        return Reductions([], self._backward, self._can_settle, self.comm, 1)
+        return Reductions([], self._backward, set(), self._can_settle, self.comm, 1)
 
     def before_backward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the units whose backward comes after it."""
@@ -434,9 +440,9 @@ class Schedule:
             self._catch_up(self._backward)
             self._drop_ahead()
             self._reductions.finish()
-            self._publish()
             for unit in self.units():
                 unit.end_backward()
+            self._publish()
         self._back_orders[self._back_kind] = self._finished(self._backward)
         self._num_backwards += 1
         self._end, self._reductions = None, self._no_reductions()

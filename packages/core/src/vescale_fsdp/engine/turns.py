@@ -31,7 +31,8 @@ class Turn:
         unit: that is wanted next, or END.
         recomputes: whether a backward wants it for running its forward again.
         complete: groups whose gradients are all there.
-        ran: at the end of a backward, the units that ran in its forward; of all ranks together.
+        late: groups that only the end of the backward completes; of any rank.
+        ran: at the end of a pass, the units that ran in its forward; of all ranks together.
         wrong: what is wrong on this rank, if anything.
     """
 
@@ -39,6 +40,7 @@ class Turn:
     unit: int
     recomputes: bool = False
     complete: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     wrong: str = ""
 
@@ -62,7 +64,8 @@ def agree_on_turn(
         complete = [group for group in turns[0].complete if group in everywhere]
         first = min(wanted, key=lambda turn: precedence(turn.unit), default=turns[0])
         ran = sorted({unit for turn in turns for unit in turn.ran})
-        merged = Turn(first.step, first.unit, first.recomputes, complete, ran, wrong)
+        late = sorted({group for turn in turns for group in turn.late})
+        merged = Turn(first.step, first.unit, first.recomputes, complete, late, ran, wrong)
         return json.dumps(asdict(merged))
 
     answer = json.dumps(asdict(mine))

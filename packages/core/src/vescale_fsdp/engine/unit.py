@@ -84,6 +84,7 @@ class Unit:
         self.schedule: Schedule | None = None
         self.pins = 0  # contexts that want the parameters to stay gathered
         self.held = False  # gathered at the user's request, until used or resharded
+        self._is_kept = False  # gathered since a backward, for the next forward
         self._may_be_stale = False  # a backward has ended inside of the forward that is running
         self._depth = 0  # forwards of this unit that are running
         self._handled: BaseException | None = None  # that was being handled when they began
@@ -121,7 +122,7 @@ class Unit:
     def reshard(self) -> None:
         """Free the gathered parameters, unless a context pins them."""
         if not self.pins:
-            self.held = False
+            self.held = self._is_kept = False
             for group in self.groups:
                 group.reshard()
 
@@ -292,7 +293,7 @@ class Unit:
         # Decided by what is the same on every rank; who still holds a graph is not.
         if self.pins or self.held:
             return False
-        keeps = self.reshard_after_forward is False or not self.reshard_after_backward
+        keeps = self.reshard_after_forward is False or self._is_kept
         return not keeps or any(group.is_stale for group in self.groups)
 
     @property
@@ -343,6 +344,7 @@ class Unit:
         if self.reshard_after_backward:
             self.reshard()
             return
+        self._is_kept = True
         for group in self.groups:
             group.mark_kept()
 
