@@ -302,7 +302,7 @@ def test_ranks_that_run_units_in_another_order_are_told_so_instead_of_mixing_the
         run_ranks(run_two_ways, 2, timeout_s=20)
     assert [failure.type_name for failure in caught.value.failures] == ["RankMismatchError"] * 2
     for failure in caught.value.failures:
-        assert "rank 1 runs left after right in forward of the root" in failure.message
+        assert "rank 1 runs left after right in forward of the root of model" in failure.message
 
 
 def check_unsupported_operator(operator: Callable[[Tensor], Any]) -> None:

@@ -14,9 +14,11 @@ every backward that synchronizes, as zeros where this rank has none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -46,6 +48,7 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
+_NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
 
 
 class Schedule:
@@ -69,10 +72,13 @@ class Schedule:
         self._group_index = {id(group): index for index, group in enumerate(groups)}
         # By the ranks they are over, in one order on every rank.
         self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
+        ranks = tuple(self._axes)
+        _NUM_MODELS[ranks] += 1
+        self._number = _NUM_MODELS[ranks]
         described = _describe(units)
         for axes in self._axes.values():
-            for ranks in axes.groups:
-                agree("model", described, ranks, _SAME_MODEL)
+            for group in axes.groups:
+                agree("model", described, group, _SAME_MODEL)
         self._comms = {id(group): comm_for(group.axes) for group in groups}
         # Whether all ranks that share a unit share all of them, and so can agree on an order.
         self._can_settle = len(self._axes) == 1
@@ -80,6 +86,7 @@ class Schedule:
         self._ahead: set[int] = set()  # units that were gathered before anybody wanted them
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
+        self._has_failed = False  # whether the last pass has ended by an exception, on any rank
         self._kind: _Kind = (0, "", False)
         self._orders: dict[_Kind, Order] = {}
         self._forward = Walk(Order())
@@ -168,8 +175,13 @@ class Schedule:
             self._num_backwards = 0
 
     def _end_pass(self, has_failed: bool) -> None:
-        if not has_failed:
+        self._has_failed = has_failed
+        if has_failed:  # elsewhere, perhaps: other ranks wait for us until they get there
+            with contextlib.suppress(Exception):  # the one that is on its way says more
+                self._catch_up(self._forward)
+        else:
             self._catch_up(self._forward)
+        if not self._has_failed:
             self._orders[self._kind] = self._finished(self._forward)
         self._drop_ahead()
 
@@ -265,7 +277,7 @@ class Schedule:
             if walk is self._backward:
                 self._reductions.issue(turn.complete, turn.late)
             if turn.unit == END:
-                self._ran_anywhere = set(turn.ran)
+                self._ran_anywhere, self._has_failed = set(turn.ran), turn.failed
                 return
             walk.record(turn.unit, turn.recomputes)
             if turn.unit == wanted:
@@ -286,7 +298,8 @@ class Schedule:
         forward = self._forward if walk is self._forward else self._last_forward
         ran = list(forward.ran) if wanted == END else []
         late = self._reductions.late if walk is self._backward else []
-        return Turn(step, wanted, recomputes, complete, late, ran, wrong)
+        failed = walk is self._forward and self._has_failed
+        return Turn(step, wanted, recomputes, complete, late, ran, wrong, failed)
 
     def _announce_turn(self, wanted: int, walk: Walk) -> None:
         """While recording, with units on several meshes: raise unless all want the same."""
@@ -375,10 +388,10 @@ class Schedule:
 
     def _step(self, walk: Walk) -> str:
         if walk is self._backward:
-            return "backward"
+            return f"backward of model {self._number}"
         first, method, wants_gradients = self._kind
         how = "" if wants_gradients else " without gradients"
-        return f"{method} of {self._name(first)}{how}"
+        return f"{method} of {self._name(first)} of model {self._number}{how}"
 
     # Backward
 

@@ -34,6 +34,7 @@ class Turn:
         late: groups that only the end of the backward completes; of any rank.
         ran: at the end of a pass, the units that ran in its forward; of all ranks together.
         wrong: what is wrong on this rank, if anything.
+        failed: whether the pass has ended by an exception; on any rank.
     """
 
     step: str
@@ -43,6 +44,7 @@ class Turn:
     late: list[int] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     wrong: str = ""
+    failed: bool = False
 
 
 def agree_on_turn(
@@ -65,7 +67,16 @@ def agree_on_turn(
         first = min(wanted, key=lambda turn: precedence(turn.unit), default=turns[0])
         ran = sorted({unit for turn in turns for unit in turn.ran})
         late = sorted({group for turn in turns for group in turn.late})
-        merged = Turn(first.step, first.unit, first.recomputes, complete, late, ran, wrong)
+        merged = Turn(
+            first.step,
+            first.unit,
+            first.recomputes,
+            complete,
+            late,
+            ran,
+            wrong,
+            failed=any(turn.failed for turn in turns),
+        )
         return json.dumps(asdict(merged))
 
     answer = json.dumps(asdict(mine))
