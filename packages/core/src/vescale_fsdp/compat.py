@@ -114,13 +114,24 @@ def all_to_all_single(
     return work
 
 
+def _default_timeout() -> datetime.timedelta | None:
+    """That of ``init_process_group``, which new groups do not take over by themselves."""
+    world = dist.group.WORLD
+    for device in getattr(world, "_device_types", ()):
+        options = getattr(world._get_backend(device), "options", None)  # type: ignore[union-attr]
+        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
+
+
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A communicator of its own for these global ranks, in this order; only they have to call.
 
     Raises:
         NotImplementedError: the ranks are not ascending, and this torch would sort them.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"timeout": _default_timeout()}
     if ranks != sorted(ranks):
         if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise NotImplementedError(

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from vescale_fsdp import compat
 from vescale_fsdp.errors import RankMismatchError
 
-__all__ = ["agree", "exchange"]
+__all__ = ["LONG_TIMEOUT_S", "agree", "exchange"]
 
 _PREFIX = "vescale_fsdp"
-_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
+LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
 
 
 def exchange(
@@ -28,6 +28,8 @@ def exchange(
     payload: str,
     group: dist.ProcessGroup,
     merge: Callable[[list[str]], str],
+    *,
+    timeout_s: float = LONG_TIMEOUT_S,
 ) -> str:
     """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
 
@@ -35,7 +37,7 @@ def exchange(
     one read per rank more on the first. Every rank must call it the same number of times.
 
     Raises:
-        RankMismatchError: some rank did not come within 600 s.
+        RankMismatchError: some rank did not come within ``timeout_s`` seconds.
     """
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank()
@@ -48,12 +50,21 @@ def exchange(
     turn = store.add(f"{place}/turn/{me}", 1)
     store.set(f"{place}/{turn}/{me}", payload)
     if me == ranks[0]:
-        payloads = [_read(store, f"{place}/{turn}/{rank}", topic, rank) for rank in ranks]
+        payloads = [
+            _read(store, f"{place}/{turn}/{rank}", topic, rank, timeout_s) for rank in ranks
+        ]
         store.set(f"{place}/{turn}/result", merge(payloads))
-    return _read(store, f"{place}/{turn}/result", topic, ranks[0])
+    return _read(store, f"{place}/{turn}/result", topic, ranks[0], timeout_s)
 
 
-def agree(topic: str, entries: list[str], group: dist.ProcessGroup, advice: str) -> None:
+def agree(
+    topic: str,
+    entries: list[str],
+    group: dist.ProcessGroup,
+    advice: str,
+    *,
+    timeout_s: float = LONG_TIMEOUT_S,
+) -> None:
     """Raise on every rank unless all ranks of ``group`` have the same entries, in order.
 
     Digests are compared first; entries travel only to name the first difference. The error says
@@ -68,7 +79,7 @@ def agree(topic: str, entries: list[str], group: dist.ProcessGroup, advice: str)
         others = [i for i, d in enumerate(digests) if d != digests[0]]
         return json.dumps(others[:1])
 
-    found = json.loads(exchange(topic, digest, group, first_other))
+    found = json.loads(exchange(topic, digest, group, first_other, timeout_s=timeout_s))
     if not found:
         return
     ranks = dist.get_process_group_ranks(group)
@@ -94,12 +105,12 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
     return "no entry differs"
 
 
-def _read(store: compat.Store, key: str, topic: str, rank: int) -> str:
+def _read(store: compat.Store, key: str, topic: str, rank: int, timeout_s: float) -> str:
     try:
-        compat.store_wait(store, key, _TIMEOUT_S)
+        compat.store_wait(store, key, timeout_s)
     except dist.DistStoreError as error:
         raise RankMismatchError(
-            f"rank {rank} did not come to compare the {topic} within {_TIMEOUT_S:.0f} s: it has "
+            f"rank {rank} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
             "died, hangs, or runs other code than this rank. Its log says which"
         ) from error
     return store.get(key).decode()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, plain_tensors
-from vescale_fsdp.engine.agreement import agree
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like, units_around
 from vescale_fsdp.engine.group import Group
@@ -48,6 +48,7 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
+_SHORT_TIMEOUT_S = 120.0  # for ranks that are in the same step
 _NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
 
 
@@ -205,7 +206,8 @@ class Schedule:
             walk.wrap(index)
         elif needs_gather:
             # All ranks may have gone another way. If only some have, the others do not come here.
-            self._announce(f"{self._name(index)} at {walk.place} in {self._step(walk)}", unit)
+            what = f"{self._name(index)}, which is new at place {walk.place} of {self._step(walk)}"
+            self._announce(what, unit, _SHORT_TIMEOUT_S)
             walk.insert(index)
         self._start(unit, walk)
         unit.finish_gather()
@@ -342,20 +344,21 @@ class Schedule:
         return is_like(index, known, self._names)  # a method for a part of the model
 
     def _may_come_back(self, index: int, known: set[int]) -> bool:
-        """Whether a later backward may gather a unit that no rank has run in this forward."""
+        """Whether a later backward may gather a unit that this one did not need."""
         unit = self._units[index]()
-        ran_nowhere = (
-            index not in self._ran_anywhere and self._last_forward.order.last(index) is not None
-        )
-        if unit is None or not ran_nowhere or not unit.unshard_in_backward:
+        if unit is None or self._last_forward.order.last(index) is None:
             return False
-        is_released = not unit.keeps_after_forward(wants_gradients=True)
-        return is_released and (unit.trainable or is_like(index, known, self._names))
+        is_gathered = unit.unshard_in_backward and not unit.keeps_after_forward(True)
+        ran_nowhere = index not in self._ran_anywhere
+        is_like_others = ran_nowhere and is_like(index, known, self._names)
+        return is_gathered and (unit.trainable or is_like_others)
 
-    def _announce(self, what: str, unit: Unit | None = None) -> None:
+    def _announce(
+        self, what: str, unit: Unit | None = None, timeout_s: float = LONG_TIMEOUT_S
+    ) -> None:
         """Compare the next step with the ranks that share it, through the store."""
         for axes in self._axes.values() if unit is None else (unit.groups[0].axes,):
-            agree("next step", [what], axes.groups[0], _SAME_ORDER)
+            agree("next step", [what], axes.groups[0], _SAME_ORDER, timeout_s=timeout_s)
 
     def _precedence(self, walk: Walk) -> Callable[[int], list[int]]:
         """Which of several units is gathered first: the lowest."""

@@ -29,7 +29,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             return type(value)(*items)
         return type(value)(items)
     if isinstance(value, dict):
-        return _with_items(value, {key: map_tensors(fn, item) for key, item in value.items()})
+        value = _with_items(value, {key: map_tensors(fn, item) for key, item in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _with_fields(value, fn)
     return value
