@@ -33,10 +33,10 @@ from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy, pool_for
 from vescale_fsdp.dbuffer.memory import Region, make_region
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.group import Group, GroupState, checked_local
+from vescale_fsdp.engine.group import Group, GroupState
 from vescale_fsdp.engine.parallel import local_data, spec_at_rest
 from vescale_fsdp.engine.reduce import ParameterBuffer
-from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of
+from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides

@@ -31,11 +31,18 @@ from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
 from vescale_fsdp.engine.reduce import Gradients, ParameterBuffer
-from vescale_fsdp.engine.slot import ParamToShard, Slot, local_of, resting_spec
+from vescale_fsdp.engine.slot import (
+    ParamToShard,
+    Slot,
+    checked_local,
+    local_of,
+    resting_spec,
+    same_memory,
+)
 from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 
-__all__ = ["Group", "GroupState", "checked_local"]
+__all__ = ["Group", "GroupState"]
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
@@ -360,7 +367,7 @@ class Group:
         current = [slot.registered() for slot in self.slots]
         views = self.buffer.shard_views()
         if all(
-            param is slot.sharded and _same_memory(param, view)
+            param is slot.sharded and same_memory(param, view)
             for param, slot, view in zip(current, self.slots, views, strict=True)
         ):
             return
@@ -496,30 +503,3 @@ def _refuse_methods(slot: Slot) -> None:
             "in a flat buffer, which is gathered as it is. Make the parameter a tensor subclass "
             "before fully_shard: its local part may be given the methods until the first forward"
         )
-
-
-def _same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
-    local = local_of(param)
-    return bool(
-        local.untyped_storage()._cdata == view.untyped_storage()._cdata
-        and local.storage_offset() == view.storage_offset()
-        and local.dtype == view.dtype
-    )
-
-
-def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
-    """The local part of a parameter that has replaced the sharded one, or been converted.
-
-    Raises:
-        ValueError: it is not sharded as that one was.
-    """
-    local: torch.Tensor | None = getattr(param, "_local_tensor", None)
-    placements = getattr(param, "placements", None)
-    if local is None or placements != slot.spec.placements or param.shape != slot.spec.shape:
-        raise ValueError(
-            f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)} with "
-            f"{placements or 'no placements'}; expected shape {tuple(slot.spec.shape)} with "
-            f"{slot.spec.placements}. Load it into the existing parameter (assign=False), or "
-            "distribute it with that placement"
-        )
-    return local

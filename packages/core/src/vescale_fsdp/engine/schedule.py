@@ -30,6 +30,7 @@ from vescale_fsdp.dbuffer import Comm, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like, units_around
+from vescale_fsdp.engine.fingerprint import fingerprint_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.order import Order, Walk
 from vescale_fsdp.engine.reductions import Due, Reductions
@@ -76,7 +77,7 @@ class Schedule:
         ranks = tuple(self._axes)
         _NUM_MODELS[ranks] += 1
         self._number = _NUM_MODELS[ranks]
-        described = _describe(units)
+        described = fingerprint_of(units)
         for axes in self._axes.values():
             for group in axes.groups:
                 agree("model", described, group, _SAME_MODEL)
@@ -499,22 +500,3 @@ class _End:
 
     def __call__(self) -> None:
         self._schedule._end_backward()
-
-
-def _describe(units: list[Unit]) -> list[str]:
-    """What must be the same on every rank, one entry per unit and parameter."""
-    entries = []
-    for unit in units:
-        entries.append(
-            f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, in "
-            f"{unit.num_parts} parts, {unit.mp_policy}, unused={unit.unused!r}, "
-            f"in_flight={unit.in_flight}, {unit.row})"
-        )
-        for group in unit.groups:
-            plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
-            entries += [
-                f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
-                f"requires_grad={slot.sharded.requires_grad}, {plan})"
-                for slot in group.slots
-            ]
-    return entries

@@ -29,7 +29,15 @@ from vescale_fsdp.engine.parallel import (
 )
 from vescale_fsdp.ragged.tensor import wrap_local
 
-__all__ = ["ParamToShard", "Site", "Slot", "local_of", "resting_spec"]
+__all__ = [
+    "ParamToShard",
+    "Site",
+    "Slot",
+    "checked_local",
+    "local_of",
+    "resting_spec",
+    "same_memory",
+]
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 
@@ -130,3 +138,31 @@ def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> D
     mesh = mesh_at_rest(p.axes, p.inner, p.fqn)
     shape = p.param.shape  # of a DTensor: the global one
     return spec_at_rest(mesh, placements, shape, dtype)
+
+
+def same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the local part of a sharded parameter is ``view``, in place and dtype."""
+    local = local_of(param)
+    return bool(
+        local.untyped_storage()._cdata == view.untyped_storage()._cdata
+        and local.storage_offset() == view.storage_offset()
+        and local.dtype == view.dtype
+    )
+
+
+def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
+    """The local part of a parameter that has replaced the sharded one, or been converted.
+
+    Raises:
+        ValueError: it is not sharded as that one was.
+    """
+    local: torch.Tensor | None = getattr(param, "_local_tensor", None)
+    placements = getattr(param, "placements", None)
+    if local is None or placements != slot.spec.placements or param.shape != slot.spec.shape:
+        raise ValueError(
+            f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)} with "
+            f"{placements or 'no placements'}; expected shape {tuple(slot.spec.shape)} with "
+            f"{slot.spec.placements}. Load it into the existing parameter (assign=False), or "
+            "distribute it with that placement"
+        )
+    return local
