@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
-from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like
+from vescale_fsdp.engine.filling import Names, fill
 from vescale_fsdp.engine.order import AT_THE_END, Order, Walk
 
 NAMES = ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y", "head"]
 # As in a ModuleList: blocks.0, blocks.1, ...; a, b and c above stand for them.
-UNITS = [
-    Named(".".join(["blocks", str("abc".index(part[0])), *part.split(".")[1:]]), "Block")
-    if (part := name) and part[0] in "abc"
-    else Named(name, "Other")
-    for name in NAMES
-]
+_BLOCKS = {letter: f"blocks.{'abc'.index(letter)}" for letter in "abc"}
+UNITS = Names(
+    [_BLOCKS.get(name[:1], name[:1]) + name[1:] for name in NAMES],
+    ["Block" if name[:1] in ("a", "b", "c") else "Other" for name in NAMES],
+)
 
 
 def order_of(*names: str) -> Order:
@@ -31,7 +31,7 @@ def names_in(order: Order) -> list[str]:
 
 
 def fill_all(order: Order, *, is_backward: bool = False) -> list[str]:
-    fill(order, UNITS, lambda i, known: is_inside(i, known, UNITS), is_backward=is_backward)
+    fill(order, UNITS, lambda i, known: UNITS.around(i) in known, is_backward=is_backward)
     return names_in(order)
 
 
@@ -58,7 +58,7 @@ def test_parts_of_a_block_whose_forward_runs_again_come_forward_in_backward() ->
 
 def test_a_method_for_a_part_expects_what_is_like_that_part() -> None:
     order = order_of("", "b", "b.x")
-    fill(order, UNITS, lambda i, known: is_like(i, known, UNITS), is_backward=False)
+    fill(order, UNITS, UNITS.is_like, is_backward=False)
     assert names_in(order) == ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y"]
 
 
@@ -84,7 +84,7 @@ def test_a_walk_yields_what_was_not_run_and_moves_past_it() -> None:
         walk.ran.setdefault(NAMES.index(name))
     place = walk.find(NAMES.index("c"))
     assert place == 3
-    assert [NAMES[unit] for unit in walk.skip_to(place)] == ["a"]
+    assert [NAMES[unit] for unit in walk.skip_to(place, again=False)] == ["a"]
     assert walk.place == 3
     assert [NAMES[unit] for unit in walk.ahead()] == ["c", "a", "head"]
     assert walk.find(NAMES.index("a")) == 4
@@ -100,3 +100,18 @@ def test_a_unit_that_joins_an_order_is_found_the_next_time() -> None:
     assert names_in(walk.order) == ["", "a", "b", "head"]
     assert walk.place == 3
     assert Walk(walk.order).find(NAMES.index("b")) == 2
+
+
+def test_a_thousand_experts_are_filled_in_at_once() -> None:
+    names = [
+        "",
+        *(f"layers.{i}" + part for i in range(32) for part in ("", *map(".{}".format, range(31)))),
+    ]
+    units = Names(names, ["Other"] * len(names))
+    order = Order()
+    for index in range(0, len(names), 4):
+        order.append(index)
+    begin = time.process_time()
+    fill(order, units, lambda i, known: units.around(i) in known, is_backward=False)
+    assert [names[unit] for unit in order.gathers] == names
+    assert time.process_time() - begin < 5

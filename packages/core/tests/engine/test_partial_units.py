@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import MixedPrecisionPolicy, RankMismatchError, register_fsdp_forward_method
+from vescale_fsdp import (
+    MixedPrecisionPolicy,
+    RankMismatchError,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from vescale_fsdp.testing import run_ranks
 
 from . import partial_models as partial
@@ -316,6 +321,37 @@ def _raise(*_: object) -> None:
 
 def test_after_an_exception_in_forward() -> None:
     run_ranks(break_off_and_go_on, 2, timeout_s=TIMEOUT_S)
+
+
+class Pair(nn.Module):
+    """Two layers that are one unit; a rank may run only one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in (self.a, self.b)[: 2 if 0 in chosen else 1]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train_lists() -> None:
+    plain, sharded = make(Pair), make(Pair)
+    fully_shard([sharded.a, sharded.b])
+    fully_shard(sharded)
+    for step in range(5):
+        with torch.no_grad():
+            plain_loss(sharded, step, partial.at_random)
+        for model in (plain, sharded):
+            model.zero_grad()
+            plain_loss(model, step, partial.at_random).backward()
+        assert_same_gradients(full_gradients(sharded), averaged_gradients(plain))
+
+
+def test_one_module_of_a_list_may_be_left_out() -> None:
+    run_ranks(train_lists, 2, timeout_s=TIMEOUT_S)
 
 
 # What it costs, and what is an error

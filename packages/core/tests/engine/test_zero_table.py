@@ -41,10 +41,13 @@ def is_gathered(module: nn.Module) -> bool:
     return not isinstance(module._parameters["weight"], DTensor)
 
 
-def check_training(sharding: str) -> None:
+def check_training(sharding: str, foreach: bool) -> None:
     """Two steps of three micro-batches, of which only the last is synchronized, then one more."""
     plain, ours = make(TinyGPT), sharded(sharding)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, ours)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+        for model in (plain, ours)
+    ]
     rank = dist.get_rank()
     for step, num_batches in enumerate((3, 3, 1)):
         for batch in range(num_batches):
@@ -62,6 +65,9 @@ def check_training(sharding: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    with unsharded(ours, writeback=True):  # nothing is kept from before the last step
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(ours.get_parameter(name).detach(), param.detach())
     for name, param in full_parameters(ours).items():
         torch.testing.assert_close(param, dict(plain.named_parameters())[name].detach())
     state = {name: value.full_tensor() for name, value in ours.state_dict().items()}
@@ -78,7 +84,8 @@ def check_training(sharding: str) -> None:
 
 def check_all(names: tuple[str, ...]) -> None:
     for sharding in names:
-        check_training(sharding)
+        check_training(sharding, foreach=False)
+        check_training(sharding, foreach=True)  # writes that no version of a tensor counts
 
 
 def test_all_rows_of_one_axis_train_as_one_process() -> None:

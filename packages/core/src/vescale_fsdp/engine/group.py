@@ -39,6 +39,7 @@ from vescale_fsdp.engine.slot import (
     resting_spec,
     same_memory,
 )
+from vescale_fsdp.engine.steps import num_steps
 from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 
@@ -91,7 +92,7 @@ class Group:
         self._offloads = device.type != "meta" and device != compute_device
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
-        self._kept_version = 0
+        self._kept_version = (0, 0)
         self._work: torch.distributed.Work | ThenCopy | None = None
         self.custom_gather: Any = None  # that the user supplies
         self.codec: Codec | None = None  # of what travels in a gather; None: the shard itself
@@ -316,10 +317,11 @@ class Group:
         """Whether an optimizer has changed the shards since `mark_kept`."""
         return self._version() != self._kept_version
 
-    def _version(self) -> int:
+    def _version(self) -> tuple[int, int]:
         # Operators on the wrapper count there only; who writes to the local part, as checkpoints
-        # do, counts there.
-        return sum(s.sharded._version + local_of(s.sharded)._version for s in self.slots)
+        # do, counts there; and many kernels of optimizers count nowhere.
+        writes = sum(s.sharded._version + local_of(s.sharded)._version for s in self.slots)
+        return writes, num_steps()
 
     # Gradients
 

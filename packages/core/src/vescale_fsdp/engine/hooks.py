@@ -26,7 +26,7 @@ def register_hooks(module: nn.Module) -> None:
     def before_state_dict(module: nn.Module, *_: Any) -> None:
         unit = unit_of(module)
         if unit is not None:
-            unit.reshard()
+            unit.rest()
 
     def after_state_dict(module: nn.Module, state_dict: Any, *_: Any) -> None:
         unit = unit_of(module)
@@ -37,7 +37,7 @@ def register_hooks(module: nn.Module) -> None:
         unit = unit_of(module)
         if unit is not None:
             unit.refuse_if_pinned("load_state_dict")
-            unit.reshard()
+            unit.rest()
 
     def after_load(module: nn.Module, _: Any) -> None:
         unit = unit_of(module)

@@ -32,10 +32,10 @@ class InnerShard:
     def __init__(self) -> None:
         self._values: torch.Tensor | None = None
         self._work: dist.Work | None = None
-        self._version: int | None = None
+        self._version: object = None
 
     def start_gather(
-        self, buffer: DBuffer, group: dist.ProcessGroup, place: int, version: int
+        self, buffer: DBuffer, group: dist.ProcessGroup, place: int, version: object
     ) -> None:
         """Start to gather it over the outer axis, unless it is there for this ``version``.
 

@@ -50,6 +50,8 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         """
         unit = self._unit()
         unit.held = True
+        for group in unit.groups:
+            group.mark_kept()
         handle = UnshardHandle(unit)
         if async_op:
             unit.start_gather()
@@ -59,7 +61,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's gathered parameters and register the sharded ones."""
-        self._unit().reshard()
+        self._unit().rest()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop what is left of that step.
@@ -75,6 +77,8 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if unit.schedule is not None:
             unit.schedule.reset()
+            for below in unit.schedule.units():
+                below.forget_running()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

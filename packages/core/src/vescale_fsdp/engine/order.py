@@ -9,8 +9,8 @@ part in its gather, before its next one or at the end of the pass::
     rank 0 does   gather     gather   gather,  gather   gather
                                       release
 
-Units may be skipped, on any rank in any pass. A unit that runs a second time in a pass on one rank
-runs a second time on all.
+Units may be skipped, on any rank in any pass. Without gradients a unit that runs a second time in a
+pass on one rank runs a second time on all: what repeats (`generate`) may end earlier or later.
 
 Indices of units and groups are places in lists that are the same on every rank.
 """
@@ -106,12 +106,12 @@ class Walk:
         first = self.order.find(unit, 0)
         self.place = self.place if first is None else first + 1
 
-    def skip_to(self, place: int) -> Iterator[int]:
-        """Units up to ``place`` that this rank has not run in this pass, moving past each."""
+    def skip_to(self, place: int, *, again: bool) -> Iterator[int]:
+        """The units up to ``place``, moving past each: those not run in this pass, or all."""
         while self.place < place:
             unit = self.order.gathers[self.place]
             self.place += 1
-            if unit not in self.ran:
+            if again or unit not in self.ran:
                 self.skipped.add(unit)
                 yield unit
 

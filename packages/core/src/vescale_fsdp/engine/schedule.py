@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,13 +31,14 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.comms import comm_for
-from vescale_fsdp.engine.filling import Named, fill, is_inside, is_like, units_around
+from vescale_fsdp.engine.filling import Names, fill
 from vescale_fsdp.engine.fingerprint import fingerprint_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.order import Order, Walk
 from vescale_fsdp.engine.reductions import Due, Reductions
 from vescale_fsdp.engine.turns import END, Turn, agree_on_turn
 from vescale_fsdp.engine.usage import Usage
+from vescale_fsdp.errors import RankMismatchError
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
@@ -49,6 +52,8 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
+_MAX_KEPT = 8  # units that need no gather, and are passed over in looking for some that do
+_MAX_BACKWARDS = 3  # after one forward, with orders of their own; later ones follow the last
 _SHORT_TIMEOUT_S = 120.0  # for ranks that are in the same step
 _NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
 
@@ -68,7 +73,7 @@ class Schedule:
     def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
         self._units = [weakref.ref(unit) for unit in units]
         self._index = {id(unit): index for index, unit in enumerate(units)}
-        self._names = [Named(unit.fqn, unit.kind) for unit in units]
+        self._names = Names([unit.fqn for unit in units], [unit.kind for unit in units])
         self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
         self._group_index = {id(group): index for index, group in enumerate(groups)}
@@ -147,8 +152,8 @@ class Schedule:
             self.reset()
         if self._running == 0:
             self._begin_pass(unit, method, wants_gradients)
-        self._running += 1
         self._gather(unit, self._forward)
+        self._running += 1
 
     def after_forward(self, has_failed: bool) -> None:
         """The forward of a unit has ended, perhaps by an exception."""
@@ -177,7 +182,11 @@ class Schedule:
             self._num_backwards = 0
 
     def _end_pass(self, has_failed: bool) -> None:
+        for unit in self.units():
+            unit.end_pass(self.wants_gradients)
         self._has_failed = has_failed
+        if isinstance(sys.exception(), RankMismatchError):
+            return  # there is no order to follow
         if has_failed:  # elsewhere, perhaps: other ranks wait for us until they get there
             with contextlib.suppress(Exception):  # the one that is on its way says more
                 self._catch_up(self._forward)
@@ -220,7 +229,7 @@ class Schedule:
         self._ahead.discard(self._index[id(unit)])
         explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
         room = self.in_flight - 1 if explicit is None else len(explicit)
-        upcoming: Iterable[int] = walk.ahead()
+        upcoming: Iterable[int] = itertools.islice(walk.ahead(), room + _MAX_KEPT)
         if explicit is not None:
             upcoming = [self._index[id(each)] for each in explicit if id(each) in self._index]
         for index in () if walk.is_recording else upcoming:
@@ -240,7 +249,7 @@ class Schedule:
 
     def _skip_to(self, place: int, walk: Walk) -> None:
         """Move to ``place``, and take part in the gathers before it that are not for this rank."""
-        for index in walk.skip_to(place):
+        for index in walk.skip_to(place, again=walk is self._backward or self.wants_gradients):
             self._take_part(index, walk)
         if walk is self._backward:
             self._reductions.proceed()
@@ -262,7 +271,8 @@ class Schedule:
             return
         if unit.reshard_after_backward:
             unit.reshard()
-        self._reductions.complete(unit.groups[::-1])
+        if not unit.awaits_backward:
+            self._reductions.complete(unit.groups[::-1])
 
     def _take_turns(
         self, wanted: int, walk: Walk, has_run: bool = False, recomputes: bool = False
@@ -275,7 +285,7 @@ class Schedule:
             walk.record(wanted)  # generation: what repeats without gradients is taken on trust
             return
         while True:
-            mine = self._turn(wanted, walk, recomputes)
+            mine = self._turn(wanted, walk, has_run, recomputes)
             turn = agree_on_turn(mine, self._ranks, self._precedence(walk))
             if walk is self._backward:
                 self._reductions.issue(turn.complete, turn.late)
@@ -287,11 +297,11 @@ class Schedule:
                 return
             self._take_part(turn.unit, walk)
 
-    def _turn(self, wanted: int, walk: Walk, recomputes: bool) -> Turn:
+    def _turn(self, wanted: int, walk: Walk, has_run: bool, recomputes: bool) -> Turn:
         """What to tell the other ranks."""
         step = self._step(walk)
         wrong = ""
-        if wanted in walk.skipped:
+        if wanted in walk.skipped and not has_run:
             *_, before, _ = walk.ran
             wrong = (
                 f"rank {dist.get_rank()} runs {self._name(wanted)} after {self._name(before)} in "
@@ -341,8 +351,8 @@ class Schedule:
         if index in known:
             return True
         if self._kind[1] == "forward" or self.wants_gradients:
-            return is_inside(index, known, self._names)
-        return is_like(index, known, self._names)  # a method for a part of the model
+            return self._names.around(index) in known
+        return self._names.is_like(index, known)  # a method for a part of the model
 
     def _may_come_back(self, index: int, known: set[int]) -> bool:
         """Whether a later backward may gather a unit that this one did not need."""
@@ -351,7 +361,7 @@ class Schedule:
             return False
         is_gathered = unit.unshard_in_backward and not unit.keeps_after_forward(True)
         ran_nowhere = index not in self._ran_anywhere
-        is_like_others = ran_nowhere and is_like(index, known, self._names)
+        is_like_others = ran_nowhere and self._names.is_like(index, known)
         return is_gathered and (unit.trainable or is_like_others)
 
     def _announce(
@@ -369,7 +379,7 @@ class Schedule:
 
     def _backward_precedence(self, forward: Order, backward: Order, index: int) -> list[int]:
         """Last is first, but in a unit whose forward runs again what comes first is first."""
-        path = units_around(index, self._names)
+        path = self._names.paths[index]
         places = [forward.last(unit) or 0 for unit in (*path, index)]
         runs_forward = [False, *(unit in backward.recomputed for unit in path)]
         return [at if plus else -at for at, plus in zip(places, runs_forward, strict=True)]
@@ -428,7 +438,7 @@ class Schedule:
                     )
         due.reverse()
         indices = tuple(item.number for item in due)
-        self._back_kind = (self._last_kind, self._num_backwards, indices)
+        self._back_kind = (self._last_kind, min(self._num_backwards, _MAX_BACKWARDS), indices)
         order = None if self._always_records else self._back_orders.get(self._back_kind)
         self._backward = walk = Walk(order)
         self._reductions = Reductions(

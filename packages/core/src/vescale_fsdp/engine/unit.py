@@ -100,9 +100,18 @@ class Unit:
 
     def gather(self) -> None:
         """Have the parameters gathered and registered when this returns. Outside of a pass too."""
+        running = self.schedule is not None and self.schedule.is_running
+        if not (running or self.pins) and any(group.is_stale for group in self.groups):
+            self.reshard()
         self.start_gather()
         with plain_tensors():
             self.finish_gather()
+
+    def rest(self) -> None:
+        """Reshard, and forget what was gathered: the weights may be changed from outside."""
+        self.reshard()
+        for group in self.groups:
+            group.drop_copies()
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Have the gathers of all groups under way when this returns."""
@@ -291,9 +300,9 @@ class Unit:
     def may_release(self) -> bool:
         """Whether gathered parameters that a finished forward has left may be freed."""
         # Decided by what is the same on every rank; who still holds a graph is not.
-        if self.pins or self.held:
+        if self.pins:
             return False
-        keeps = self.reshard_after_forward is False or self._is_kept
+        keeps = self.held or self.reshard_after_forward is False or self._is_kept
         return not keeps or any(group.is_stale for group in self.groups)
 
     @property
@@ -341,12 +350,21 @@ class Unit:
         self._in_backward = False
         self._to_run.clear()
         self._may_be_stale = self._depth > 0
-        if self.reshard_after_backward:
+        for group in self.groups:
+            if self.requires_gradient_sync:  # an optimizer comes next
+                group.drop_copies()
+        if self.reshard_after_backward or self.requires_gradient_sync:
             self.reshard()
             return
         self._is_kept = True
         for group in self.groups:
             group.mark_kept()
+
+    def end_pass(self, comes_back: bool) -> None:
+        """The outermost forward has ended: modules of a list that have not run do not any more."""
+        if self._to_run:
+            self._to_run.clear()
+            self.end_forward(self.keeps_after_forward(comes_back), comes_back)
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
@@ -404,6 +422,10 @@ class Unit:
                     self.groups = [each for each in self.groups if each.slots]
                     return slot.sites
         raise AssertionError("the mark on a parameter names the unit that has it")
+
+    def forget_running(self) -> None:
+        """No forward runs: one was broken off by what no hook sees (KeyboardInterrupt)."""
+        self._depth, self._handled = 0, None
 
     def reset(self) -> None:
         """Forget a step that was broken off."""
