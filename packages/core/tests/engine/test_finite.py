@@ -397,12 +397,14 @@ def test_plain_gradients_and_dtensors_in_a_sharded_model_are_checked() -> None:
 def check_gathered() -> None:
     model = make(MLP)
     wrapper = nn.Sequential(shard_units(model, [], reshard_after_forward=False))
-    model.set_reshard_after_backward(False)
     wrapper(inputs_of(0, 0)).sum().backward()
+    model.unshard()
     assert model.layers[0].weight.shape == (5, 5)
     assert not hasattr(model.layers[0].weight, "placements"), "it is not gathered"
     assert check_gradients(wrapper)
+    model.reshard()
     spoil(model, "layers.0.weight", math.nan, 0)
+    model.unshard()
     with pytest.raises(NonFiniteError, match=r"'0\.layers\.0\.weight' has NaN on rank 0"):
         check_gradients(wrapper)
     assert check_gradients(wrapper, "skip") is False

@@ -176,15 +176,12 @@ class _Simulation:
         if not self._units[0].keeps:
             self._release(0)
         forward_gathers, self._gathers = self._gathers, []
-        expected = [0, *reversed(in_forward[1:])]
-        gathers = (bool(self._units[i].groups) and not self._units[i].keeps for i in expected)
-        upcoming = _Upcoming(expected, gathers)
         order = _backward_order(self._units)
+        gathers = (bool(self._units[i].groups) and not self._units[i].keeps for i in order)
+        upcoming = _Upcoming(order, gathers)
         for place, index in enumerate(order):
             self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
         self._when = "the end of the backward"
-        for index in list(self._ahead):  # frozen units that no gradient has reached
-            self._release(index)
         for index in reversed(order):
             if self._is_late(index, order):
                 if self._units[index].is_root:  # an embedding's gradient comes last
