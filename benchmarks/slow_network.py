@@ -1,0 +1,333 @@
+"""A network of a given speed on one machine: a namespace per rank, joined by a switch.
+
+    python -m benchmarks.slow_network --ranks 2 --rate 1gbit -- python train.py
+
+runs the command once per rank with the environment that ``torchrun`` would set, after it has
+measured that the limit holds, and says how many bytes each rank sent. Linux, root and iproute2.
+
+::
+
+    rank 0 [wire]---[port0]   [port1]---[wire] rank 1
+       |                |  switch |        |
+       |                +---------+        limits what rank 1 sends
+       limits what      limit what ranks
+       rank 0 sends     0 and 1 receive
+
+The namespaces have no names: each exists as long as a process of it does. A holder ends when the
+pipe from the process that made it closes, and so nothing stays behind, however that one ends. The
+switch is in a namespace of its own: the network of the machine itself is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["Network", "Place", "bits_per_s", "counted_network", "die_with_parent", "why_not"]
+
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_PORT = 29400
+_CHECK_S = 0.8  # of transfer at the full rate, when the limit is checked; the second half counts
+# The queue of a limit takes what 20 ms bring, as the buffer of a small switch does. Bursts are two
+# of the largest packets that the kernel hands over as one.
+_LATENCY, _BURST = "20ms", "128kb"
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: what `enter` needs, and what its environment must say."""
+
+    namespace: str  # a path
+    interface: str
+    address: str  # of rank 0
+
+    def enter(self) -> None:
+        """Move this process here, for good. It must have one thread only."""
+        _set_namespace(self.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+class Network:
+    """What `counted_network` makes. Use it only inside of its ``with`` block."""
+
+    def __init__(self, places: list[Place], rate: str | None) -> None:
+        self.places = places
+        self.rate = rate
+
+    def sent_bytes(self) -> list[int]:
+        """What has left each rank's interface so far; over loopback, what all have sent.
+
+        With the headers of packets, as the kernel hands them over: about 0.1% where a packet has
+        64 kB, 4.6% where it has 1,500 bytes.
+        """
+        paths = list(dict.fromkeys(place.namespace for place in self.places))
+        return [_in_namespace(path, lambda: _sent(self.places[0].interface)) for path in paths]
+
+    @contextmanager
+    def sampled(self, period_s: float = 0.001) -> Iterator[list[tuple[float, int]]]:
+        """Inside of it, a list grows: times, and the bytes that rank 0 has sent until then."""
+        samples: list[tuple[float, int]] = []
+        stop = threading.Event()
+
+        def sample() -> None:
+            _set_namespace(self.places[0].namespace)
+            while not stop.wait(period_s):
+                samples.append((time.perf_counter(), _sent(self.places[0].interface)))
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        try:
+            yield samples
+        finally:
+            stop.set()
+            thread.join()
+
+    def measure(self) -> list[float]:
+        """Bits per second that each rank can send to the next, all at the same time."""
+        assert self.rate is not None, "loopback has no limit to measure"
+        num_bytes = int(bits_per_s(self.rate) * _CHECK_S / 8)
+        links = []
+        for rank, receiver in enumerate(self.places):
+            address = (f"10.0.0.{rank + 1}", _PORT)
+            listen = functools.partial(socket.create_server, address)
+            connect = functools.partial(socket.create_connection, address, timeout=10)
+            server = _in_namespace(receiver.namespace, listen)
+            client = _in_namespace(self.places[rank - 1].namespace, connect)
+            links.append((client, server.accept()[0]))
+            server.close()
+        return _transfer(links, num_bytes)
+
+    def check(self) -> list[float]:
+        """`measure`, and raise unless the limit holds. (A busy machine may be slower than it.)
+
+        Raises:
+            RuntimeError: a rank receives more than 5% faster than the limit.
+        """
+        assert self.rate is not None, "loopback has no limit to check"
+        found = self.measure()
+        if max(found) > 1.05 * bits_per_s(self.rate):
+            speeds = ", ".join(f"{speed / 1e6:.0f}" for speed in found)
+            raise RuntimeError(f"the limit is {self.rate}, but ranks receive {speeds} Mbit/s")
+        return found
+
+
+def why_not() -> str | None:
+    """Why this system does not let us make networks; None if it does."""
+    if sys.platform != "linux":
+        return "network namespaces are a thing of Linux"
+    missing = [name for name in ("ip", "tc", "nsenter", "unshare") if not shutil.which(name)]
+    if missing:
+        return f"{', '.join(missing)} not found; on Debian: apt-get install iproute2 util-linux"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return tried.stderr.strip() or None
+
+
+@contextmanager
+def counted_network(num_ranks: int, rate: str | None) -> Iterator[Network]:
+    """A network for these ranks alone, so that its counters count only them.
+
+    Args:
+        num_ranks: that run in it.
+        rate: of each rank, in each direction, as ``tc`` writes it: ``1gbit``, ``500mbit``. None:
+            no limit, and all ranks in one namespace, over loopback.
+    """
+    with ExitStack() as stack:
+        if rate is None:
+            holder = stack.enter_context(_holder())
+            _run(holder, "ip link set lo up")
+            place = Place(f"/proc/{holder}/ns/net", "lo", "127.0.0.1")
+            yield Network([place] * num_ranks, None)
+            return
+        switch = stack.enter_context(_holder())
+        _run(switch, "ip link add bridge type bridge")
+        _run(switch, "ip link set bridge up")
+        places = []
+        for rank in range(num_ranks):
+            holder = stack.enter_context(_holder())
+            port = f"port{rank}"
+            _run(switch, f"ip link add {port} type veth peer name wire netns {holder}")
+            _run(switch, f"ip link set {port} addrgenmode none master bridge up")
+            _run(holder, "ip link set lo up")
+            _run(holder, "ip link set wire addrgenmode none up")
+            _run(holder, f"ip address add 10.0.0.{rank + 1}/16 dev wire")
+            for where, interface in ((holder, "wire"), (switch, port)):
+                limit = f"tbf rate {rate} burst {_BURST} latency {_LATENCY}"
+                _run(where, f"tc qdisc add dev {interface} root {limit}")
+            places.append(Place(f"/proc/{holder}/ns/net", "wire", "10.0.0.1"))
+        yield Network(places, rate)
+
+
+@contextmanager
+def _holder() -> Iterator[int]:
+    """A process in a network namespace of its own, which does nothing. Gives its id."""
+    with subprocess.Popen(
+        ["unshare", "--net", "cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # an interrupt from the keyboard is not for it
+    ) as process:
+        assert process.stdin is not None, "a pipe"
+        assert process.stdout is not None, "a pipe"
+        process.stdin.write(b"ready\n")
+        process.stdin.flush()
+        process.stdout.readline()  # `cat` runs, so the namespace is there
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def _run(holder: int, command: str) -> None:
+    call = ["nsenter", f"--net=/proc/{holder}/ns/net", *command.split()]
+    subprocess.run(call, check=True)
+
+
+def _set_namespace(path: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(path).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {path}")
+
+
+def _in_namespace(path: str, function: Callable[[], Result]) -> Result:
+    """Call a function in a thread that has moved there: a namespace is that of a thread."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            _set_namespace(path)
+            results.append((function(), None))
+        except Exception as error:  # noqa: BLE001  # raised again in the caller's thread
+            results.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = results[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _sent(interface: str) -> int:
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise OSError(f"no network interface {interface}")
+
+
+def _transfer(links: Sequence[tuple[socket.socket, socket.socket]], num_bytes: int) -> list[float]:
+    """Bits per second over each link in the second half, when TCP has found the speed."""
+    speeds = [0.0] * len(links)
+
+    def receive(index: int, connection: socket.socket) -> None:
+        connection.settimeout(60)
+        buffer = bytearray(1 << 20)
+        received = first = 0
+        started = time.perf_counter()
+        while received < num_bytes:
+            received += connection.recv_into(buffer)
+            if not first and received >= num_bytes // 2:
+                started, first = time.perf_counter(), received
+        speeds[index] = 8 * (received - first) / (time.perf_counter() - started)
+
+    threads = []
+    for index, (sender, receiver) in enumerate(links):
+        threads.append(threading.Thread(target=receive, args=(index, receiver)))
+        threads.append(threading.Thread(target=sender.sendall, args=(bytes(num_bytes),)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for link in links:
+        for end in link:
+            end.close()
+    return speeds
+
+
+def bits_per_s(rate: str) -> float:
+    """``"1gbit"`` is 1e9."""
+    match = re.fullmatch(r"([0-9.]+)(k|m|g)bit", rate)
+    if match is None:
+        raise ValueError(f"a rate is a number with kbit, mbit or gbit, as 1gbit, got {rate!r}")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends (on Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_in(network: Network, command: list[str]) -> int:
+    """Run a command on every rank; the first exit code that is not 0. Ends all if one fails."""
+    processes = []
+    for rank, place in enumerate(network.places):
+        environ = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(network.places)),
+            "LOCAL_WORLD_SIZE": str(len(network.places)),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(_PORT + 1),
+            "GLOO_SOCKET_IFNAME": place.interface,
+        }
+        call = ["nsenter", f"--net={place.namespace}", "setpriv", "--pdeathsig", "KILL", *command]
+        processes.append(subprocess.Popen(call, env={**os.environ, **environ}))
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.1)
+        return next((process.returncode for process in processes if process.poll()), 0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> int:
+    """Make the network, check it, run the command in it; the result is the exit code."""
+    parser = argparse.ArgumentParser(description="Run ranks on a network of a given speed.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="in each direction: 1gbit, 500mbit, ...")
+    parser.add_argument("command", nargs="*", help="after --; without one, only check the limit")
+    args = parser.parse_args()
+    if reason := why_not():
+        print(f"no networks can be made here: {reason}")
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with counted_network(args.ranks, args.rate) as network:
+        for rank, speed in enumerate(network.check()):
+            print(f"rank {rank} receives {speed / 1e6:.0f} Mbit/s, limit {args.rate}", flush=True)
+        if not args.command:
+            return 0
+        before = network.sent_bytes()
+        code = run_in(network, args.command)
+        for rank, (a, b) in enumerate(zip(before, network.sent_bytes(), strict=True)):
+            print(f"rank {rank} sent {(b - a) / 1e6:.2f} MB")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

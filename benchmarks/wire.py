@@ -1,0 +1,118 @@
+"""What a step puts on the wire: counted as it is issued, derived from the layout, and replayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vescale_fsdp.engine.unit import units_in
+
+__all__ = ["Collective", "Recorder", "Replay", "bytes_by_layout"]
+
+IN_FLIGHT = 2  # per communicator, in a replay: gloo has two threads for each
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that an engine has issued.
+
+    Attributes:
+        name: of the operator, as ``_allgather_base_``.
+        num_bytes: of the whole buffer: what all ranks have together after a gather, what each
+            has before a reduction. Of a message from one rank to another, its size.
+        call: the operator and its arguments, to issue it again.
+    """
+
+    name: str
+    num_bytes: int
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+    def sent_bytes(self, num_ranks: int) -> float:
+        """What one rank sends on gloo, without headers.
+
+        A gather or an all-to-all sends each part once to each of the others. An all-reduce sends
+        twice that, around a ring; so does gloo's reduce-scatter, which is one inside.
+        """
+        if self.name in ("send", "recv_"):
+            return self.num_bytes if self.name == "send" else 0
+        twice = self.name in ("allreduce_", "_reduce_scatter_base_")
+        return (2 if twice else 1) * self.num_bytes * (num_ranks - 1) / num_ranks
+
+
+class Recorder(TorchDispatchMode):
+    """Lists the collectives of a step. (Backward on CPU runs in the thread that calls it.)
+
+    Args:
+        keeps_calls: for a `Replay`, with as much memory as they use together.
+    """
+
+    NAMES = (
+        "_allgather_base_", "alltoall_base_", "allreduce_", "_reduce_scatter_base_", "send", "recv_"
+    )  # fmt: skip
+
+    def __init__(self, *, keeps_calls: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps_calls = keeps_calls
+        self.collectives: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch for every operator."""
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d" and name in self.NAMES:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            largest = max(tensor.numel() * tensor.itemsize for tensor in tensors)
+            blank = tree_map(_blank, args) if self._keeps_calls else ()
+            self.collectives.append(Collective(name, largest, (func, blank, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _blank(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+
+class Replay:
+    """Issues recorded collectives again, two at a time on each communicator, and nothing else."""
+
+    def __init__(self, collectives: list[Collective]) -> None:
+        self._calls = [each.call for each in collectives]
+
+    def step(self) -> None:
+        """All of them once."""
+        flying: dict[str, deque[Any]] = {}
+        for func, args, kwargs in self._calls:
+            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+            queue = flying.setdefault(group.group_name, deque())
+            if len(queue) == IN_FLIGHT:
+                queue.popleft().wait()
+            result = func(*args, **kwargs)  # an all-to-all gives its work alone
+            queue.append(dist.Work.unbox(result[-1] if isinstance(result, tuple) else result))
+        for queue in flying.values():
+            for work in queue:
+                work.wait()
+
+
+def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
+    """What one rank sends in a step of ours, by the plan: without headers.
+
+    A unit is gathered in forward, and again in backward unless it was kept (as the root is), in
+    the compute dtype; its gradients travel once in the same dtype. Each time a rank sends its part
+    to all others: ``(num_ranks - 1) * shard_size`` elements.
+    """
+    total = 0
+    for unit in units_in(model).values():
+        num_gathers = 1 if unit.keeps_after_forward(wants_gradients=True) else 2
+        for group in unit.groups:
+            itemsize = group.buffer.full_dtype.itemsize
+            shard_bytes = group.layout.shard_size * itemsize
+            total += (num_gathers + group.trainable) * (num_ranks - 1) * shard_bytes
+    return total
