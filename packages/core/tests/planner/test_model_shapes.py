@@ -114,17 +114,30 @@ def test_rows_of_two_lengths_need_no_common_multiple():
     assert layout.shard_size == 132_888
 
 
+def yardstick():
+    """Seconds that this machine takes for a million additions: about 50 ms on a quick one."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(1_000_000):
+        total += number % 7
+    return time.perf_counter() - start
+
+
 @pytest.mark.parametrize("blocked", [experts, matrices])
 @pytest.mark.parametrize("rows", ROWS)
-def test_782_tensors_take_less_than_50_ms(blocked, rows):
+def test_782_tensors_take_less_than_a_million_additions(blocked, rows):
     specs = specs_of_cell(deepseek_v3_moe_layer, blocked, rows)
     assert len(specs) == 782
     for num_shards in RANKS:
-        seconds = []
+        seconds, most = [], []
         for _ in range(20):  # other work on the machine is not the planner's: the best of some
             start = time.perf_counter()
             lay_out(specs, num_shards, alignment=ALIGNMENT)
             seconds.append(time.perf_counter() - start)
-            if seconds[-1] < 0.05:
+            if seconds[-1] < 0.03:
                 break
-        assert min(seconds) < 0.05
+            most.append(yardstick())
+            if min(seconds) < min(most):
+                break
+        else:
+            raise AssertionError(f"{num_shards} shards: {min(seconds)} s of {min(most)}")

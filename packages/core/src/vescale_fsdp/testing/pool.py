@@ -20,16 +20,20 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from .sources import ModuleSource
-from .worker import Call, Raised, rank_main
+from .worker import STORE_HOST, Call, Raised, rank_main
 
 __all__ = ["GRACE_S", "Pool", "RankFailure"]
 
 PRELOADED = [
     "torch",
+    "torch._dynamo",  # loaded by the first forward of a sharded module: a second for each rank
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "vescale_fsdp.engine",
     "vescale_fsdp.testing.worker",
 ]
 GRACE_S = 5.0  # for the other ranks to return, once one has failed
@@ -48,7 +52,7 @@ class RankFailure:
 
 
 class Pool:
-    """``world_size`` processes that wait for calls. Its directory holds logs and rendezvous."""
+    """``world_size`` processes that wait for calls. Its directory holds what they print."""
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -59,11 +63,13 @@ class Pool:
         self._processes = []
         self._log_offsets = [0] * world_size
         self._num_calls = 0
+        # A file would do too, but ranks that wait for each other look into it every 10 ms only.
+        self._store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=rank_main,
-                args=(theirs, rank, world_size, str(self._log(rank))),
+                args=(theirs, rank, world_size, str(self._log(rank)), self._store.port),
                 name=f"rank-{rank}-of-{world_size}",
             )
             process.start()
@@ -78,10 +84,15 @@ class Pool:
         self, payload: bytes, sources: list[ModuleSource], timeout_s: float
     ) -> tuple[list[bytes], list[RankFailure]]:
         """Run the pickled ``(fn, args, filters)``: pickled results by rank, or failures."""
-        rendezvous = str(self.directory / f"rendezvous-{self._num_calls}")
         self._num_calls += 1
         call = Call(
-            payload, sources, rendezvous, timeout_s, os.getcwd(), list(sys.path), dict(os.environ)
+            payload,
+            sources,
+            self._num_calls,
+            timeout_s,
+            os.getcwd(),
+            list(sys.path),
+            dict(os.environ),
         )
         self._send(pickle.dumps(call))
         replies, failures = self._receive(timeout_s)

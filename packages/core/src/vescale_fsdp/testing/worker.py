@@ -28,6 +28,7 @@ from .sources import ModuleSource, load
 
 __all__ = ["Call", "Raised", "rank_main"]
 
+STORE_HOST = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 # Collectives give up later than the caller does: it then reports where every rank stood.
 EXTRA_TIMEOUT_S = 30.0
@@ -39,7 +40,7 @@ class Call:
 
     payload: bytes  # (fn, args, warning filters), by sources.dump
     sources: list[ModuleSource]
-    rendezvous: str  # path of a file that does not exist yet
+    number: int  # its keys in the store begin with it
     timeout_s: float
     directory: str
     sys_path: list[str]
@@ -55,8 +56,12 @@ class Raised:
     traceback: str
 
 
-def rank_main(connection: Connection, rank: int, world_size: int, log: str) -> None:
+def rank_main(
+    connection: Connection, rank: int, world_size: int, log: str, store_port: int
+) -> None:
     """Serve calls until the caller goes away. A call is answered twice: result, then clean-up.
+
+    The ranks find each other through a store of the caller's, on this machine.
 
     Leaves by ``os._exit``: nothing here needs the interpreter's exit handlers, and torch 2.13's
     gloo now and then aborts in them.
@@ -66,10 +71,11 @@ def rank_main(connection: Connection, rank: int, world_size: int, log: str) -> N
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, which kills us
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         threading.Thread(target=_exit_without_caller, args=(connection,), daemon=True).start()
+        store = dist.TCPStore(STORE_HOST, store_port, wait_for_workers=False)
         gc.freeze()  # what was loaded so far stays: the collection after each call is cheap
         while True:
             call = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(_run(call, rank, world_size)))
+            connection.send_bytes(pickle.dumps(_run(call, rank, world_size, store)))
             connection.recv_bytes()  # every rank has replied: none needs our connections
             _clean_up()
             connection.send_bytes(pickle.dumps(b""))
@@ -103,17 +109,19 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _run(call: Call, rank: int, world_size: int) -> bytes | Raised:
+def _run(call: Call, rank: int, world_size: int, store: dist.Store) -> bytes | Raised:
     """The function's pickled result, or what it raised."""
     try:
         _adopt(call)
         fn, args, filters = load(call.payload, call.sources)
+        timeout = timedelta(seconds=call.timeout_s + EXTRA_TIMEOUT_S)
+        store.set_timeout(timeout)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{call.rendezvous}",
+            store=dist.PrefixStore(f"call-{call.number}", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=call.timeout_s + EXTRA_TIMEOUT_S),
+            timeout=timeout,
         )
         torch.set_num_threads(1)
         torch.manual_seed(0)
