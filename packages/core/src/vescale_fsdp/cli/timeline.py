@@ -46,6 +46,9 @@ REDUCED = "reduced gradients"
 NEWEST = "newest gradient"
 KINDS = (GATHERED, LOCAL, NEWEST, REDUCING, REDUCED)
 
+# As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
+SHORTEST_EXCHANGE = 1 << 19
+
 
 @dataclass(frozen=True)
 class GroupMemory:
@@ -273,7 +276,8 @@ class _Simulation:
         if group.num_shards == 1:
             return 0
         if self._by_all_to_all:
-            return group.full_bytes
+            part_bytes = group.full_bytes // group.num_shards
+            return group.full_bytes - (part_bytes if part_bytes >= SHORTEST_EXCHANGE else 0)
         if group.compute_dtype == group.reduce_dtype:
             return 0
         return group.shard_elements * group.num_shards * group.reduce_dtype.itemsize

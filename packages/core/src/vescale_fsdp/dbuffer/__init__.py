@@ -6,7 +6,7 @@ group, `gradients` their gradients, `collectives` moves both between ranks.
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.codec import Cast, Codec
-from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
+from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, Waitable, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
@@ -22,6 +22,7 @@ __all__ = [
     "PendingReduce",
     "SlabPool",
     "ThenCopy",
+    "Waitable",
     "choose_reduction",
     "plain_tensors",
     "pool_for",

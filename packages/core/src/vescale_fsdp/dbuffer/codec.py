@@ -12,12 +12,11 @@ form of a codec, for tests and as the example to copy.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.planner import ShardLayout
@@ -76,9 +75,9 @@ def start_encoded_gather(
     full: torch.Tensor,
     rank: int,
     pool: SlabPool,
-    group: dist.ProcessGroup,
+    gather: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> ThenCopy:
-    """Start to fill ``full`` from the messages of all ranks.
+    """Start to fill ``full`` from the messages of all ranks, which ``gather`` gathers.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
     is waited for, one encoding and ``num_shards`` decodings.
@@ -87,7 +86,7 @@ def start_encoded_gather(
     messages = pool.take(layout.num_shards * size, torch.uint8)
     parts = messages.view(layout.num_shards, size)
     codec.encode(layout, rank, shard, parts[rank])
-    work = compat.all_gather_single(messages, parts[rank], group)
+    work = gather(messages, parts[rank])
 
     def decode() -> None:
         for k, (message, part) in enumerate(

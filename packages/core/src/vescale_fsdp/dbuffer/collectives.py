@@ -11,15 +11,17 @@ Reduction, two ways with the same numbers:
   the buffer; this moves (m-1)/m of it. What travels keeps the dtype of the gradients (bf16) and
   is summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
 
-``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo.
+``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There long
+gathers and all-to-alls are sends and receives of their own (`exchange`), but not with ``native``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,20 @@ import torch.distributed as dist
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import Codec, start_encoded_gather
-from vescale_fsdp.dbuffer.custom import ThenCopy, start_custom_gather, start_custom_reduce
+from vescale_fsdp.dbuffer.custom import start_custom_gather, start_custom_reduce
+from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
 
-__all__ = ["Comm", "PendingReduce", "choose_reduction"]
+__all__ = ["Comm", "PendingReduce", "Waitable", "choose_reduction"]
 
 Reduction = Literal["native", "all_to_all"]
+
+
+class Waitable(Protocol):
+    """What is under way: a ``Work``, or what waits like one."""
+
+    def wait(self) -> object:
+        """Return when it has ended (on CUDA: let the current stream wait for it)."""
 
 
 @dataclass
@@ -57,6 +67,30 @@ class Comm:
         """The communicators that gradients are summed over, one after the other."""
         return [self.reduce_group, *([self.replica_group] if self.replica_group else [])]
 
+    @property
+    def among_replicas(self) -> Comm:
+        """That of the axis that holds replicas, to gather and reduce over it."""
+        assert self.replica_group is not None, "only asked where there are replicas"
+        group = self.replica_group
+        return Comm(group, group, self.replica, self.num_replicas, self.reduction)
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Waitable:
+        """Fill ``full`` from the equal parts of all ranks, of which this one's is ``own``.
+
+        Args:
+            full: flat. ``own`` may be its part for this rank.
+
+        Cost: one all-gather, in place; one copy of ``own`` if it lies elsewhere.
+        """
+        group = self.gather_group
+        if self.reduction == "native" or not is_worthwhile(own, group):
+            return compat.all_gather_single(full, own, group)
+        parts = full.view(self.size, -1).unbind()
+        exchange = Exchange([own] * self.size, parts, self.rank, group)
+        if own.data_ptr() != parts[self.rank].data_ptr():
+            parts[self.rank].copy_(own)
+        return exchange
+
     def start_gather(
         self,
         buffer: DBuffer,
@@ -64,7 +98,7 @@ class Comm:
         codec: Codec | None = None,
         pool: SlabPool | None = None,
         inner: torch.Tensor | None = None,
-    ) -> dist.Work | ThenCopy | None:
+    ) -> Waitable | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
         Args:
@@ -86,18 +120,18 @@ class Comm:
             return None
         if codec is not None:
             assert pool is not None, "messages need memory"
-            layout, group = buffer.layout, self.gather_group
-            return start_encoded_gather(codec, layout, own, full, self.rank, pool, group)
+            gather = self.all_gather
+            return start_encoded_gather(codec, buffer.layout, own, full, self.rank, pool, gather)
         if custom is not None:
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
         if inner is None and (own.dtype != full.dtype or own.device != full.device):
             own = buffer.own_slice()
             own.copy_(buffer.shard, non_blocking=True)
-        return compat.all_gather_single(full, own, self.gather_group)
+        return self.all_gather(full, own)
 
     def start_gather_of_messages(
         self, messages: torch.Tensor, custom: Any = None
-    ) -> dist.Work | ThenCopy | None:
+    ) -> Waitable | None:
         """Fill ``messages`` (uint8, [ranks, bytes]), of which this rank has written its own row.
 
         Cost: one all-gather, in place.
@@ -107,9 +141,9 @@ class Comm:
         full, own = messages.view(-1), messages[self.rank]
         if custom is not None:
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
-        return compat.all_gather_single(full, own, self.gather_group)
+        return self.all_gather(full, own)
 
-    def start_gather_of_parts(self, buffer: DBuffer, part: torch.Tensor) -> dist.Work | None:
+    def start_gather_of_parts(self, buffer: DBuffer, part: torch.Tensor) -> Waitable | None:
         """Fill the full face from the equal parts that neighbouring ranks have kept.
 
         Cost: as `start_gather`, among as many ranks as there are parts.
@@ -125,7 +159,8 @@ class Comm:
         ranks = dist.get_process_group_ranks(self.gather_group)
         first = self.rank // num_parts * num_parts
         group = compat.group_over(ranks[first : first + num_parts])
-        return compat.all_gather_single(full, part, group)
+        neighbours = replace(self, gather_group=group, rank=self.rank - first, size=num_parts)
+        return neighbours.all_gather(full, part)
 
     def start_reduce(
         self,
@@ -170,8 +205,7 @@ class Comm:
             return pending
         if self.reduction == "all_to_all":
             pending.is_average = False
-            pending.parts = pending.borrow(full.numel(), full.dtype)
-            pending.work = compat.all_to_all_single(pending.parts, full, self.reduce_group)
+            self._start_all_to_all(pending, full)
             return pending
         sent = full
         if reduce_dtype == torch.float16 and not pending.is_average:
@@ -184,6 +218,19 @@ class Comm:
         pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
+
+    def _start_all_to_all(self, pending: PendingReduce, full: torch.Tensor) -> None:
+        sent = full.view(self.size, -1).unbind()
+        if not is_worthwhile(sent[0], self.reduce_group):
+            parts = pending.borrow(full.numel(), full.dtype)
+            pending.parts = parts.view(self.size, -1).unbind()
+            pending.work = compat.all_to_all_single(parts, full, self.reduce_group)
+            return
+        others = pending.borrow(full.numel() - sent[0].numel(), full.dtype)
+        received = list(others.view(self.size - 1, -1).unbind())
+        received.insert(self.rank, sent[self.rank])  # stays where it is
+        pending.parts = received
+        pending.work = Exchange(sent, received, self.rank, self.reduce_group)
 
     def start_replica_sum(
         self, shard: torch.Tensor, pool: SlabPool, *, averages: bool, cuts: bool
@@ -201,8 +248,7 @@ class Comm:
         assert self.replica_group is not None, "only called where there are replicas"
         divisor = float(self.num_replicas) if averages else 1.0
         if cuts:
-            group, size = self.replica_group, self.num_replicas
-            outer = Comm(group, group, self.replica, size, self.reduction)
+            outer = self.among_replicas
             return outer.start_reduce(shard, shard.dtype, pool, divisor, only_sums=True)
         work = compat.all_reduce(shard, self.replica_group)
         return PendingReduce(shard.dtype, done=shard, work=work, divisor=divisor)
@@ -215,8 +261,8 @@ class PendingReduce:
     reduce_dtype: torch.dtype
     size: int = 1
     pool: SlabPool | None = None
-    work: dist.Work | ThenCopy | None = None
-    parts: torch.Tensor | None = None  # all_to_all: one shard from each rank, still to be summed
+    work: Waitable | None = None
+    parts: Sequence[torch.Tensor] | None = None  # all_to_all: from each rank, still to be summed
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False
     divisor: float = 1.0
@@ -238,12 +284,9 @@ class PendingReduce:
             self.work = None
         result = self.done
         if self.parts is not None:
-            parts = self.parts.view(self.size, -1)
             # Before it is divided a sum may be too large for fp16.
             wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
-            result = empty(parts.shape[1], wide, parts.device).copy_(parts[0])
-            for part in parts[1:]:  # in rank order, so that the sum is the same on every run
-                result.add_(part)
+            result = _sum(self.parts, wide)
         assert result is not None, "a reduction has one of the two"
         if self.divisor != 1.0 and not self.is_average:
             result.mul_(1.0 / self.divisor)
@@ -252,6 +295,19 @@ class PendingReduce:
             self.pool.give(self._borrowed.pop())
         self.parts = self.done = None
         return result
+
+
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """In ``dtype`` and in rank order, so that the sum is the same on every run."""
+    first, second, *others = parts
+    result = empty(first.numel(), dtype, first.device)
+    if first.dtype == dtype:
+        torch.add(first, second, out=result)
+    else:
+        result.copy_(first).add_(second)
+    for part in others:
+        result.add_(part)
+    return result
 
 
 def choose_reduction(backend: str) -> Reduction:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, ThenCopy, pool_for, shard_view
+from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, Waitable, pool_for, shard_view
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
@@ -93,7 +93,7 @@ class Group:
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
         self._kept_version = (0, 0)
-        self._work: torch.distributed.Work | ThenCopy | None = None
+        self._work: Waitable | None = None
         self.custom_gather: Any = None  # that the user supplies
         self.codec: Codec | None = None  # of what travels in a gather; None: the shard itself
         self.frees_before_backward = False  # whether gradients come while nothing is gathered
@@ -234,11 +234,7 @@ class Group:
     def start_outer_gather(self, comm: Comm) -> None:
         """Start to gather over the outer axis, where what rests is cut over that too."""
         if self._inner_shard is not None and not self.is_on_meta:
-            assert comm.replica_group is not None, "what is cut outside has an outer axis"
-            version = self._version()
-            self._inner_shard.start_gather(
-                self.buffer, comm.replica_group, self.axes.replica, version
-            )
+            self._inner_shard.start_gather(self.buffer, comm.among_replicas, self._version())
 
     def drop_copies(self) -> None:
         """Forget what was gathered from shards that may have changed since."""

@@ -18,10 +18,8 @@ states are cut by all ranks.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import DBuffer
+from vescale_fsdp.dbuffer import Comm, DBuffer, Waitable
 
 __all__ = ["InnerShard"]
 
@@ -31,33 +29,30 @@ class InnerShard:
 
     def __init__(self) -> None:
         self._values: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: Waitable | None = None
         self._version: object = None
 
-    def start_gather(
-        self, buffer: DBuffer, group: dist.ProcessGroup, place: int, version: object
-    ) -> None:
+    def start_gather(self, buffer: DBuffer, outer: Comm, version: object) -> None:
         """Start to gather it over the outer axis, unless it is there for this ``version``.
 
         Args:
             buffer: of the parameters, cut by all ranks.
-            group: of the outer axis.
-            place: of this rank in it.
+            outer: the communicators of the outer axis.
             version: of the weights at rest.
 
-        Cost: one all-gather of ``dist.get_world_size(group)`` resting shards, and memory for them
+        Cost: one all-gather of ``outer.size`` resting shards, and memory for them
         until the weights change.
         """
         if self._version == version:
             return
         self.drop()
-        size, shard = dist.get_world_size(group), buffer.shard
+        shard, place = buffer.shard, outer.rank
         full = buffer.full.flat
-        self._values = torch.empty(size * shard.numel(), dtype=full.dtype, device=full.device)
+        self._values = torch.empty(outer.size * shard.numel(), dtype=full.dtype, device=full.device)
         own = self._values[place * shard.numel() : (place + 1) * shard.numel()]
         own.copy_(shard, non_blocking=True)
         if self._values.numel():
-            self._work = compat.all_gather_single(self._values, own, group)
+            self._work = outer.all_gather(self._values, own)
         self._version = version
 
     def wait(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from vescale_fsdp import compat
 
@@ -71,7 +72,7 @@ def rank_main(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, which kills us
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         threading.Thread(target=_exit_without_caller, args=(connection,), daemon=True).start()
-        store = dist.TCPStore(STORE_HOST, store_port, wait_for_workers=False)
+        store = TCPStore(STORE_HOST, store_port, wait_for_workers=False)
         gc.freeze()  # what was loaded so far stays: the collection after each call is cheap
         while True:
             call = pickle.loads(connection.recv_bytes())
@@ -109,7 +110,7 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _run(call: Call, rank: int, world_size: int, store: dist.Store) -> bytes | Raised:
+def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | Raised:
     """The function's pickled result, or what it raised."""
     try:
         _adopt(call)
@@ -118,7 +119,7 @@ def _run(call: Call, rank: int, world_size: int, store: dist.Store) -> bytes | R
         store.set_timeout(timeout)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"call-{call.number}", store),
+            store=PrefixStore(f"call-{call.number}", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
