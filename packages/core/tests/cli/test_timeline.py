@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from vescale_fsdp.cli import timeline
 from vescale_fsdp.cli.settings import Backend, parse_dtype
 from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
+from vescale_fsdp.dbuffer import exchange
 
 FP32, BF16 = parse_dtype("fp32", ""), parse_dtype("bf16", "")
 NUM_SHARDS = 10
@@ -105,3 +107,7 @@ def test_one_rank_needs_no_scratch(backend: Backend) -> None:
     group = GroupMemory(10, 1, 0, FP32, BF16, FP32, trainable=True)
     root = UnitMemory("r", (group,), is_root=True, keeps=True)
     assert peak(root, backend=backend) == 20 + 20 + 40  # F, G and the sum
+
+
+def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
+    assert timeline.SHORTEST_EXCHANGE == exchange.SHORTEST_BYTES

@@ -11,12 +11,12 @@ from vescale_fsdp.planner import plan
 from .helpers import CPU, OFFSETS, SHAPES, make_layout
 
 # Both kinds of memory that a CPU has.
-KINDS = pytest.mark.parametrize("can_map", [memory._CAN_MAP, False], ids=["default", "resized"])
+KINDS = pytest.mark.parametrize("can_map", [memory.CAN_MAP, False], ids=["default", "resized"])
 
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch, can_map: bool) -> None:
-    monkeypatch.setattr(memory, "_CAN_MAP", can_map)
+    monkeypatch.setattr(memory, "CAN_MAP", can_map)
 
 
 def make_buffer(dtype: torch.dtype = torch.float32) -> FlatBuffer:
@@ -37,7 +37,7 @@ def test_there_is_no_memory_until_materialized_and_after_release() -> None:
 def test_storage_is_empty_after_release_where_memory_is_resized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "_CAN_MAP", False)
+    monkeypatch.setattr(memory, "CAN_MAP", False)
     buffer = make_buffer()
     sizes = [buffer.flat.untyped_storage().size()]
     for change in (buffer.materialize, buffer.release):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
-from vescale_fsdp.dbuffer.memory import SlabPool, empty, make_region
+from vescale_fsdp.dbuffer import hand_back, mapped
+from vescale_fsdp.dbuffer.memory import Region, SlabPool, empty, make_region
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -16,6 +18,10 @@ MIB = 1 << 20
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def num_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100_000, 2 * MIB, 5 * MIB + 3])
@@ -39,15 +45,80 @@ def test_region_of_no_bytes_does_nothing() -> None:
     assert region.storage.nbytes() == 0
 
 
-def test_released_region_holds_no_memory() -> None:
-    region = make_region(64 * MIB, CPU)
-    view = torch.empty(0).set_(region.storage, 0, (16 * MIB,), (1,))
+def region_and_view(num_bytes: int = 64 * MIB) -> tuple[Region, torch.Tensor]:
+    region = make_region(num_bytes, CPU)
+    return region, torch.empty(0).set_(region.storage, 0, (num_bytes // 4,), (1,))
+
+
+def is_all(tensor: torch.Tensor, value: float) -> bool:
+    return float(tensor.min()) == float(tensor.max()) == value  # without memory for an answer
+
+
+def test_what_released_regions_held_is_handed_back() -> None:
+    region, view = region_and_view()
     region.materialize()
     before = resident_bytes()
     view.fill_(1.0)
     assert resident_bytes() - before > 60 * MIB
     region.release()
+    hand_back()
     assert resident_bytes() - before < 8 * MIB
+
+
+@pytest.mark.parametrize("num_bytes", [1_000_000, 2 * MIB, 64 * MIB, 64 * MIB + 4100])
+def test_pages_go_to_the_next_region_of_the_size(num_bytes: int) -> None:
+    (first, a), (second, b) = region_and_view(num_bytes), region_and_view(num_bytes)
+    addresses = a.data_ptr(), b.data_ptr()
+    first.materialize()
+    a.fill_(3.0)
+    before, faults = resident_bytes(), num_faults()
+    first.release()
+    second.materialize()
+    assert is_all(b, 3.0)  # what was in them: nothing was cleared
+    assert num_faults() - faults < 20 + num_bytes // 4096 // 4
+    assert resident_bytes() - before < 2 * MIB
+    first.materialize()  # both at once
+    a.fill_(4.0)
+    assert is_all(b, 3.0)
+    assert (a.data_ptr(), b.data_ptr()) == addresses
+    first.release()
+    first.materialize()  # its own again
+    assert is_all(a, 4.0)
+
+
+def test_no_more_pages_are_kept_than_were_needed_at_once() -> None:
+    (large, a), (small, b) = region_and_view(64 * MIB), region_and_view(32 * MIB)
+    before = resident_bytes()
+    large.materialize()
+    a.fill_(1.0)
+    large.release()
+    small.materialize()  # nothing that is spare fits
+    b.fill_(1.0)
+    assert resident_bytes() - before < 40 * MIB
+
+
+def test_pages_of_a_region_that_is_gone_are_not_given_away() -> None:
+    for _ in range(3):  # the next one may be mapped at the same address
+        region, view = region_and_view()
+        region.materialize()
+        view.fill_(1.0)
+        region.release()
+        del region, view
+    region, view = region_and_view()
+    region.materialize()
+    assert is_all(view.fill_(2.0), 2.0)
+
+
+def test_a_kernel_that_moves_no_pages_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_mremap", lambda *_: -1)
+    (first, a), (second, b) = region_and_view(), region_and_view()
+    before = resident_bytes()
+    first.materialize()
+    a.fill_(3.0)
+    first.release()
+    second.materialize()
+    assert is_all(b.fill_(4.0), 4.0)
+    assert resident_bytes() - before < 72 * MIB
 
 
 def test_tensor_of_its_own_mapping_gives_its_memory_back_when_it_dies() -> None:

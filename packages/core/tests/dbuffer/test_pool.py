@@ -12,10 +12,10 @@ from vescale_fsdp.dbuffer import SlabPool, memory, pool_for
 from .helpers import CPU
 
 
-@pytest.fixture(params=[memory._CAN_MAP, False], ids=["default", "resized"])
+@pytest.fixture(params=[memory.CAN_MAP, False], ids=["default", "resized"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SlabPool:
     """A pool of each kind of memory that a CPU has."""
-    monkeypatch.setattr(memory, "_CAN_MAP", request.param)
+    monkeypatch.setattr(memory, "CAN_MAP", request.param)
     return SlabPool(CPU)
 
 

@@ -1,16 +1,19 @@
 """DBuffer: one flat buffer per communication group, gathered and reduced in place.
 
-`memory` comes and goes, `flat` is a tensor with fixed views on it, `buffer` the parameters of a
-group, `gradients` their gradients, `collectives` moves both between ranks.
+`memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
+parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
+(`exchange` on CPUs).
 """
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.codec import Cast, Codec
-from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, Waitable, choose_reduction
+from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
+from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
+from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
 
 __all__ = [
     "Cast",
@@ -24,7 +27,11 @@ __all__ = [
     "ThenCopy",
     "Waitable",
     "choose_reduction",
+    "copy_async",
+    "hand_back",
+    "has_streams",
     "plain_tensors",
     "pool_for",
     "shard_view",
+    "start_beside",
 ]

@@ -19,6 +19,7 @@ import torch
 
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool
+from vescale_fsdp.dbuffer.streams import Waitable, start_beside
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Cast", "Codec", "start_encoded_gather"]
@@ -85,8 +86,13 @@ def start_encoded_gather(
     size = codec.num_bytes(layout)
     messages = pool.take(layout.num_shards * size, torch.uint8)
     parts = messages.view(layout.num_shards, size)
-    codec.encode(layout, rank, shard, parts[rank])
-    work = gather(messages, parts[rank])
+
+    def start() -> Waitable:
+        codec.encode(layout, rank, shard, parts[rank])
+        work: Waitable = gather(messages, parts[rank])
+        return work
+
+    work = start_beside(messages.device, start)
 
     def decode() -> None:
         for k, (message, part) in enumerate(

@@ -21,7 +21,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,11 @@ from vescale_fsdp.dbuffer.codec import Codec, start_encoded_gather
 from vescale_fsdp.dbuffer.custom import start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
+from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
 
-__all__ = ["Comm", "PendingReduce", "Waitable", "choose_reduction"]
+__all__ = ["Comm", "PendingReduce", "choose_reduction"]
 
 Reduction = Literal["native", "all_to_all"]
-
-
-class Waitable(Protocol):
-    """What is under way: a ``Work``, or what waits like one."""
-
-    def wait(self) -> object:
-        """Return when it has ended (on CUDA: let the current stream wait for it)."""
 
 
 @dataclass
@@ -73,6 +67,11 @@ class Comm:
         assert self.replica_group is not None, "only asked where there are replicas"
         group = self.replica_group
         return Comm(group, group, self.replica, self.num_replicas, self.reduction)
+
+    @property
+    def sends_sums(self) -> bool:
+        """Whether gradients travel in the dtype of their sum: best cast when they are copied."""
+        return self.reduction == "native"
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Waitable:
         """Fill ``full`` from the equal parts of all ranks, of which this one's is ``own``.
@@ -116,18 +115,21 @@ class Comm:
             return None
         own = buffer.shard if inner is None else inner
         if self.size == 1 and codec is None:
-            full.copy_(own)
-            return None
+            return start_beside(full.device, lambda: copy_async(full, own))
         if codec is not None:
             assert pool is not None, "messages need memory"
             gather = self.all_gather
             return start_encoded_gather(codec, buffer.layout, own, full, self.rank, pool, gather)
         if custom is not None:
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
-        if inner is None and (own.dtype != full.dtype or own.device != full.device):
-            own = buffer.own_slice()
-            own.copy_(buffer.shard, non_blocking=True)
-        return self.all_gather(full, own)
+        if own.dtype == full.dtype and own.device == full.device:
+            return self.all_gather(full, own)
+
+        def start() -> Waitable:
+            copy_async(buffer.own_slice(), own)
+            return self.all_gather(full, buffer.own_slice())
+
+        return start_beside(full.device, start)
 
     def start_gather_of_messages(
         self, messages: torch.Tensor, custom: Any = None
@@ -187,7 +189,8 @@ class Comm:
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
         """
         if self.size == 1 or full.numel() == 0:
-            done = full.to(reduce_dtype, copy=True)
+            # Where there are streams the pool leaves what it lent to those who keep it.
+            done = full.to(reduce_dtype, copy=not has_streams(full.device))
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         is_nccl = dist.get_backend(self.reduce_group) == "nccl"

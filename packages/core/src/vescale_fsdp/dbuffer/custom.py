@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.dbuffer.streams import Waitable, copy_async, start_beside
+
 __all__ = ["ThenCopy", "start_custom_gather", "start_custom_reduce"]
 
 
@@ -35,8 +37,13 @@ def start_custom_gather(
     arrived = gather.allocate((full.numel(),), dtype=full.dtype, device=full.device)
     size = own.numel()
     mine = arrived.narrow(0, rank * size, size)
-    mine.copy_(own)
-    work = gather(arrived, mine, group, async_op=True)
+
+    def start() -> Waitable | None:
+        copy_async(mine, own)
+        work: Waitable | None = gather(arrived, mine, group, async_op=True)
+        return work
+
+    work = start_beside(full.device, start)
     return ThenCopy(work, lambda: full.copy_(arrived))
 
 

@@ -5,11 +5,10 @@ for life, with memory under it only while it is needed, so that views of it can 
 saved by autograd.
 
 * On an accelerator its size goes to 0 and back; the caching allocator makes that cheap.
-* On Linux CPUs it is a private mapping whose pages are handed back to the system. Through
-  malloc the same buffers would fragment the heap without bound: glibc serves them from the heap
-  as soon as one of them was freed, and the aligned requests of torch do not fit the holes that
-  they leave. Huge pages make the first touch cheap: writing 32 MiB took 4.8 ms after a release,
-  2.8 warm and 12.5 through ``resize_`` (one core, torch 2.13).
+* On Linux CPUs it is a private mapping whose pages go to the next region that needs some
+  (`mapped`). Through malloc the same buffers would fragment the heap without bound: glibc serves
+  them from the heap as soon as one of them was freed, and the aligned requests of torch do not
+  fit the holes that they leave.
 * Elsewhere the size goes to 0 and back through malloc.
 
 A `SlabPool` lends scratch memory that nobody has saved views of, such as gradients on their way.
@@ -18,17 +17,16 @@ A `SlabPool` lends scratch memory that nobody has saved views of, such as gradie
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from typing import Protocol
 
 import torch
 
+from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped, hand_back
+
 __all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
 
-_HUGE_PAGE = 2 << 20
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
-_CAN_MAP = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 
 
 class Region(Protocol):
@@ -46,8 +44,8 @@ class Region(Protocol):
 
 def make_region(num_bytes: int, device: torch.device) -> Region:
     """A region on ``device``, without memory at first."""
-    if device.type == "cpu" and _CAN_MAP and num_bytes:
-        return _Mapped(num_bytes)
+    if device.type == "cpu" and CAN_MAP and num_bytes:
+        return Mapped(num_bytes)
     return _Resized(num_bytes, device)
 
 
@@ -71,40 +69,13 @@ class _Resized:
             self.is_materialized = False
 
 
-class _Mapped:
-    """A private mapping; its pages appear when they are touched and go when they are released."""
-
-    def __init__(self, num_bytes: int) -> None:
-        large = num_bytes >= _HUGE_PAGE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._mapping = mmap.mmap(-1, num_bytes + (_HUGE_PAGE if large else 0), flags=flags)
-        offset = 0
-        if large:
-            address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-            offset = -address % _HUGE_PAGE
-            # Whole huge pages only: the rest would take one for a few bytes.
-            whole = num_bytes // _HUGE_PAGE * _HUGE_PAGE
-            self._mapping.madvise(mmap.MADV_HUGEPAGE, offset, whole)
-        tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
-        self.storage = tensor.untyped_storage()
-        self.is_materialized = False
-
-    def materialize(self) -> None:
-        self.is_materialized = True
-
-    def release(self) -> None:
-        if self.is_materialized:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-            self.is_materialized = False
-
-
 def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat, uninitialised tensor whose memory goes back to the system when it dies."""
     num_bytes = num_elements * dtype.itemsize
-    if device.type != "cpu" or not _CAN_MAP or not num_bytes:
+    if device.type != "cpu" or not CAN_MAP or not num_bytes:
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
-    return tensor.set_(_Mapped(num_bytes).storage, 0, (num_elements,), (1,))
+    return tensor.set_(Mapped(num_bytes).storage, 0, (num_elements,), (1,))
 
 
 class SlabPool:
@@ -148,6 +119,7 @@ class SlabPool:
         """Hand the memory of the slabs that are in back to the system. Once per step."""
         for region in self._idle:
             region.release()
+        hand_back()
         self._num_trims += 1
         if self._device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
             _trim_heap()

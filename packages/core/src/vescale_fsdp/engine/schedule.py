@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import Comm, plain_tensors
+from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.filling import Names, fill
@@ -195,6 +195,8 @@ class Schedule:
         if not self._has_failed:
             self._orders[self._kind] = self._finished(self._forward)
         self._drop_ahead()
+        if not self.wants_gradients:
+            hand_back()
 
     # Walking along an order, forward or backward
 
@@ -470,6 +472,7 @@ class Schedule:
             for unit in self.units():
                 unit.end_backward()
             self._publish()
+            hand_back()
         self._back_orders[self._back_kind] = self._finished(self._backward)
         self._num_backwards += 1
         self._end, self._reductions = None, self._no_reductions()

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.dbuffer import hand_back, plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
@@ -134,6 +134,8 @@ class Unit:
             self.held = self._is_kept = False
             for group in self.groups:
                 group.reshard()
+            if self.schedule is None or not self.schedule.is_running:
+                hand_back()
 
     def release_after_forward(self, comes_back: bool) -> None:
         """Free the gathered parameters, or all but this rank's part if a backward may come."""
