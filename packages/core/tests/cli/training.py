@@ -140,7 +140,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         give(self, slab)
 
     def counted_empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        mapped = memory._Mapped(num_elements * dtype.itemsize)
+        mapped = memory.Mapped(num_elements * dtype.itemsize)
         ledger.add(num_elements * dtype.itemsize)
         weakref.finalize(mapped._mapping, ledger.drop, num_elements * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(mapped.storage, 0, (num_elements,), (1,))

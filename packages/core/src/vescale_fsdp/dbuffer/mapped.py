@@ -6,7 +6,7 @@ a step (docs/design/performance.md). So a region that is released keeps its page
 one of its size needs some, and gives them to it: ``mremap`` moves them under the other's address::
 
     block 0   | pages |  --released-->  | pages |  --moved-->  |       |
-    block 2   |       |                 |       |              | pages |  with what block 0 had in them
+    block 2   |       |                 |       |              | pages |  with what they held
 
 They go back to the system when a region needs memory and no spare pages fit it, so that there are
 never more pages than were needed at once, and at `hand_back`.
