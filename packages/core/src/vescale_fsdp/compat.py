@@ -10,8 +10,8 @@ import datetime
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -68,7 +68,9 @@ __all__ = [
     "storages_of",
     "store_wait",
     "support_foreach",
+    "symmetric_memory",
     "symmetric_memory_gather",
+    "uses_symmetric_memory",
 ]
 
 
@@ -139,9 +141,47 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
                 f"{torch.__version__}; give the ranks in ascending order"
             )
         options["sort_ranks"] = False
-    group = dist.new_group(ranks, use_local_synchronization=True, **options)
+    if "nccl" in dist.get_backend_config():
+        options["pg_options"] = _nccl_options(options["timeout"])
+    with _not_split():
+        group = dist.new_group(ranks, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
     return group
+
+
+def _nccl_options(timeout: datetime.timedelta | None) -> Any:
+    """Those of the default group, but on streams of high priority, as FSDP2's are.
+
+    A collective is a few blocks. They start before those of a long kernel that was queued earlier.
+    """
+    nccl: Any = dist.ProcessGroupNCCL  # not in builds for CPUs
+    options = nccl.Options(is_high_priority_stream=True)
+    world: Any = dist.group.WORLD
+    # With it a user says how collectives run, by copy engines for example.
+    given = world._get_backend(torch.device("cuda")).options
+    options.config = getattr(given, "config", options.config)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """Within it, new groups are not split from the default group.
+
+    Where that was given its device (``init_process_group(device_id=...)``) NCCL would split it, and
+    all of its ranks would have to call. Those of another pipeline stage do not.
+    """
+    world = dist.group.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
@@ -220,10 +260,22 @@ def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:
 
 
 def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
-    """FSDP2's gather through symmetric memory."""
+    """FSDP2's gather through symmetric memory. Collective: it has ``group`` connect."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2
 
     return fsdp2.SymmMemAllGather(group, cast(Any, backend))
+
+
+def symmetric_memory(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which this thread allocates memory that all ranks can reach."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    return torch.cuda.use_mem_pool(symmetric.get_mem_pool(device), device)
+
+
+def uses_symmetric_memory(collective: object) -> bool:
+    """Whether a custom gather is FSDP2's, through symmetric memory."""
+    return is_fsdp2_collective(collective) and "SymmMem" in type(collective).__name__
 
 
 def is_fsdp2_collective(collective: object) -> bool:

@@ -5,6 +5,7 @@ Imports nothing of the command line: it is what the command's figures are compar
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -211,6 +212,8 @@ def measure(
                 reshard_after_forward=reshard,
                 granularity=lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None,
             )
+        if os.environ["VESCALE_FSDP_REDUCE"] == "native":  # as where NCCL is the backend
+            model.set_reduce_scatter_max_input_buffers(1)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters)
         tokens = torch.randint(WIDTH, (2, LENGTH))

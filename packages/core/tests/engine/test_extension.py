@@ -27,6 +27,7 @@ from vescale_fsdp import (
     unsharded,
 )
 from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.dbuffer import hand_back
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import assert_bit_equal, averaged_gradients, full_gradients, shard_units
@@ -327,6 +328,7 @@ def check_memory() -> None:
         for step in (lambda: None, loss.backward):
             step()
             assert whole.untyped_storage().nbytes() == 0
+            hand_back()
             assert not any(rows.any() for rows in arrived), "pages that are gone read as zeros"
     assert all(each is seen[0] for each in seen)
     model.layers[0].unshard()

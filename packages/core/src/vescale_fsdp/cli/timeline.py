@@ -2,9 +2,10 @@
 
 It follows the engine (``engine/schedule``, ``engine/reduce``, ``dbuffer/collectives``) in a step
 after the first, with the default ``in_flight=2``. F is a unit's gathered parameters, m shards in
-the compute dtype; G its gradients on their way, of the same size; R what its reduction needs on
-top: on gloo a buffer of G's size to receive in, on NCCL a copy of G in the reduce dtype, where
-that is another one; g its reduced gradient, one shard, which stays as ``.grad``. For a root
+the compute dtype; G its gradients on their way, of the same size (on NCCL in the reduce dtype); R
+what its reduction needs on top: on gloo a buffer of G's size to receive in (less this rank's part,
+where it is long), on NCCL nothing; g its reduced gradient, one shard, which stays as ``.grad``. On
+NCCL one reduction is under way at a time, here two. For a root
 ``r`` and blocks 1 to 4::
 
     forward of r    F_r F_1                                the root first, and a gather ahead
@@ -157,6 +158,7 @@ class _Simulation:
     ) -> None:
         self._units, self._in_flight, self._num_replicas = units, in_flight, num_replicas
         self._by_all_to_all = backend == "gloo"
+        self._max_reductions = in_flight if self._by_all_to_all else max(in_flight - 1, 1)
         self._live: Counter[str] = Counter()
         self._total = 0
         self._peak = Peak(0, "the start", {})
@@ -205,7 +207,7 @@ class _Simulation:
         self._gather(index, upcoming)
         for group in unit.groups:
             if group.trainable:
-                self._add(LOCAL, group.full_bytes)
+                self._add(LOCAL, self._local_bytes(group))
         self._take_newest(unit)
         if not is_late:
             self._release(index)
@@ -245,9 +247,9 @@ class _Simulation:
     def _reduce(self, index: int) -> None:
         for group in reversed(self._units[index].groups):
             if group.trainable:
-                self._land(self._in_flight - 1)
+                self._land(self._max_reductions - 1)
                 self._add(REDUCING, self._scratch_bytes(group))
-                if not self._sums_at_end(group):
+                if not (self._sums_at_end(group) or self._hands_over(group)):
                     self._add(REDUCED, self._sum_bytes(group))
                 self._flying.append(group)
 
@@ -257,7 +259,9 @@ class _Simulation:
             if self._sums_at_end(group):
                 self._add(REDUCED, self._sum_bytes(group))
             self._drop(REDUCING, self._scratch_bytes(group))
-            self._drop(LOCAL, group.full_bytes)
+            self._drop(LOCAL, self._local_bytes(group))
+            if self._hands_over(group):
+                self._add(REDUCED, self._sum_bytes(group))
             if self._num_replicas > 1:
                 self._summing.append(group)
             else:
@@ -272,15 +276,22 @@ class _Simulation:
     def _sums_at_end(self, group: GroupMemory) -> bool:
         return self._by_all_to_all and group.num_shards > 1
 
+    def _hands_over(self, group: GroupMemory) -> bool:
+        """Whether there is nothing to sum: what was collected becomes ``.grad`` as it is."""
+        return not self._by_all_to_all and group.num_shards == 1
+
     def _scratch_bytes(self, group: GroupMemory) -> int:
         if group.num_shards == 1:
             return 0
         if self._by_all_to_all:
             part_bytes = group.full_bytes // group.num_shards
             return group.full_bytes - (part_bytes if part_bytes >= SHORTEST_EXCHANGE else 0)
-        if group.compute_dtype == group.reduce_dtype:
-            return 0
-        return group.shard_elements * group.num_shards * group.reduce_dtype.itemsize
+        return 0
+
+    def _local_bytes(self, group: GroupMemory) -> int:
+        if self._by_all_to_all:
+            return group.full_bytes
+        return self._sum_bytes(group) * group.num_shards  # cast as they are copied
 
     def _sum_bytes(self, group: GroupMemory) -> int:
         return group.shard_elements * group.reduce_dtype.itemsize

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import Codec, start_encoded_gather
-from vescale_fsdp.dbuffer.custom import start_custom_gather, start_custom_reduce
+from vescale_fsdp.dbuffer.custom import memory_for, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
@@ -110,7 +110,8 @@ class Comm:
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
         """
         full = buffer.full.flat
-        buffer.full.materialize()
+        with memory_for(custom, full.device):
+            buffer.full.materialize()
         if full.numel() == 0:
             return None
         own = buffer.shard if inner is None else inner
@@ -121,7 +122,14 @@ class Comm:
             gather = self.all_gather
             return start_encoded_gather(codec, buffer.layout, own, full, self.rank, pool, gather)
         if custom is not None:
-            return start_custom_gather(custom, full, own, self.rank, self.gather_group)
+            return start_custom_gather(
+                custom,
+                full,
+                own,
+                self.rank,
+                self.gather_group,
+                in_place=compat.uses_symmetric_memory(custom),
+            )
         if own.dtype == full.dtype and own.device == full.device:
             return self.all_gather(full, own)
 

@@ -1,20 +1,24 @@
 """Collectives that the user supplies, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``.
 
-They allocate what they send and receive themselves (symmetric memory, a pool of their own). The
-parameters lie elsewhere, under addresses that stay; so one copy goes in, and one comes out.
+They allocate what they send and receive themselves (a pool of their own, for example). The
+parameters lie elsewhere, under addresses that stay; so one copy goes in, and one comes out. With
+FSDP2's gather through symmetric memory the parameters themselves lie in that, and nothing is
+copied out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, start_beside
 
-__all__ = ["ThenCopy", "start_custom_gather", "start_custom_reduce"]
+__all__ = ["ThenCopy", "memory_for", "start_custom_gather", "start_custom_reduce"]
 
 
 class ThenCopy:
@@ -30,11 +34,29 @@ class ThenCopy:
         self._finish()
 
 
+def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which to allocate the full buffer, so that ``gather`` may write to it."""
+    symmetric = compat.uses_symmetric_memory(gather)
+    return compat.symmetric_memory(device) if symmetric else nullcontext()
+
+
 def start_custom_gather(
-    gather: Any, full: torch.Tensor, own: torch.Tensor, rank: int, group: dist.ProcessGroup
-) -> ThenCopy:
-    """Fill ``full`` from the shards of all ranks, of which this one's is ``own``."""
-    arrived = gather.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+    gather: Any,
+    full: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+    *,
+    in_place: bool = False,
+) -> Waitable | None:
+    """Fill ``full`` from the shards of all ranks, of which this one's is ``own``.
+
+    Args:
+        in_place: ``full`` was allocated within `memory_for`, and ``gather`` may write to it.
+    """
+    arrived = full
+    if not in_place:
+        arrived = gather.allocate((full.numel(),), dtype=full.dtype, device=full.device)
     size = own.numel()
     mine = arrived.narrow(0, rank * size, size)
 
@@ -44,7 +66,7 @@ def start_custom_gather(
         return work
 
     work = start_beside(full.device, start)
-    return ThenCopy(work, lambda: full.copy_(arrived))
+    return work if in_place else ThenCopy(work, lambda: full.copy_(arrived))
 
 
 def start_custom_reduce(

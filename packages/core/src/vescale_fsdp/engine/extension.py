@@ -238,6 +238,7 @@ class ExtensionGroup(Group):
             RankMismatchError: ranks send inputs of different sizes.
         """
         if self.state is GroupState.SHARDED:
+            self.gradients.casts_first = comm.sends_sums
             if local_of(self.slots[0].sharded) is not self.slots[0].local:
                 self.rebind()
             inputs = self._inputs()

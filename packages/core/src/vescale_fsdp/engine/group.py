@@ -217,6 +217,7 @@ class Group:
         In backward, from the larger parts that forward has kept, if it has.
         """
         if self.state is GroupState.SHARDED:
+            self.gradients.casts_first = comm.sends_sums
             part, self._part = self._part, None
             if in_backward and part is not None:
                 self._work = comm.start_gather_of_parts(self.buffer, part)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from vescale_fsdp.dbuffer import Comm, DBuffer, Waitable
+from vescale_fsdp.dbuffer import Comm, DBuffer, Waitable, copy_async, start_beside
 
 __all__ = ["InnerShard"]
 
@@ -48,12 +48,16 @@ class InnerShard:
         self.drop()
         shard, place = buffer.shard, outer.rank
         full = buffer.full.flat
-        self._values = torch.empty(outer.size * shard.numel(), dtype=full.dtype, device=full.device)
-        own = self._values[place * shard.numel() : (place + 1) * shard.numel()]
-        own.copy_(shard, non_blocking=True)
-        if self._values.numel():
-            self._work = outer.all_gather(self._values, own)
-        self._version = version
+        values = torch.empty(outer.size * shard.numel(), dtype=full.dtype, device=full.device)
+        own = values[place * shard.numel() : (place + 1) * shard.numel()]
+
+        def start() -> Waitable:
+            copy_async(own, shard)
+            return outer.all_gather(values, own)
+
+        if values.numel():
+            self._work = start_beside(full.device, start)
+        self._values, self._version = values, version
 
     def wait(self) -> torch.Tensor:
         """The inner shard, flat."""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.pipelining import State, register_state
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
@@ -54,7 +55,8 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             group.mark_kept()
         handle = UnshardHandle(unit)
         if async_op:
-            unit.start_gather()
+            with plain_tensors():
+                unit.start_gather()
             return handle
         handle.wait()
         return None

@@ -22,6 +22,7 @@ from vescale_fsdp.dbuffer import (
     GradientBuffer,
     PendingReduce,
     SlabPool,
+    has_streams,
     shard_view,
 )
 from vescale_fsdp.engine.slot import Slot, local_of
@@ -74,6 +75,7 @@ class Gradients:
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
         self.only_sums = False  # whether the collective must not average
+        self.casts_first = False  # whether gradients are cast to the sum's dtype as they appear
         self.custom: Any = None  # a reduce-scatter that the user supplies
         self.hook: Callable[[torch.Tensor], None] | None = None  # on each reduced shard
         self.hook_stream: Any = None
@@ -84,6 +86,7 @@ class Gradients:
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
+        self._arrival: torch.Event | None = None  # of what was reduced, where it rests on the CPU
         self.bind(buffer, slots, pool)
 
     def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
@@ -95,6 +98,7 @@ class Gradients:
         twin = Gradients(buffer, slots, self._reduce_dtype, pool, cuts_outside=self._cuts_outside)
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
+        twin.casts_first = self.casts_first
         return twin
 
     @property
@@ -122,7 +126,8 @@ class Gradients:
     def _new_buffer(self) -> GradientBuffer:
         """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
         # The same on every rank, also on one that had no gradient in the backwards before.
-        dtype = self.sum_dtype if self._has_accumulated else self._buffer.full_dtype
+        is_wide = self._has_accumulated or self.casts_first
+        dtype = self.sum_dtype if is_wide else self._buffer.full_dtype
         shapes = [slot.shape for slot in self._slots]
         return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool)
 
@@ -180,11 +185,27 @@ class Gradients:
             with _on(self.hook_stream):
                 self.hook(reduced)
         shard = self._buffer.shard
+        if self._reduced is None and has_streams(reduced.device) and shard.is_pinned():
+            self._move(reduced.to(shard.dtype))
+            return
+        self._await_arrival()
         reduced = reduced.to(device=shard.device, dtype=shard.dtype)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
+    def _move(self, reduced: torch.Tensor) -> None:
+        """To the CPU, without keeping the host waiting."""
+        self._reduced = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)
+        self._reduced.copy_(reduced, non_blocking=True)
+        self._arrival = torch.accelerator.current_stream(reduced.device).record_event()
+
+    def _await_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+
     def publish(self, used: list[bool]) -> None:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
+        self._await_arrival()
         reduced, self._reduced = self._reduced, None
         layout, rank = self._buffer.layout, self._buffer.rank
         for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
@@ -215,6 +236,7 @@ class Gradients:
         self.finish_reduce()
         self.finish_sum()
         self._drop()
+        self._await_arrival()
         self._reduced = None
         for slot in self._slots:
             slot.used = False

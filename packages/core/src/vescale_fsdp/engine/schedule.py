@@ -123,7 +123,11 @@ class Schedule:
     def max_reductions(self) -> int:
         """How many reductions may be under way at a time."""
         given = [unit.max_reductions for unit in self.units() if unit.max_reductions is not None]
-        return max(given, default=self.in_flight)
+        if given:
+            return max(given)
+        if any(axes.mesh.device_type != "cpu" for axes in self._axes.values()):
+            return max(self.in_flight - 1, 1)  # a further buffer fills meanwhile: as with gathers
+        return self.in_flight
 
     @property
     def wants_gradients(self) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
@@ -175,18 +176,25 @@ class TuningMethods:
             _refuse_custom(group, "set_allocate_memory_from_process_group")
             gather, reduce = None, None
             if enable:
-                gather, reduce = compat.process_group_collectives(group.axes.groups[0])
+                comm = comm_for(group.axes)
+                gather, _ = compat.process_group_collectives(comm.gather_group)
+                _, reduce = compat.process_group_collectives(comm.reduce_group)
             group.custom_gather, group.gradients.custom = gather, reduce
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather through symmetric memory (CUDA), as FSDP2 does.
+        """Gather through symmetric memory (CUDA), and in place: nothing is copied out.
+
+        Collective. All ranks have to gather in the same order, as without `unsharded` on some only.
+        Where NCCL copies by the copy engines, the parameters arrive beside the compute without
+        taking a part of the processors.
 
         Raises:
             AssertionError: custom collectives are set.
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_symm_mem")
-            group.custom_gather = compat.symmetric_memory_gather(group.axes.groups[0], backend)
+            gather_group = comm_for(group.axes).gather_group
+            group.custom_gather = compat.symmetric_memory_gather(gather_group, backend)
 
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]

@@ -103,8 +103,8 @@ class Unit:
         running = self.schedule is not None and self.schedule.is_running
         if not (running or self.pins) and any(group.is_stale for group in self.groups):
             self.reshard()
-        self.start_gather()
         with plain_tensors():
+            self.start_gather()
             self.finish_gather()
 
     def rest(self) -> None:
@@ -114,14 +114,13 @@ class Unit:
             group.drop_copies()
 
     def start_gather(self, *, in_backward: bool = False) -> None:
-        """Have the gathers of all groups under way when this returns."""
-        if self.schedule is None:  # before the first forward: somebody wants to look inside
+        """Have the gathers of all groups under way when this returns. Within `plain_tensors`."""
+        schedule = self.schedule
+        if schedule is None:  # before the first forward: somebody wants to look inside
             check_materialized([self])
-        with plain_tensors():
-            for group in self.groups:
-                schedule = self.schedule
-                comm = schedule.comm(group) if schedule else comm_for(group.axes)
-                group.start_gather(comm, in_backward=in_backward)
+        for group in self.groups:
+            comm = schedule.comm(group) if schedule else comm_for(group.axes)
+            group.start_gather(comm, in_backward=in_backward)
 
     def finish_gather(self) -> None:
         """Wait for the gathers under way and register the gathered parameters."""

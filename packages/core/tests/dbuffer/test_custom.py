@@ -1,0 +1,76 @@
+"""Gathers that a user supplies: through memory of their own, and in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import Comm, DBuffer
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import CPU, SHAPES, make_layout, random
+
+WORLD_SIZE = 2
+
+
+class Gather:
+    """FSDP2's interface. Notes where it was told to write to."""
+
+    def __init__(self) -> None:
+        self.outputs: list[int] = []
+        self.num_allocated = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.num_allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, input: Tensor, group: Any, async_op: bool) -> Any:
+        self.outputs.append(output.data_ptr())
+        return compat.all_gather_single(output, input, group)
+
+
+def check(in_place: bool) -> None:
+    """The shard is fp32 and the full buffer bf16, so that the own part is cast."""
+    contexts: list[bool] = []  # whether there was memory when one was entered
+
+    @contextmanager
+    def symmetric(device: torch.device) -> Iterator[None]:
+        contexts.append(buffer.full.is_materialized)
+        yield
+        assert buffer.full.is_materialized
+
+    rank, layout = dist.get_rank(), make_layout(WORLD_SIZE)
+    buffer = DBuffer(
+        layout, SHAPES, rank, shard_dtype=torch.float32, full_dtype=torch.bfloat16, device=CPU
+    )
+    buffer.shard.copy_(random(layout.shard_size, rank))
+    groups = dist.new_group(), dist.new_group()
+    comm, gather = Comm(*groups, rank, WORLD_SIZE, "native"), Gather()
+    with (
+        mock.patch.object(compat, "uses_symmetric_memory", return_value=in_place),
+        mock.patch.object(compat, "symmetric_memory", symmetric),
+    ):
+        for _ in range(2):
+            work = comm.start_gather(buffer, custom=gather)
+            assert work is not None
+            work.wait()
+            expected = torch.cat([random(layout.shard_size, k) for k in range(WORLD_SIZE)])
+            assert torch.equal(buffer.full.flat, expected.bfloat16())
+            address = buffer.full.flat.data_ptr()
+            assert (gather.outputs[-1] == address) == in_place
+            buffer.full.release()
+    assert contexts == ([False] * 2 if in_place else [])
+    assert gather.num_allocated == (0 if in_place else 2)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gather_that_may_writes_the_parameters_in_place(in_place: bool) -> None:
+    run_ranks(check, WORLD_SIZE, in_place)
