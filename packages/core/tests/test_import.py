@@ -17,6 +17,7 @@ PACKAGES = [
     "vescale_fsdp.dbuffer",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.optim",
     "vescale_fsdp.cli",
     "vescale_fsdp.testing",
 ]
@@ -50,6 +51,12 @@ def test_names_and_planner_do_not_load_torch(statement: str) -> None:
 def test_a_name_of_the_engine_loads_torch() -> None:
     """The premise of the test above: loading would be seen."""
     assert "torch" in loaded_after("from vescale_fsdp import RaggedShard")
+
+
+def test_packages_load_at_first_use() -> None:
+    assert "vescale_fsdp.optim" not in loaded_after("import vescale_fsdp.engine")
+    loaded = loaded_after("import vescale_fsdp; vescale_fsdp.optim.flatten_")
+    assert "vescale_fsdp.optim" in loaded
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -90,7 +90,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"vescale_fsdp.{_HOME[name]}"), name)
-    if name in ("checkpoint", "planner"):
+    if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
     raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
 

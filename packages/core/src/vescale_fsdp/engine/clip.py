@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.adjacent import join_adjacent
 from vescale_fsdp.engine.finite import what_is_not_finite
 from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
 __all__ = ["clip_grad_norm_"]
+
+_Axes: TypeAlias = tuple[dist.ProcessGroup, ...]  # the groups over which a gradient is cut
 
 
 @torch.no_grad()
@@ -38,7 +41,9 @@ def clip_grad_norm_(
     Returns:
         The total norm before clipping: a plain tensor, the same on every rank.
 
-    Cost: one all-reduce of one number per mesh axis, one kernel over the gradients.
+    Cost: one all-reduce of one number per mesh axis, and two kernels for each whole shard of
+    gradients (for each stretch without a gap, where parameters are left out or blocks do not fill
+    the shard; on accelerators few for all).
 
     Raises:
         NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set. It names the
@@ -51,7 +56,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
-    total = _total_norm(grads, float(norm_type))
+    by_axes = _by_axes(grads)
+    total = _total_norm(by_axes, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         found = what_is_not_finite(params) or "each gradient is finite, their norm overflows"
         raise NonFiniteError(
@@ -60,7 +66,7 @@ def clip_grad_norm_(
             'policy="skip" does), or pass error_if_nonfinite=False'
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_([_local(grad) for grad in grads], coefficient)
+    torch._foreach_mul_([part for parts in by_axes.values() for part in parts], coefficient)
     return total
 
 
@@ -74,17 +80,28 @@ def _named(
     return {f"parameter {i}": cast(nn.Parameter, p) for i, p in enumerate(params_or_module)}
 
 
-def _total_norm(grads: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm over all elements of all gradients, each counted once."""
-    by_axes: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+def _by_axes(grads: list[torch.Tensor]) -> dict[_Axes, list[torch.Tensor]]:
+    """What this rank holds of the gradients, in few tensors, by the groups that cut them."""
+    known: dict[tuple[object, ...], _Axes] = {}  # for a mesh and the types of placements on it
+    by_axes: dict[_Axes, list[torch.Tensor]] = {}
     for grad in grads:
-        by_axes.setdefault(_axes_of(grad), []).append(_local(grad))
+        key: tuple[object, ...] = ()
+        if isinstance(grad, DTensor):
+            key = (id(grad.device_mesh), *map(type, grad.placements))
+        if key not in known:
+            known[key] = _axes_of(grad)
+        by_axes.setdefault(known[key], []).append(_local(grad))
+    return {axes: join_adjacent(parts) or parts[:1] for axes, parts in by_axes.items()}
+
+
+def _total_norm(by_axes: dict[_Axes, list[torch.Tensor]], order: float) -> torch.Tensor:
+    """The norm over all elements of all gradients, each counted once."""
     totals = [_norm_over(locals_, axes, order) for axes, locals_ in by_axes.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
     return norm
 
 
-def _axes_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _axes_of(grad: torch.Tensor) -> _Axes:
     """The groups over which a gradient is cut. Over others it is replicated, and counts once."""
     if not isinstance(grad, DTensor):
         return ()
@@ -93,9 +110,7 @@ def _axes_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(compat.mesh_group(grad.device_mesh, axis) for axis in cut)
 
 
-def _norm_over(
-    locals_: list[torch.Tensor], axes: tuple[dist.ProcessGroup, ...], order: float
-) -> torch.Tensor:
+def _norm_over(locals_: list[torch.Tensor], axes: _Axes, order: float) -> torch.Tensor:
     device = locals_[0].device
     filled = [local for local in locals_ if local.numel()]
     norms = torch._foreach_norm(filled, order) if filled else []
