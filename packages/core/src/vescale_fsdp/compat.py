@@ -12,11 +12,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +54,7 @@ __all__ = [
     "has_other_init_group",
     "init_group",
     "is_fsdp2_collective",
+    "is_transforming",
     "is_wrapper",
     "mesh_group",
     "mesh_over",
@@ -71,6 +73,7 @@ __all__ = [
     "symmetric_memory",
     "symmetric_memory_gather",
     "uses_symmetric_memory",
+    "wish_of_backward",
 ]
 
 
@@ -347,6 +350,24 @@ def outside_functorch() -> AbstractContextManager[None]:
 def current_backward() -> int:
     """Identity of the autograd graph task that this thread runs, or -1 outside a backward."""
     return int(torch._C._current_graph_task_id())
+
+
+def is_transforming() -> bool:
+    """Whether ``torch.func`` or forward-mode derivatives see what is done now."""
+    transforming: bool = torch._C._are_functorch_transforms_active()
+    return transforming or forward_ad._current_level >= 0
+
+
+def wish_of_backward(node: Any) -> Literal["leaf", "nothing", "value"]:
+    """What the backward that runs now does with a leaf, of which ``node`` takes the gradient.
+
+    It accumulates the gradient there (``leaf``), returns it to who has called
+    ``torch.autograd.grad`` (``value``), or does not look at it.
+    """
+    try:
+        return "leaf" if torch._C._will_engine_execute_node(node) else "nothing"
+    except RuntimeError:  # what torch says of a leaf whose gradient is returned
+        return "value"
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

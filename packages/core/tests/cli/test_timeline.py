@@ -18,8 +18,8 @@ NUM_SHARDS = 10
 def unit(
     elements: int, *, root: bool = False, keeps: bool | None = None, trainable: bool = True
 ) -> UnitMemory:
-    """One group; with 10 shards, F = G = R = 20 x elements bytes and g = 4 x elements."""
-    group = GroupMemory(elements, NUM_SHARDS, 0, FP32, BF16, FP32, trainable)
+    """One group; with 10 shards, F = M = G = R = 20 x elements bytes and g = 4 x elements."""
+    group = GroupMemory(elements, NUM_SHARDS, elements * NUM_SHARDS, FP32, BF16, FP32, trainable)
     groups = (group,) if elements else ()
     name = "r" if root else "b"
     return UnitMemory(name, groups, root, root if keeps is None else keeps)
@@ -29,11 +29,11 @@ def peak(*units: UnitMemory, backend: Backend = "gloo", in_flight: int = 2) -> i
     return run_step(units, backend, in_flight=in_flight).peak.num_bytes
 
 
-def test_peak_of_many_blocks_is_two_gathered_three_gradients_two_reductions() -> None:
+def test_peak_of_many_blocks_is_two_gathered_and_three_times_the_gradients() -> None:
     blocks = [unit(1)] * 12
-    # At the tenth block of the backward: F_r G_r, 2 F, 3 G, 2 R and nine reduced gradients; then
-    # F is freed and the next one comes, so the last block has one F less and one g more.
-    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 2 + 3 + 2) + 4 * 8
+    # In the eleventh block of the backward: F_r M_r, 2 F, G and R of the block before, M and nine
+    # reduced gradients. In the last one F is one less.
+    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 2 + 2 + 1) + 4 * 9
 
 
 def test_peak_of_a_large_root_is_at_the_end() -> None:
@@ -46,22 +46,22 @@ def test_peak_of_a_large_root_is_at_the_end() -> None:
 
 def test_on_nccl_gradients_are_collected_in_the_reduce_dtype() -> None:
     blocks = [unit(1)] * 12
-    # F_r and 2 F; G_r and 2 G of 40 bytes, one of them under way; ten reduced gradients, of which
-    # the last is there from the start of its reduction.
-    assert peak(unit(1, root=True), *blocks, backend="nccl") == 20 * 3 + 40 * 3 + 4 * 10
+    # F_r M_r, 2 F and M; G of 40 bytes is under way; ten reduced gradients, of which the last is
+    # there from the start of its reduction.
+    assert peak(unit(1, root=True), *blocks, backend="nccl") == 20 * 5 + 40 + 4 * 10
 
 
 def test_nccl_reduces_in_place_where_no_cast_is_needed() -> None:
-    group = GroupMemory(1, NUM_SHARDS, 0, BF16, BF16, BF16, trainable=True)
+    group = GroupMemory(1, NUM_SHARDS, NUM_SHARDS, BF16, BF16, BF16, trainable=True)
     blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
     assert peak(unit(0, root=True), *blocks, backend="nccl") == 20 * 4 + 2 * 10
 
 
 def test_one_in_flight_gathers_nothing_ahead_and_waits_for_each_reduction() -> None:
     blocks = [unit(1)] * 12
-    # At the end, when the second block's reduction (G and R) lands: F and G of the first block,
-    # whose inputs need no gradient here, so that it is released last; eleven reduced gradients.
-    assert peak(unit(0, root=True), *blocks, in_flight=1) == 20 * 4 + 4 * 11
+    # At the end, when the reduction of the first block (G and R) lands. Its inputs need no gradient
+    # here, so that F is released last; twelve reduced gradients.
+    assert peak(unit(0, root=True), *blocks, in_flight=1) == 20 * 3 + 4 * 12
 
 
 def test_without_training_there_are_two_gathered_blocks() -> None:
@@ -103,12 +103,12 @@ def test_a_hundred_thousand_units_take_a_second(keeps: bool) -> None:
     assert len(step.backward_gathers) == (0 if keeps else 100_000)
 
 
-@pytest.mark.parametrize(("backend", "collected"), [("gloo", 20 + 40), ("nccl", 40)])
-def test_one_rank_needs_no_scratch(backend: Backend, collected: int) -> None:
-    # gloo: G, and the sum; on an accelerator G is collected in the dtype of the sum, and is it.
-    group = GroupMemory(10, 1, 0, FP32, BF16, FP32, trainable=True)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_one_rank_needs_no_scratch(backend: Backend) -> None:
+    group = GroupMemory(10, 1, 10, FP32, BF16, FP32, trainable=True)
     root = UnitMemory("r", (group,), is_root=True, keeps=True)
-    assert peak(root, backend=backend) == 20 + collected
+    # gloo: F, G and the sum. An accelerator collects in the dtype of the sum: F, M and that.
+    assert peak(root, backend=backend) == 20 + 20 + 40
 
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:

@@ -148,8 +148,8 @@ def counted(ledger: Ledger) -> Iterator[None]:
 
     def counted_add(self: Any, index: int, gradient: Tensor) -> None:
         ledger.add(gradient.nbytes)
+        weakref.finalize(gradient, ledger.drop, gradient.nbytes)
         add(self, index, gradient)
-        ledger.drop(gradient.nbytes)
 
     def counted_gather(output: Tensor, input: Tensor, *args: Any, **rest: Any) -> Any:
         ledger.sent += output.nbytes - input.nbytes

@@ -1,4 +1,4 @@
-"""GradientBuffer: one copy, then additions; zero where nothing was written."""
+"""GradientBuffer: one copy at the end, or additions; zero where nothing was written."""
 
 from __future__ import annotations
 
@@ -13,24 +13,47 @@ from vescale_fsdp.dbuffer import GradientBuffer, SlabPool
 from .helpers import CPU, OFFSETS, SHAPES, SHARD_SIZES, is_gap, make_layout, random_tensors
 
 
-def make_gradients(dtype: torch.dtype = torch.float32, num_shards: int = 2) -> GradientBuffer:
+def make_gradients(
+    dtype: torch.dtype = torch.float32, num_shards: int = 2, *, waits: bool = False
+) -> GradientBuffer:
     """A buffer in memory that is full of NaN: what nobody writes would be seen."""
     pool = SlabPool(CPU)
     used = pool.take(num_shards * SHARD_SIZES[num_shards], dtype)
     used.fill_(math.nan)
     pool.give(used)
-    gradients = GradientBuffer(make_layout(num_shards), SHAPES, dtype, pool)
+    gradients = GradientBuffer(make_layout(num_shards), SHAPES, dtype, pool, waits=waits)
     assert gradients.flat.isnan().all()
     return gradients
 
 
 def part(gradients: GradientBuffer, index: int) -> Tensor:
-    """Where tensor ``index`` lies in the buffer."""
+    """What the buffer has of tensor ``index`` when it is sent."""
+    gradients.seal()
     start, shape = OFFSETS[index], SHAPES[index]
     return gradients.flat[start : start + shape.numel()].view(shape)
 
 
-def test_memory_is_lent_by_the_pool_from_the_first_gradient_to_the_release() -> None:
+def test_memory_is_lent_when_the_gradients_are_complete() -> None:
+    pool = SlabPool(CPU)
+    gradients = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
+    for index, tensor in enumerate(random_tensors(0)):
+        gradients.add(index, tensor)
+        assert not pool._lent
+    gradients.seal()
+    assert len(pool._lent) == 1
+    gradients.release()
+    assert not pool._lent
+
+
+def test_gradients_that_wait_for_others_are_copied_as_they_appear() -> None:
+    gradients, (first, *_) = make_gradients(waits=True), random_tensors(0)
+    expected = first.clone()
+    gradients.add(0, first)
+    first.zero_()
+    assert torch.equal(part(gradients, 0), expected)
+
+
+def test_memory_is_lent_again_after_the_release() -> None:
     pool = SlabPool(CPU)
     first = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
     second = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
@@ -51,12 +74,11 @@ def test_the_first_gradient_is_copied_and_later_ones_are_added() -> None:
     assert torch.equal(part(gradients, 0), first + second + second)
 
 
-def test_the_given_gradient_is_not_kept_nor_changed() -> None:
+def test_the_given_gradient_is_not_changed() -> None:
     gradients, first = make_gradients(), torch.ones(7)
     gradients.add(1, first)
     gradients.add(1, first)
     assert first.tolist() == [1.0] * 7
-    first.zero_()
     assert part(gradients, 1).tolist() == [2.0] * 7
 
 
@@ -109,7 +131,7 @@ def test_gradients_of_other_strides_are_laid_out_as_the_tensor() -> None:
     gradients = make_gradients()
     transposed = torch.arange(15.0).view(5, 3).t()
     gradients.add(0, transposed)
-    assert gradients.flat[:15].tolist() == transposed.reshape(-1).tolist()
+    assert gradients.seal()[:15].tolist() == transposed.reshape(-1).tolist()
     gradients.add(0, torch.ones(1).expand(3, 5))
     assert gradients.flat[:15].tolist() == (transposed + 1).reshape(-1).tolist()
 

@@ -405,8 +405,8 @@ def step_with_replicas() -> Events:
 
 
 def test_the_sum_over_replicas_comes_after_the_reduction_and_waits_for_no_other() -> None:
-    # Two reductions are under way at a time: the third lets the first go on to the replicas.
-    expected = """loss, backward root, backward c, reduce c, backward b, reduce b, backward a,
-        sum c, reduce a, sum b, reduce root, sum a, sum root, end"""
+    # One reduction is under way at a time: the next one lets it go on to the replicas.
+    expected = """loss, backward root, backward c, reduce c, backward b, sum c, reduce b,
+        backward a, sum b, reduce a, sum a, reduce root, sum root, end"""
     for found in run_ranks(step_with_replicas, 4, timeout_s=30):
         assert ", ".join(found) == " ".join(expected.split())

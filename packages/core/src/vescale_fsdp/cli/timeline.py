@@ -2,30 +2,32 @@
 
 It follows the engine (``engine/schedule``, ``engine/reduce``, ``dbuffer/collectives``) in a step
 after the first, with the default ``in_flight=2``. F is a unit's gathered parameters, m shards in
-the compute dtype; G its gradients on their way, of the same size (on NCCL in the reduce dtype); R
-what its reduction needs on top: on gloo a buffer of G's size to receive in (less this rank's part,
-where it is long), on NCCL nothing; g its reduced gradient, one shard, which stays as ``.grad``. On
-NCCL one reduction is under way at a time, here two. For a root
-``r`` and blocks 1 to 4::
+the compute dtype; M its gradients as autograd makes them, one after the other; G the buffer that
+they are copied to when the unit is complete (on NCCL in the reduce dtype); R what its reduction
+needs on top: on gloo a buffer of G's size to receive in (less this rank's part, where it is long),
+on NCCL nothing; g its reduced gradient, one shard, which stays as ``.grad``. For a root ``r`` and
+blocks 1 to 4::
 
     forward of r    F_r F_1                                the root first, and a gather ahead
     forward of 1    F_r F_1 F_2
     forward of 2    F_r F_2 F_3                            F_1 was freed after its forward
     forward of 4    F_r F_4
-    backward of r   F_r F_4      G_r                       G_r lives until the end
-    backward of 4   F_r F_4 F_3  G_r G_4
-    backward of 3   F_r F_3 F_2  G_r G_4 R_4 G_3           the reduction of 4 is under way
-    backward of 2   F_r F_2 F_1  G_r G_4 R_4 G_3 R_3 G_2   two reductions are: most blocks' peak
-    backward of 1   F_r F_1      G_r g_4 G_3 R_3 G_2 R_2 G_1
-    end             F_r          g_4 g_3 g_2 G_1 R_1 G_r R_r     a large root's peak
+    backward of r   F_r F_4      M_r                       M_r lives until the end
+    backward of 4   F_r F_4 F_3  M_r M_4
+      its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
+    backward of 3   F_r F_3 F_2  M_r G_4 R_4 M_3           the reduction of 4 is under way
+      its end       F_r F_2      M_r g_4 M_3 G_3           it has to land before
+    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1
+    end             F_r          M_r g_4 g_3 g_2 g_1 G_r R_r     a large root's peak
     after           g_4 g_3 g_2 g_1 g_r
 
-All the time there are the shards and the optimizer's states. When a gradient is taken into G, the
-tensor that autograd has made is there too, for a moment: the newest gradient.
+All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
+(an embedding) gets its gradient last; here all of M_r is there from the start, as nothing says
+which tensors these are. So the peak is a little too high where the blocks make it.
 
 Not counted: activations; what the optimizer needs for a moment; memory that an allocator or a
-communication library keeps for itself; scratch memory on CPUs that waits in its pool until the
-step's end; gradients that autograd holds back because a tied weight is used elsewhere too.
+communication library keeps for itself; gradients that autograd holds back because a tied weight is
+used elsewhere too.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ GATHERED = "gathered parameters"
 LOCAL = "gradients on their way"
 REDUCING = "reductions"
 REDUCED = "reduced gradients"
-NEWEST = "newest gradient"
-KINDS = (GATHERED, LOCAL, NEWEST, REDUCING, REDUCED)
+MADE = "gradients"
+KINDS = (GATHERED, MADE, LOCAL, REDUCING, REDUCED)
 
 # As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
 SHORTEST_EXCHANGE = 1 << 19
@@ -57,7 +59,7 @@ class GroupMemory:
 
     shard_elements: int
     num_shards: int
-    largest_elements: int  # of its largest tensor
+    elements: int  # of its tensors, without gaps
     shard_dtype: Dtype
     compute_dtype: Dtype
     reduce_dtype: Dtype
@@ -65,8 +67,13 @@ class GroupMemory:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered parameters; of their local gradients too."""
+        """Bytes of the gathered parameters."""
         return self.shard_elements * self.num_shards * self.compute_dtype.itemsize
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the gradients that autograd makes."""
+        return self.elements * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
@@ -158,7 +165,7 @@ class _Simulation:
     ) -> None:
         self._units, self._in_flight, self._num_replicas = units, in_flight, num_replicas
         self._by_all_to_all = backend == "gloo"
-        self._max_reductions = in_flight if self._by_all_to_all else max(in_flight - 1, 1)
+        self._max_reductions = in_flight - 1
         self._live: Counter[str] = Counter()
         self._total = 0
         self._peak = Peak(0, "the start", {})
@@ -189,8 +196,6 @@ class _Simulation:
         self._when = "the end of the backward"
         for index in reversed(order):
             if self._is_late(index, order):
-                if self._units[index].is_root:  # an embedding's gradient comes last
-                    self._take_newest(self._units[index])
                 self._reduce(index)
         self._land(0)
         for group in self._summing:
@@ -207,20 +212,10 @@ class _Simulation:
         self._gather(index, upcoming)
         for group in unit.groups:
             if group.trainable:
-                self._add(LOCAL, self._local_bytes(group))
-        self._take_newest(unit)
+                self._add(MADE, group.made_bytes)
         if not is_late:
             self._release(index)
             self._reduce(index)
-
-    def _take_newest(self, unit: UnitMemory) -> None:
-        sizes = [
-            group.largest_elements * group.compute_dtype.itemsize
-            for group in unit.groups
-            if group.trainable
-        ]
-        self._add(NEWEST, max(sizes, default=0))
-        self._drop(NEWEST, max(sizes, default=0))
 
     # Parameters
 
@@ -247,11 +242,14 @@ class _Simulation:
     def _reduce(self, index: int) -> None:
         for group in reversed(self._units[index].groups):
             if group.trainable:
-                self._land(self._max_reductions - 1)
+                self._land(max(self._max_reductions - 1, 0))
+                self._add(LOCAL, self._local_bytes(group))
+                self._drop(MADE, group.made_bytes)
                 self._add(REDUCING, self._scratch_bytes(group))
                 if not (self._sums_at_end(group) or self._hands_over(group)):
                     self._add(REDUCED, self._sum_bytes(group))
                 self._flying.append(group)
+                self._land(self._max_reductions)
 
     def _land(self, most: int) -> None:
         while len(self._flying) > most:

@@ -53,7 +53,7 @@ class Mapped:
         tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
         self.storage = tensor.untyped_storage()
         self.is_materialized = False
-        self._address, self._num_bytes = tensor.data_ptr(), num_bytes
+        self._address, self.num_bytes = tensor.data_ptr(), num_bytes
         rest = -(-(num_bytes - whole) // mmap.PAGESIZE) * mmap.PAGESIZE
         # The kernel moves no range with both kinds of pages.
         self._ranges = [each for each in ((0, whole), (whole, rest)) if each[1]]
@@ -69,7 +69,7 @@ class Mapped:
                 return
             for address, ref in reversed(_spare.items()):
                 other = ref()
-                if other is not None and other._num_bytes == self._num_bytes:
+                if other is not None and other.num_bytes == self.num_bytes:
                     del _spare[address]
                     other._give_pages(self)
                     return

@@ -33,6 +33,7 @@ class Region(Protocol):
     """Memory under one Storage object, there or not."""
 
     storage: torch.UntypedStorage
+    num_bytes: int
     is_materialized: bool
 
     def materialize(self) -> None:
@@ -53,14 +54,14 @@ class _Resized:
     """The storage's size goes to 0 and back."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
         self.is_materialized = True
         self.release()
 
     def materialize(self) -> None:
         if not self.is_materialized:
-            self.storage.resize_(self._num_bytes)
+            self.storage.resize_(self.num_bytes)
             self.is_materialized = True
 
     def release(self) -> None:
@@ -81,8 +82,8 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.
 class SlabPool:
     """Scratch memory on one device that is lent, given back, and lent again.
 
-    It holds as many slabs as were out at the same time; `trim` takes the memory of those that
-    are in. On an accelerator it leaves all to the caching allocator.
+    It holds as many slabs as were out at the same time; those that are in have no memory. On an
+    accelerator it leaves all to the caching allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,13 +97,13 @@ class SlabPool:
         num_bytes = num_elements * dtype.itemsize
         if self._device.type != "cpu" or num_bytes == 0:
             return torch.empty(num_elements, dtype=dtype, device=self._device)
-        fitting = [region for region in self._idle if region.storage.nbytes() >= num_bytes]
+        fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
         if fitting:
-            region = min(fitting, key=lambda each: each.storage.nbytes())
+            region = min(fitting, key=lambda each: each.num_bytes)
             self._idle.remove(region)
         else:
             if self._idle:  # too small: replace one, so that sizes do not pile up
-                self._idle.remove(min(self._idle, key=lambda each: each.storage.nbytes()))
+                self._idle.remove(min(self._idle, key=lambda each: each.num_bytes))
             region = make_region(num_bytes, self._device)
         region.materialize()
         self._lent[region.storage._cdata] = region
@@ -113,12 +114,11 @@ class SlabPool:
         """Take back what `take` has lent. Nobody may use it any more."""
         region = self._lent.pop(slab.untyped_storage()._cdata, None)
         if region is not None:
+            region.release()
             self._idle.append(region)
 
     def trim(self) -> None:
         """Hand the memory of the slabs that are in back to the system. Once per step."""
-        for region in self._idle:
-            region.release()
         hand_back()
         self._num_trims += 1
         if self._device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:

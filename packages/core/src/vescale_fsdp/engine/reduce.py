@@ -116,20 +116,40 @@ class Gradients:
         self._has_accumulated |= waits
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``: one copy, or one addition."""
+        """Take the gradient of parameter ``index``, for good."""
+        self._fillable().add(index, gradient)
+        self._slots[index].used = True
+
+    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
+        """Take the gradient ``left @ right`` of backward ``turn`` without a copy, or return False.
+
+        False where `add` has to take it, for the same bits.
+        """
+        if self._filling is None and self._filling_dtype != left.dtype:
+            return False
+        if not self._fillable().add_product(index, left, right, turn):
+            return False
+        self._slots[index].used = True
+        return True
+
+    def _fillable(self) -> GradientBuffer:
         if self._filling is None:
             self.finish_reduce()  # a late gradient: its buffer may still be travelling
             self._filling = self._new_buffer()
-        self._filling.add(index, gradient)
-        self._slots[index].used = True
+        return self._filling
 
-    def _new_buffer(self) -> GradientBuffer:
-        """In the dtype of the gradients, or, where several are summed here, the reduce dtype."""
+    @property
+    def _filling_dtype(self) -> torch.dtype:
+        """That of the gradients, or, where several are summed here, the reduce dtype."""
         # The same on every rank, also on one that had no gradient in the backwards before.
         is_wide = self._has_accumulated or self.casts_first
-        dtype = self.sum_dtype if is_wide else self._buffer.full_dtype
+        return self.sum_dtype if is_wide else self._buffer.full_dtype
+
+    def _new_buffer(self) -> GradientBuffer:
+        dtype = self._filling_dtype
         shapes = [slot.shape for slot in self._slots]
-        return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool)
+        waits = self._has_accumulated
+        return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool, waits=waits)
 
     def start_reduce(self, comm: Comm) -> None:
         """Issue the reduction of the gradients added so far (zeros where there is none)."""

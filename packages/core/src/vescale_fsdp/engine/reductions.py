@@ -40,7 +40,8 @@ class Reductions:
         in_agreement: whether orders are recorded together with all ranks. Without that the order
             is that of ``due``, and holds from the first backward.
         comm_of: the communicators of a group.
-        most: how many may be under way.
+        most: how many may be under way while gradients of another group appear. 0: each is waited
+            for at once.
     """
 
     def __init__(
@@ -140,9 +141,10 @@ class Reductions:
         self._start(self._due[number].group)
 
     def _start(self, group: Group) -> None:
-        self._land(self._most - 1)
+        self._land(max(self._most - 1, 0))
         group.gradients.start_reduce(self._comm_of(group))
         self._flying.append(group)
+        self._land(self._most)
 
     def _land(self, most: int) -> None:
         """Wait for the oldest reductions until ``most`` are in flight."""

@@ -123,11 +123,8 @@ class Schedule:
     def max_reductions(self) -> int:
         """How many reductions may be under way at a time."""
         given = [unit.max_reductions for unit in self.units() if unit.max_reductions is not None]
-        if given:
-            return max(given)
-        if any(axes.mesh.device_type != "cpu" for axes in self._axes.values()):
-            return max(self.in_flight - 1, 1)  # a further buffer fills meanwhile: as with gathers
-        return self.in_flight
+        # One less than gathers: beside them are the gradients of the unit that runs.
+        return max(given, default=self.in_flight - 1)
 
     @property
     def wants_gradients(self) -> bool:

@@ -31,6 +31,7 @@ from vescale_fsdp.dbuffer import hand_back, plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.ties import refuse_waiting
@@ -75,6 +76,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None  # instead of what was recorded
         self.backward_prefetch: list[Unit] | None = None
         self.max_reductions: int | None = None  # under way at a time; None: in_flight
+        self.linear_gradients_in_place = False
         self.gives_zeros = False  # whether parameters that no rank used get zero gradients
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
@@ -387,6 +389,7 @@ class Unit:
         twin.requires_all_reduce = self.requires_all_reduce
         twin.unshard_in_backward, twin.gives_zeros = self.unshard_in_backward, self.gives_zeros
         twin.max_reductions = self.max_reductions
+        twin.linear_gradients_in_place = self.linear_gradients_in_place
         with plain_tensors():
             twin.groups = [g.copied(memo, twin.gradient_callback()) for g in self.groups]
         memo[id(self)] = twin
@@ -402,6 +405,8 @@ class Unit:
             for slot, old in zip(group.slots, former.slots, strict=True):
                 copies = [(memo.get(id(ref())), name) for ref, name in old.sites]
                 slot.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
+        if self.linear_gradients_in_place:
+            set_in_place(self.groups, True)
 
     def give_back(self, param: nn.Parameter) -> list[Site]:
         """Give up an original parameter, whole: it is used in other units as well. Collective.
@@ -421,6 +426,8 @@ class Unit:
                     group.give_back(index)
                     slot.register(param)
                     self.groups = [each for each in self.groups if each.slots]
+                    if self.linear_gradients_in_place:  # parameters have moved up
+                        set_in_place(self.groups, True)
                     return slot.sites
         raise AssertionError("the mark on a parameter names the unit that has it")
 
