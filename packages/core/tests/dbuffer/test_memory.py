@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import resource
 from pathlib import Path
 
@@ -131,6 +132,17 @@ def test_tensor_of_its_own_mapping_gives_its_memory_back_when_it_dies() -> None:
     del view
     gc.collect()
     assert resident_bytes() - before < 8 * MIB
+
+
+def test_tensor_of_its_own_mapping_is_there_in_one_call() -> None:
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(mapped._MADV_POPULATE_WRITE)
+    except OSError:
+        pytest.skip("needs Linux 5.14")
+    tensor = empty(1_000_000 // 4, torch.float32, CPU)
+    faults = num_faults()
+    tensor.fill_(1.0)
+    assert num_faults() - faults < 1_000_000 // 4096 // 4
 
 
 def test_pool_lends_a_slab_again_after_it_came_back() -> None:

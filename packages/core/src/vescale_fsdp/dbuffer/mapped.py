@@ -14,6 +14,7 @@ never more pages than were needed at once, and at `hand_back`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -26,6 +27,7 @@ __all__ = ["CAN_MAP", "Mapped", "hand_back"]
 CAN_MAP = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 _HUGE_PAGE = 2 << 20
 
+_MADV_POPULATE_WRITE = 23  # not in Python's mmap
 _MOVE_PAGES_ONLY = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP (Linux 5.7)
 # Regions that are released and still have their pages, by address; oldest first.
 _spare: dict[int, weakref.ref[Mapped]] = {}
@@ -81,6 +83,12 @@ class Mapped:
             self.is_materialized = False
             with _lock:
                 _spare[self._address] = weakref.ref(self)
+
+    def touch(self) -> None:
+        """Map its pages, all in one call, if they are small: cheaper than one fault for each."""
+        if self.num_bytes < _HUGE_PAGE:
+            with contextlib.suppress(OSError):  # Linux 5.14
+                self._mapping.madvise(_MADV_POPULATE_WRITE)
 
     def _give_pages(self, other: Mapped) -> None:
         for start, length in self._ranges:

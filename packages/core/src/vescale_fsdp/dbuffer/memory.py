@@ -71,12 +71,17 @@ class _Resized:
 
 
 def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat, uninitialised tensor whose memory goes back to the system when it dies."""
+    """A flat, uninitialised tensor whose memory goes back to the system when it dies.
+
+    For what is written at once: its memory is there when this returns.
+    """
     num_bytes = num_elements * dtype.itemsize
     if device.type != "cpu" or not CAN_MAP or not num_bytes:
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
-    return tensor.set_(Mapped(num_bytes).storage, 0, (num_elements,), (1,))
+    mapped = Mapped(num_bytes)
+    mapped.touch()
+    return tensor.set_(mapped.storage, 0, (num_elements,), (1,))
 
 
 class SlabPool:
