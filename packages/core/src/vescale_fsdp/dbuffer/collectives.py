@@ -194,7 +194,8 @@ class Comm:
             custom: a reduce-scatter that the user supplies (see `custom`).
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
-        more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size.
+        more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size (less
+        this rank's part, in an `exchange`).
         """
         if self.size == 1 or full.numel() == 0:
             # Where there are streams the pool leaves what it lent to those who keep it.

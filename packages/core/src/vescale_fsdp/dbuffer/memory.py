@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped, hand_back
+from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped
 
 __all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
 
@@ -123,8 +123,7 @@ class SlabPool:
             self._idle.append(region)
 
     def trim(self) -> None:
-        """Hand the memory of the slabs that are in back to the system. Once per step."""
-        hand_back()
+        """Hand free memory of the heap back to the system, every so often. Once per step."""
         self._num_trims += 1
         if self._device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
             _trim_heap()

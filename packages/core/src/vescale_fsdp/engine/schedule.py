@@ -64,7 +64,7 @@ class Schedule:
     Args:
         units: of the model, outermost first (``named_modules`` order). Held weakly.
         unused: "auto", "exchange" or "zeros", as of ``fully_shard``.
-        in_flight: units gathered ahead and reductions under way, as of ``fully_shard``.
+        in_flight: units gathered at a time, and one more than reductions, as of ``fully_shard``.
 
     Raises:
         RankMismatchError: other ranks have another model or other arguments.

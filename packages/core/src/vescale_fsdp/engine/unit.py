@@ -75,7 +75,7 @@ class Unit:
         self.unshard_in_backward = True
         self.forward_prefetch: list[Unit] | None = None  # instead of what was recorded
         self.backward_prefetch: list[Unit] | None = None
-        self.max_reductions: int | None = None  # under way at a time; None: in_flight
+        self.max_reductions: int | None = None  # under way at a time; None: in_flight - 1
         self.linear_gradients_in_place = False
         self.gives_zeros = False  # whether parameters that no rank used get zero gradients
         self.post_optim_event: torch.Event | None = None
