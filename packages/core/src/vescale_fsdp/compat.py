@@ -65,6 +65,7 @@ __all__ = [
     "reduce_scatter_single",
     "register_first_step_post_hook",
     "replace_init_group",
+    "route_distribution",
     "route_redistribute",
     "set_fsdp2_state",
     "storages_of",
@@ -240,7 +241,8 @@ def route_redistribute(
 
     Torch's own keeps the local tensor as it is for a placement that it does not know, and labels
     it with that placement: wrong data without an error (torch 2.13). Everything else goes to
-    torch's method, unchanged. The only method of torch that we touch; see docs/design/ragged.md.
+    torch's method, unchanged. The only method of torch that we touch (`route_distribution` has the
+    functions); see docs/design/ragged.md.
     """
     original = DTensor.redistribute
 
@@ -253,6 +255,82 @@ def route_redistribute(
         return original(self, device_mesh, placements, **options)
 
     DTensor.redistribute = routed  # type: ignore[method-assign]
+
+
+def route_distribution(
+    concerns: Callable[[Any], bool],
+    distribute: Callable[..., DTensor],
+    is_ours: Callable[[Any], bool],
+    fill: Callable[[Any, torch.Tensor], DTensor],
+) -> None:
+    """Let ``distribute_tensor`` and the loading of full state dicts hand over what concerns us.
+
+    Torch's own raise for a placement that they do not know, or cut boxes where there are none.
+
+    Args:
+        concerns: whether a placement is ours.
+        distribute: for ``distribute_tensor(tensor, device_mesh, placements, *, src_data_rank)``.
+        is_ours: whether an entry of a state dict is.
+        fill: gives such an entry with the values of a full tensor.
+    """
+    from torch.distributed import _state_dict_utils as utils
+    from torch.distributed import tensor as public
+    from torch.distributed.checkpoint import state_dict as loading
+    from torch.distributed.tensor import _api as api
+
+    original = api.distribute_tensor
+
+    @functools.wraps(original)
+    def routed(
+        tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Any = None,
+        **options: Any,
+    ) -> DTensor:
+        if placements is not None and any(map(concerns, placements)):
+            mesh = device_mesh or api._mesh_resources.get_current_mesh()
+            return distribute(tensor, mesh, placements, **options)
+        return original(tensor, device_mesh, placements, **options)
+
+    for module in (api, public, utils):
+        module.distribute_tensor = routed  # type: ignore[attr-defined]
+
+    fill_others = utils._distribute_tensors
+
+    @functools.wraps(fill_others)
+    def filled(state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+        for key in keys:
+            pair = state_dict.get(key)
+            if isinstance(pair, tuple) and is_ours(pair[0]):
+                state_dict[key] = fill(*pair)
+        fill_others(state_dict, keys, *args, **options)
+
+    utils._distribute_tensors = filled
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        with_scalars = _keeping_scalars(getattr(utils, name), is_ours, fill)
+        for module in (utils, loading):
+            setattr(module, name, with_scalars)
+
+
+def _keeping_scalars(
+    load: Callable[..., None],
+    is_ours: Callable[[Any], bool],
+    fill: Callable[[Any, torch.Tensor], DTensor],
+) -> Callable[..., None]:
+    """``load``, which puts plain tensors in the place of those without dimensions, undone for ours.
+
+    An optimizer would keep the plain tensor as the state of a sharded parameter.
+    """
+
+    @functools.wraps(load)
+    def loaded(full: dict[str, Any], local: dict[str, Any], *args: Any, **options: Any) -> None:
+        ours = {key: value for key, value in local.items() if is_ours(value) and not value.dim()}
+        load(full, local, *args, **options)
+        for key in ours.keys() & local.keys():
+            if not is_ours(local[key]):
+                local[key] = fill(ours[key], local[key])
+
+    return loaded
 
 
 def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:

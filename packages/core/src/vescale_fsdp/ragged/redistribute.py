@@ -37,6 +37,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.exchange import Combination, InFlight, as_bytes, done, exchange
 from vescale_fsdp.ragged.holdings import (
+    Holding,
     check_placements,
     holding_of,
     normalized,
@@ -46,7 +47,7 @@ from vescale_fsdp.ragged.holdings import (
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.regions import contiguous_strides
 
-__all__ = ["move", "respecified"]
+__all__ = ["move", "respecified", "scatter"]
 
 # Broadcasts send the least, but each is a collective; beyond this many, one padded all-gather.
 _MOST_BROADCASTS = 16
@@ -109,6 +110,30 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
         return _gather(local, source, axis)
     local, source = _all_reduced(local, source, target)
     return _exchanged(local.contiguous().view(-1), source, target)
+
+
+def scatter(full: torch.Tensor, target: DTensorSpec, source_rank: int) -> InFlight:
+    """Start to cut ``full`` into the parts of ``target``, with the values of one rank.
+
+    Args:
+        full: of the whole shape, on every rank; only its values on the source are read.
+        target: has no ``Partial``.
+        source_rank: the place of the source on each axis of the mesh.
+
+    Cost: one uneven all-to-all; the source sends each rank its part.
+    """
+    mesh = target.mesh
+    members = list(product(*map(range, mesh.shape)))
+    group, members = _group_of(mesh, list(range(mesh.ndim)), members)
+    replicated = [Replicate()] * mesh.ndim
+    whole = holding_of(target.shape, replicated, mesh.shape, members[0])
+    sources = [whole if set(member) == {source_rank} else Holding([], (0,)) for member in members]
+    targets = [_holding(target, member) for member in members]
+    rank = members.index(tuple(cast("list[int]", mesh.get_coordinate())))
+    moving = exchange(full.contiguous().view(-1), sources, targets, rank, group, None)
+    finish = moving.finish
+    moving.finish = lambda: finish().view(targets[rank].local_shape)
+    return moving
 
 
 def _all_reduced(

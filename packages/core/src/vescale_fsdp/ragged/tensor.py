@@ -37,7 +37,7 @@ from vescale_fsdp.ragged.holdings import (
 )
 from vescale_fsdp.ragged.pending import PendingTensor
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.redistribute import move, respecified
+from vescale_fsdp.ragged.redistribute import move, respecified, scatter
 from vescale_fsdp.ragged.regions import Box, contiguous_strides
 
 __all__ = ["RaggedTensor"]
@@ -110,19 +110,10 @@ class RaggedTensor(DTensor):
         Raises:
             ValueError: as `from_local`, or a placement is ``Partial``.
         """
-        spec = make_spec(device_mesh, placements, full_tensor.shape, full_tensor.dtype)
-        if any(p.is_partial() for p in spec.placements):
-            raise ValueError(
-                f"a full tensor cannot be distributed as {spec.placements}: no Partial"
-            )
+        spec = _spec_for(full_tensor, device_mesh, placements)
         held = holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec))
-        local = full_tensor.new_empty(held.local_shape)
-        with torch.no_grad():
-            for box in held.boxes:
-                numel = math.prod(box.sizes)
-                part = local[box.start : box.start + numel].view(box.sizes)
-                part.copy_(box.of(full_tensor.detach()))
-        return wrap_local(local, spec, False)
+        ragged = wrap_local(full_tensor.new_empty(held.local_shape), spec, False)
+        return fill(ragged, full_tensor)
 
     @property
     def ragged_axis(self) -> int:
@@ -328,11 +319,75 @@ def redistribute(
     return moved
 
 
+def distribute(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``torch.distributed.tensor.distribute_tensor`` where a placement is ragged.
+
+    The values are those of the rank ``src_data_rank`` on every axis of the mesh, which sends each
+    rank its part; with None each rank cuts its own.
+    """
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor needs a leaf; got a tensor that was computed")
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != device_mesh or tensor.placements != tuple(placements):
+            raise ValueError(
+                f"got a DTensor on {tensor.device_mesh} with {tensor.placements}, expected a plain "
+                f"tensor to distribute as {tuple(placements)}; use redistribute"
+            )
+        return tensor
+    if not tensor.is_meta:
+        tensor = tensor.to(device_mesh.device_type)
+    spec = _spec_for(tensor, device_mesh, placements)
+    if src_data_rank is None or tensor.is_meta or device_mesh.size() == 1:
+        ragged = RaggedTensor.distribute(tensor, device_mesh, spec.placements)
+    else:
+        _coordinate(spec)  # raises on a rank outside of the mesh
+        ragged = wrap_local(scatter(tensor.detach(), spec, src_data_rank).wait(), spec, False)
+    return ragged.requires_grad_(tensor.requires_grad)
+
+
+def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:
+    """Give ``ragged`` the values of a full tensor, in place; one on meta becomes a new tensor.
+
+    Raises:
+        ValueError: the full tensor has another shape.
+    """
+    spec, local = ragged._spec, ragged._arrived()
+    if spec.shape != full_tensor.shape:
+        raise ValueError(
+            f"the full tensor has shape {tuple(full_tensor.shape)}, expected {tuple(spec.shape)}"
+        )
+    if local.is_meta and not full_tensor.is_meta:
+        local = full_tensor.new_empty(local.shape)
+        ragged = wrap_local(local, _as_dtype(spec, full_tensor.dtype), ragged.requires_grad)
+    with torch.no_grad():
+        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec))
+        for box in held.boxes:
+            numel = math.prod(box.sizes)
+            part = local[box.start : box.start + numel].view(box.sizes)
+            part.copy_(box.of(full_tensor.detach()))
+    return ragged
+
+
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A RaggedTensor or a plain DTensor around ``local``, as the placements of ``spec`` say."""
     if ragged_axis_of(spec.placements) is not None:
         return wrap_local(local, spec, False)
     return DTensor(local, spec, requires_grad=False)
+
+
+def _spec_for(
+    full_tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensorSpec:
+    spec = make_spec(mesh, placements, full_tensor.shape, full_tensor.dtype)
+    if any(p.is_partial() for p in spec.placements):
+        raise ValueError(f"a full tensor cannot be distributed as {spec.placements}: no Partial")
+    return spec
 
 
 def _local_range(spec: DTensorSpec) -> tuple[int, int]:
@@ -438,3 +493,6 @@ def _is_ragged(placement: Placement) -> bool:
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
 compat.route_redistribute(_is_ragged, redistribute)
+compat.route_distribution(
+    _is_ragged, distribute, lambda value: isinstance(value, RaggedTensor), fill
+)

@@ -1,0 +1,184 @@
+"""Whole state dicts go in and out through torch's own functions, as they do with FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from vescale_fsdp import Granularity, fully_shard
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import assert_bit_equal, full_parameters
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Net(nn.Module):
+    """Odd shapes, a buffer, a tie, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.middle = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale: nn.Parameter | None = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.head(self.norm(torch.tanh(self.middle(self.embedding(tokens)))))
+        return out if self.scale is None else out * self.scale
+
+
+def make(seed: int, device: str = "cpu") -> Net:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Net()
+
+
+def shard(model: Net, **options: Any) -> Net:
+    fully_shard(model.middle, **options)
+    return fully_shard(model, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    tokens = torch.randint(7, (4,), generator=torch.Generator().manual_seed(seed))
+    model(tokens).square().sum().backward()
+    optimizer.step()
+
+
+def trained(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for seed in range(steps):
+        step(model, optimizer, seed)
+    return optimizer
+
+
+def given(full: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """What each rank passes in: a copy, because torch changes the dict and keeps its scalars."""
+    is_needed = not options.broadcast_from_rank0 or dist.get_rank() == 0
+    return copy.deepcopy(full) if is_needed else {}
+
+
+def check_values_arrive(options: StateDictOptions) -> None:
+    plain, ours = make(0), shard(make(1))
+    set_model_state_dict(ours, given(plain.state_dict(), options), options=options)
+    assert_bit_equal(full_parameters(ours), full_parameters(plain))
+    assert torch.equal(ours.norm.running_var, plain.norm.running_var)
+
+
+def check_values_come_out() -> None:
+    plain = make(0)
+    out = get_model_state_dict(shard(make(0)), options=FULL)
+    assert set(out) == set(plain.state_dict())
+    assert all(torch.equal(out[name], value) for name, value in plain.state_dict().items())
+
+
+def check_training_goes_on(options: StateDictOptions) -> None:
+    plain, ours = make(0), shard(make(1))
+    optimizers = trained(plain), torch.optim.AdamW(ours.parameters(), lr=0.01)
+    set_model_state_dict(ours, given(plain.state_dict(), options), options=options)
+    states = get_optimizer_state_dict(plain, optimizers[0])
+    set_optimizer_state_dict(ours, optimizers[1], given(states, options), options=options)
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        step(model, optimizer, 2)
+    assert_bit_equal(full_parameters(ours), full_parameters(plain))
+
+
+def check_optimizer_comes_out() -> None:
+    plain, ours = make(0), shard(make(0))
+    expected = get_optimizer_state_dict(plain, trained(plain))["state"]
+    states = get_optimizer_state_dict(ours, trained(ours), options=FULL)["state"]
+    for name, state in expected.items():
+        assert_bit_equal(states[name], state)
+
+
+def check_meta_model(shard_it: Callable[[Net], nn.Module]) -> Tensor:
+    """Built on meta, values from rank 0 alone; the functions assign the tensors."""
+    plain, model = make(0), make(1, "meta")
+    for each in (plain, model):
+        each.scale = None  # FSDP2 refuses parameters without dimensions
+    model = shard_it(model)
+    with warnings.catch_warnings():  # of torch, which asks for a device in an old way
+        warnings.simplefilter("ignore", UserWarning)
+        set_model_state_dict(model, given(plain.state_dict(), FROM_RANK_0), options=FROM_RANK_0)
+    trained(model)
+    return torch.cat([value.flatten() for value in full_parameters(model).values()])
+
+
+def check_meta_models() -> None:
+    def with_torch(model: Net) -> nn.Module:
+        fully_shard_of_torch(model.middle)
+        return fully_shard_of_torch(model)
+
+    assert torch.equal(check_meta_model(shard), check_meta_model(with_torch))
+
+
+def check_another_shape_is_refused() -> None:
+    ours = shard(make(1))
+    before = {name: value.clone() for name, value in full_parameters(ours).items()}
+    wrong = {"middle.weight": torch.zeros(5, 6)}
+    with pytest.raises((RuntimeError, ValueError), match=r"5, 6"):
+        set_model_state_dict(ours, wrong, options=FULL)
+    assert_bit_equal(full_parameters(ours), before)
+
+
+def on_two_ranks() -> None:
+    for options in (FULL, FROM_RANK_0):
+        check_values_arrive(options)
+        check_training_goes_on(options)
+    check_values_come_out()
+    check_optimizer_comes_out()
+    check_meta_models()
+    check_another_shape_is_refused()
+
+
+def on_two_axes() -> None:
+    """Replicas of shards, then tensor parallel inside of shards."""
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mixed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def check(make_sharded: Callable[[nn.Module], nn.Module]) -> None:
+        for options in (FULL, FROM_RANK_0):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+            torch.manual_seed(1)
+            ours = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+            ours = make_sharded(ours)
+            set_model_state_dict(ours, given(plain.state_dict(), options), options=options)
+            assert_bit_equal(full_parameters(ours), full_parameters(plain))
+
+    def tensor_parallel(model: nn.Module) -> nn.Module:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mixed["tensor"], plan)
+        return fully_shard(model, mesh=mixed["data"])
+
+    check(lambda model: fully_shard(model, mesh=replicas, granularity=Granularity.rows(3)))
+    check(tensor_parallel)
+
+
+def test_full_state_dicts_go_in_and_out() -> None:
+    run_ranks(on_two_ranks, 2)
+
+
+def test_full_state_dicts_go_in_on_two_axes() -> None:
+    run_ranks(on_two_axes, 4)
