@@ -73,6 +73,7 @@ __all__ = [
     "support_foreach",
     "symmetric_memory",
     "symmetric_memory_gather",
+    "takes_functional_gradient",
     "uses_symmetric_memory",
     "wish_of_backward",
 ]
@@ -434,6 +435,15 @@ def is_transforming() -> bool:
     """Whether ``torch.func`` or forward-mode derivatives see what is done now."""
     transforming: bool = torch._C._are_functorch_transforms_active()
     return transforming or forward_ad._current_level >= 0
+
+
+def takes_functional_gradient() -> bool:
+    """Whether ``torch.func.grad`` or ``vjp`` (and what is made of them) runs now."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    return any(each.key() == functorch.TransformType.Grad for each in stack)
 
 
 def wish_of_backward(node: Any) -> Literal["leaf", "nothing", "value"]:

@@ -209,12 +209,6 @@ def functional_forward_mode(shard: Shard) -> Any:
     return [primal.detach(), tangent.detach(), full_gradients(model), of_each_row.detach()]
 
 
-def functional_gradient(shard: Shard) -> Any:
-    model = sharded(shard, make(Net))
-    gradient = torch.func.grad(lambda x: model(x).square().sum())(inputs(0))
-    return [gradient.detach(), trained(model)]
-
-
 # State dicts
 
 

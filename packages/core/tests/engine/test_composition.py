@@ -37,9 +37,6 @@ def results(scenario: Scenario) -> tuple[Any, Any]:
     return ours, scenario(alone)
 
 
-NOT_THERE = pytest.mark.xfail(reason="not there yet")
-
-
 # Dynamo looks for the ``.grad`` of every input; torch loads its forward-mode formulas by a script.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -72,7 +69,6 @@ NOT_THERE = pytest.mark.xfail(reason="not there yet")
         scenarios.sixty_four_bit_integers,
         scenarios.any_shape,
         scenarios.functional_forward_mode,
-        pytest.param(scenarios.functional_gradient, marks=NOT_THERE),
         scenarios.eight_bit_floats,
     ],
     ids=lambda scenario: scenario.__name__,
@@ -81,6 +77,19 @@ def test_results_are_those_of_a_plain_model(scenario: Scenario) -> None:
     for ours, plain in run_ranks(results, 2, scenario, timeout_s=30):
         assert not isinstance(ours, str), ours
         torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+
+
+def functional_gradient() -> None:
+    model, x = sharded(fully_shard, make(Net)), inputs()
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad.*torch\.autograd\.grad"):
+        torch.func.grad(lambda x: model(x).sum())(x)
+    (gradient,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x)
+    (expected,) = torch.autograd.grad(make(Net)(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+def test_functional_gradients_are_refused_with_the_way_out() -> None:
+    run_ranks(functional_gradient, 2, timeout_s=30)
 
 
 # Hooks on sharded parameters, beside FSDP2

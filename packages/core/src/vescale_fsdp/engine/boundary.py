@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vescale_fsdp import compat
 from vescale_fsdp.engine.tree import replace_tensors, tensors_requiring_grad
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ def enter(call: Call, value: Any) -> tuple[Any, bool]:
     tensors = tensors_requiring_grad(value)
     if not tensors:
         return value, False
+    if compat.takes_functional_gradient():
+        raise NotImplementedError(
+            "torch.func.grad and torch.func.vjp through the sharded module "
+            f"{call.unit.fqn or 'at the root'!r} are not there yet in vescale_fsdp; use "
+            "torch.autograd.grad, or call functional_call on a module that is not sharded"
+        )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return replace_tensors(value, tensors, passed), True
 
