@@ -67,6 +67,7 @@ __all__ = [
     "replace_init_group",
     "route_distribution",
     "route_redistribute",
+    "route_state_creation",
     "set_fsdp2_state",
     "storages_of",
     "store_wait",
@@ -277,8 +278,9 @@ def route_distribution(
     from torch.distributed import _state_dict_utils as utils
     from torch.distributed import tensor as public
     from torch.distributed.checkpoint import state_dict as loading
-    from torch.distributed.tensor import _api as api
+    from torch.distributed.tensor import _api
 
+    api: Any = _api
     original = api.distribute_tensor
 
     @functools.wraps(original)
@@ -332,6 +334,26 @@ def _keeping_scalars(
                 local[key] = fill(ours[key], local[key])
 
     return loaded
+
+
+def route_state_creation(
+    members_of: Callable[[torch.optim.Optimizer], list[torch.optim.Optimizer]],
+) -> None:
+    """Let state dict functions of ``torch.distributed.checkpoint`` see the members of a group.
+
+    They make the states of an optimizer that has none at all, by a step on gradients of zeros. In
+    a group one member may have states while another has none yet.
+    """
+    from torch.distributed.checkpoint import state_dict as loading
+
+    original = loading._init_optim_state
+
+    @functools.wraps(original)
+    def routed(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        for member in members_of(optimizer):
+            original(member, *args)
+
+    loading._init_optim_state = routed  # type: ignore[assignment]
 
 
 def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:

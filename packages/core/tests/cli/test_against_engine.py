@@ -92,7 +92,7 @@ def test_figures_are_those_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPa
     # The gradient of an embedding comes last; the plan has it from the start of the backward.
     too_high = expected.peak.num_bytes - found.pop("peak")
     late = [p.numel() for name, p in case.make().named_parameters() if name.startswith("embed")]
-    assert too_high in (0, sum(late) * DTYPES[case.compute].itemsize)
+    assert 0 <= too_high <= sum(late) * DTYPES[case.compute].itemsize
     assert found == {
         "weights": expected.weights_bytes,
         "gradients": expected.gradients_bytes,
@@ -112,7 +112,9 @@ def test_figures_by_hand() -> None:
     assert expected.traffic.gather_forward_bytes == (2 * 2688 + 3168) * 2
     assert expected.traffic.gather_backward_bytes == 2 * 2688 * 2
     assert expected.traffic.reduce_bytes == (2 * 2688 + 3168) * 2
-    # While the root's reduction lands: the root gathered, its gradients and receive buffer, and
-    # its sum in fp32; reduced gradients of both blocks.
-    assert expected.peak.num_bytes == 3 * 6336 * 2 + 3168 * 4 + 2 * 2688 * 4
-    assert expected.peak.when == "the end of the backward"
+    # The root gathered, and its gradients; the first block gathered, and its gradients from the
+    # last to `up.weight`, which make half of them; the second block's gradients and receive buffer,
+    # and its sum in fp32, as its reduction lands.
+    first = (24 + 4 * 24 * 24 + 4 * 24 + 4 * 24 * 24) * 2
+    assert expected.peak.num_bytes == 2 * 6336 * 2 + 5376 * 2 + first + 2 * 5376 * 2 + 2688 * 4
+    assert expected.peak.when == "the backward of blocks.0-1"

@@ -19,7 +19,7 @@ def unit(
     elements: int, *, root: bool = False, keeps: bool | None = None, trainable: bool = True
 ) -> UnitMemory:
     """One group; with 10 shards, F = M = G = R = 20 x elements bytes and g = 4 x elements."""
-    group = GroupMemory(elements, NUM_SHARDS, elements * NUM_SHARDS, FP32, BF16, FP32, trainable)
+    group = GroupMemory(elements, NUM_SHARDS, (elements * NUM_SHARDS,), FP32, BF16, FP32, trainable)
     groups = (group,) if elements else ()
     name = "r" if root else "b"
     return UnitMemory(name, groups, root, root if keeps is None else keeps)
@@ -29,11 +29,22 @@ def peak(*units: UnitMemory, backend: Backend = "gloo", in_flight: int = 2) -> i
     return run_step(units, backend, in_flight=in_flight).peak.num_bytes
 
 
-def test_peak_of_many_blocks_is_two_gathered_and_three_times_the_gradients() -> None:
+def test_peak_of_many_blocks_is_one_gathered_and_three_times_the_gradients() -> None:
     blocks = [unit(1)] * 12
-    # In the eleventh block of the backward: F_r M_r, 2 F, G and R of the block before, M and nine
-    # reduced gradients. In the last one F is one less.
-    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 2 + 2 + 1) + 4 * 9
+    # In the last block of the backward, when its one gradient is there and the reduction of the
+    # block before lands: F_r M_r, F, G and R, M, the sum and ten reduced gradients.
+    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 1 + 2 + 1) + 4 * 11
+
+
+def test_gathers_and_reductions_take_turns_in_a_block() -> None:
+    group = GroupMemory(1, NUM_SHARDS, (2, 3, 1, 4), FP32, BF16, FP32, trainable=True)
+    blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
+    # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for each
+    # reduced gradient and the sum. Later there are two F and M, which is less.
+    assert peak(unit(0, root=True), *blocks) == 20 * 3 + 2 * 5 + 4 * 11
+    # With room for two, one of each is under way: with half of the gradients 2 F, G, R and them.
+    more = peak(unit(0, root=True), *blocks, in_flight=3)
+    assert more > 20 * 4 + 2 * 5
 
 
 def test_peak_of_a_large_root_is_at_the_end() -> None:
@@ -52,7 +63,7 @@ def test_on_nccl_gradients_are_collected_in_the_reduce_dtype() -> None:
 
 
 def test_nccl_reduces_in_place_where_no_cast_is_needed() -> None:
-    group = GroupMemory(1, NUM_SHARDS, NUM_SHARDS, BF16, BF16, BF16, trainable=True)
+    group = GroupMemory(1, NUM_SHARDS, (NUM_SHARDS,), BF16, BF16, BF16, trainable=True)
     blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
     assert peak(unit(0, root=True), *blocks, backend="nccl") == 20 * 4 + 2 * 10
 
@@ -105,7 +116,7 @@ def test_a_hundred_thousand_units_take_a_second(keeps: bool) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_one_rank_needs_no_scratch(backend: Backend) -> None:
-    group = GroupMemory(10, 1, 10, FP32, BF16, FP32, trainable=True)
+    group = GroupMemory(10, 1, (10,), FP32, BF16, FP32, trainable=True)
     root = UnitMemory("r", (group,), is_root=True, keeps=True)
     # gloo: F, G and the sum. An accelerator collects in the dtype of the sum: F, M and that.
     assert peak(root, backend=backend) == 20 + 20 + 40

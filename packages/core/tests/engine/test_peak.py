@@ -10,6 +10,7 @@ need memory of their own.
 from __future__ import annotations
 
 import gc
+import math
 from typing import NamedTuple
 
 import pytest
@@ -94,15 +95,17 @@ def sizes_of(chain: Chain, policy: MixedPrecisionPolicy) -> Sizes:
 def derived_peak(sizes: Sizes, in_flight: int) -> int:
     """The largest of the moments of a backward from block 5 to block 0."""
     F, M, G, R, s, g, cast = sizes
+    half = M * math.ceil(NUM_LAYERS / 2) // NUM_LAYERS  # whole layers
     moments = []
     for block in reversed(range(NUM_BLOCKS)):
         done = NUM_BLOCKS - 1 - block
         flying = min(done, in_flight - 1)
         reduced = (done - flying) * g
         ahead = (min(in_flight, block + 1) - 1) * F
+        if flying:  # the first half of its gradients, then the reduction before it lands
+            moments.append(F + half + G + R + s + cast + reduced)
         moments += [
-            F + ahead + M + flying * (G + R) + reduced,  # its backward
-            ahead + M + flying * (G + R + s + cast) + reduced,  # the reduction before it lands
+            F + ahead + M + done * g,  # the second half
             ahead + M + G + done * g,  # its gradients are copied
             ahead + G + R + done * g,  # its own reduction begins
         ]

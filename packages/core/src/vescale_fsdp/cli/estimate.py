@@ -182,7 +182,7 @@ def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -
     return GroupMemory(
         shard_elements=shard_elements,
         num_shards=settings.num_shards,
-        elements=each.group.numel,
+        tensors=tuple(tensor.numel for tensor in each.group.tensors),
         shard_dtype=dtype,
         compute_dtype=settings.compute_dtype if dtype.floating else dtype,
         reduce_dtype=settings.reduce_dtype if dtype.floating else dtype,

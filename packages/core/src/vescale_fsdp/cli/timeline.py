@@ -15,13 +15,16 @@ blocks 1 to 4::
     backward of r   F_r F_4      M_r                       M_r lives until the end
     backward of 4   F_r F_4 F_3  M_r M_4
       its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
-    backward of 3   F_r F_3 F_2  M_r G_4 R_4 M_3           the reduction of 4 is under way
-      its end       F_r F_2      M_r g_4 M_3 G_3           it has to land before
+    backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduction of 4 is under way
+      from half on  F_r F_3 F_2  M_r g_4 M_3               it has landed: the gather's turn
+      its end       F_r F_2      M_r g_4 M_3 G_3
     backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1
     end             F_r          M_r g_4 g_3 g_2 g_1 G_r R_r     a large root's peak
     after           g_4 g_3 g_2 g_1 g_r
 
-All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
+On NCCL gathers and reductions do not take turns: F_2 is there from the start of the backward of 3,
+and G_4 and R_4 until its end. In the first half of M_3 its tensors come in the reverse of the order
+in which they are defined. All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
 (an embedding) gets its gradient last; here all of M_r is there from the start, as nothing says
 which tensors these are. So the peak is a little too high where the blocks make it.
 
@@ -59,11 +62,16 @@ class GroupMemory:
 
     shard_elements: int
     num_shards: int
-    elements: int  # of its tensors, without gaps
+    tensors: tuple[int, ...]  # elements of each, in the order of their definition
     shard_dtype: Dtype
     compute_dtype: Dtype
     reduce_dtype: Dtype
     trainable: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements of its tensors, without gaps."""
+        return sum(self.tensors)
 
     @property
     def full_bytes(self) -> int:
@@ -165,7 +173,7 @@ class _Simulation:
     ) -> None:
         self._units, self._in_flight, self._num_replicas = units, in_flight, num_replicas
         self._by_all_to_all = backend == "gloo"
-        self._max_reductions = in_flight - 1
+        self._max_reductions = min(in_flight - 1, 1)
         self._live: Counter[str] = Counter()
         self._total = 0
         self._peak = Peak(0, "the start", {})
@@ -209,10 +217,19 @@ class _Simulation:
     def _backward(self, index: int, upcoming: Iterable[int], *, is_late: bool) -> None:
         unit = self._units[index]
         self._when = f"the backward of {unit.title}"
-        self._gather(index, upcoming)
-        for group in unit.groups:
-            if group.trainable:
-                self._add(MADE, group.made_bytes)
+        self._start_gather(index)
+        self._ahead.discard(index)
+        takes_turns = bool(self._flying) and self._takes_turns(unit)
+        room = self._in_flight - 1 - (len(self._flying) if takes_turns else 0)
+        coming = list(islice(upcoming, self._in_flight - 1))
+        self._gather_ahead(coming[:room])
+        missing = sum(group.elements for group in unit.groups) / 2 if takes_turns else 0
+        for group in reversed(unit.groups):
+            for elements in reversed(group.tensors) if group.trainable else ():
+                self._add(MADE, elements * group.compute_dtype.itemsize)
+                if missing > 0 and (missing := missing - elements) <= 0:
+                    self._land(self._in_flight - 2)
+                    self._gather_ahead(coming[: self._in_flight - 1 - len(self._flying)])
         if not is_late:
             self._release(index)
             self._reduce(index)
@@ -222,10 +239,17 @@ class _Simulation:
     def _gather(self, index: int, upcoming: Iterable[int]) -> None:
         self._start_gather(index)
         self._ahead.discard(index)
-        for coming in islice(upcoming, self._in_flight - 1):
+        self._gather_ahead(islice(upcoming, self._in_flight - 1))
+
+    def _gather_ahead(self, upcoming: Iterable[int]) -> None:
+        for coming in upcoming:
             if coming not in self._gathered:
                 self._start_gather(coming)
                 self._ahead.add(coming)
+
+    def _takes_turns(self, unit: UnitMemory) -> bool:
+        """Whether its first gradients wait for no gather (`engine/prefetch`)."""
+        return self._by_all_to_all and all(group.trainable for group in unit.groups)
 
     def _start_gather(self, index: int) -> None:
         if index not in self._gathered:

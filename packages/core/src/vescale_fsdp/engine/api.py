@@ -90,8 +90,9 @@ def fully_shard(
         unused: parameters that no rank used keep ``.grad`` None. "auto" finds out in the first
             backward and asks again only if some were unused; "exchange" asks after every
             backward; "zeros" never asks.
-        in_flight: units gathered at a time (1: no prefetch). Reductions are under way at one less
-            (0: each is waited for at once). Set on the root.
+        in_flight: units gathered at a time (1: no prefetch, and each reduction is waited for). In a
+            backward on CPU a reduction under way counts as one: with 2 the reduction of a unit
+            and the gather of the next take turns beside the unit that runs. Set on the root.
 
     Returns:
         ``module`` itself.

@@ -390,7 +390,7 @@ class ExtensionGroup(Group):
         slot.local = local
         self.gradients.bind(buffer, self.slots, self.pool)
 
-    def copied(self, memo: dict[int, Any], on_gradient: Callable[[], None]) -> Group:
+    def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Group:
         """A group of its own with the same data, for ``copy.deepcopy``."""
         assert self.is_sharded, "the unit has released it"
         (slot,) = self.slots

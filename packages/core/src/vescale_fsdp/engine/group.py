@@ -14,6 +14,7 @@ forward and backward see). Gradients of the gathered one are taken away as they 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, Waitable, pool_for, shard_view
+from vescale_fsdp.dbuffer import (
+    Codec,
+    Comm,
+    DBuffer,
+    Waitable,
+    has_streams,
+    pool_for,
+    shard_view,
+)
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
@@ -69,7 +78,7 @@ class Group:
         pin_memory: of a shard on the CPU.
         compute_dtype: of the gathered parameters; None for that of the sharded ones.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
-        on_gradient: called after each gradient that the group has taken.
+        on_gradient: called after each gradient that the group has taken, with its elements.
     """
 
     def __init__(
@@ -82,7 +91,7 @@ class Group:
         pin_memory: bool,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        on_gradient: Callable[[], None],
+        on_gradient: Callable[[int], None],
     ) -> None:
         self.axes = axes
         self.rank, self.num_shards = axes.resting_rank, axes.num_resting_shards
@@ -116,6 +125,7 @@ class Group:
 
     def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
         """Plan the buffer; return where each tensor lies."""
+        self.num_elements = sum(math.prod(spec.shape) for spec in specs)
         if dim is not None:
             self.layout = _even_chunks(specs, self.num_shards)
             return [Shard(dim)]
@@ -195,6 +205,11 @@ class Group:
     def trainable(self) -> bool:
         """Whether any parameter wants a gradient now (users freeze and unfreeze)."""
         return any(slot.sharded.requires_grad for slot in self.slots)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether what is done with the gathered parameters is queued on streams."""
+        return has_streams(self._compute_device)
 
     @property
     def is_on_meta(self) -> bool:
@@ -337,7 +352,7 @@ class Group:
             )
         self.gradients.add(index, self._in_buffer(slot, param.grad))
         param.grad = None
-        self.on_gradient()
+        self.on_gradient(slot.shape.numel())
 
     def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         return slot.in_buffer(gradient)
@@ -388,7 +403,7 @@ class Group:
         placements = [slot.spec.placements for slot in self.slots]
         self._move_into_new_buffer(current, locals_, placements, dtypes.pop(), device)
 
-    def copied(self, memo: dict[int, Any], on_gradient: Callable[[], None]) -> Group:
+    def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Group:
         """A group of its own with the same data and layout, for ``copy.deepcopy``.
 
         ``memo`` learns the copies of the sharded parameters. They are registered nowhere yet.

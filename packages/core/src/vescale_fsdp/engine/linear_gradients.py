@@ -145,5 +145,5 @@ def _write(group: Group, index: int, left: torch.Tensor, right: torch.Tensor) ->
         return False
     if not group.gradients.add_product(index, left, right, compat.current_backward()):
         return False
-    group.on_gradient()
+    group.on_gradient(weight.numel())
     return True

@@ -128,11 +128,11 @@ class Reductions:
                 if self._records:
                     self._walk.order.reductions.append((number, AT_THE_END))
                 self._issue(number)
-        self._land(0)
+        self.land(0)
         for group in self.groups:  # gradients that came after their group was thought complete
             if group.gradients.are_waiting:
                 self._start(group)
-        self._land(0)
+        self.land(0)
         for group in self.groups:
             group.gradients.finish_sum()
 
@@ -141,12 +141,17 @@ class Reductions:
         self._start(self._due[number].group)
 
     def _start(self, group: Group) -> None:
-        self._land(max(self._most - 1, 0))
+        self.land(max(self._most - 1, 0))
         group.gradients.start_reduce(self._comm_of(group))
         self._flying.append(group)
-        self._land(self._most)
+        self.land(self._most)
 
-    def _land(self, most: int) -> None:
+    @property
+    def num_flying(self) -> int:
+        """How many reductions are under way."""
+        return len(self._flying)
+
+    def land(self, most: int) -> None:
         """Wait for the oldest reductions until ``most`` are in flight."""
         while len(self._flying) > most:
             self._flying.popleft().gradients.finish_reduce()

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -35,6 +34,7 @@ from vescale_fsdp.engine.filling import Names, fill
 from vescale_fsdp.engine.fingerprint import fingerprint_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.order import Order, Walk
+from vescale_fsdp.engine.prefetch import Prefetch
 from vescale_fsdp.engine.reductions import Due, Reductions
 from vescale_fsdp.engine.turns import END, Turn, agree_on_turn
 from vescale_fsdp.engine.usage import Usage
@@ -52,7 +52,6 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
-_MAX_KEPT = 8  # units that need no gather, and are passed over in looking for some that do
 _MAX_BACKWARDS = 3  # after one forward, with orders of their own; later ones follow the last
 _SHORT_TIMEOUT_S = 120.0  # for ranks that are in the same step
 _NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
@@ -64,7 +63,7 @@ class Schedule:
     Args:
         units: of the model, outermost first (``named_modules`` order). Held weakly.
         unused: "auto", "exchange" or "zeros", as of ``fully_shard``.
-        in_flight: units gathered at a time, and one more than reductions, as of ``fully_shard``.
+        in_flight: units gathered at a time, less a reduction under way, as of ``fully_shard``.
 
     Raises:
         RankMismatchError: other ranks have another model or other arguments.
@@ -90,7 +89,7 @@ class Schedule:
         # Whether all ranks that share a unit share all of them, and so can agree on an order.
         self._can_settle = len(self._axes) == 1
         self._always_records = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
-        self._ahead: set[int] = set()  # units that were gathered before anybody wanted them
+        self._prefetch = Prefetch(self._units, self._index, in_flight)
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
         self._has_failed = False  # whether the last pass has ended by an exception, on any rank
@@ -123,8 +122,7 @@ class Schedule:
     def max_reductions(self) -> int:
         """How many reductions may be under way at a time."""
         given = [unit.max_reductions for unit in self.units() if unit.max_reductions is not None]
-        # One less than gathers: beside them are the gradients of the unit that runs.
-        return max(given, default=self.in_flight - 1)
+        return max(given, default=min(self.in_flight - 1, 1))
 
     @property
     def wants_gradients(self) -> bool:
@@ -195,7 +193,7 @@ class Schedule:
             self._catch_up(self._forward)
         if not self._has_failed:
             self._orders[self._kind] = self._finished(self._forward)
-        self._drop_ahead()
+        self._prefetch.drop()
         if not self.wants_gradients:
             hand_back()
 
@@ -208,7 +206,7 @@ class Schedule:
         walk.ran.setdefault(index)
         if walk is self._forward and self.wants_gradients:
             self._ran.add(index)
-        needs_gather = bool(unit.groups) and (unit.is_sharded or index in self._ahead)
+        needs_gather = bool(unit.groups) and (unit.is_sharded or index in self._prefetch.ahead)
         if walk.is_recording:
             if needs_gather:
                 self._take_turns(index, walk, has_run, recomputes)
@@ -227,28 +225,7 @@ class Schedule:
 
     def _start(self, unit: Unit, walk: Walk) -> None:
         """Start the gather of ``unit``, and those that are to be under way beside it."""
-        in_backward = walk is self._backward
-        unit.start_gather(in_backward=in_backward)
-        self._ahead.discard(self._index[id(unit)])
-        explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
-        room = self.in_flight - 1 if explicit is None else len(explicit)
-        upcoming: Iterable[int] = itertools.islice(walk.ahead(), room + _MAX_KEPT)
-        if explicit is not None:
-            upcoming = [self._index[id(each)] for each in explicit if id(each) in self._index]
-        for index in () if walk.is_recording else upcoming:
-            if room == 0:
-                break
-            coming = self._units[index]()
-            if coming is None or not coming.groups:
-                continue
-            if in_backward and not coming.unshard_in_backward:
-                continue
-            if coming.is_sharded:
-                coming.start_gather(in_backward=in_backward)
-                self._ahead.add(index)
-            elif index not in self._ahead:
-                continue  # kept since its forward: nothing to fetch
-            room -= 1
+        self._prefetch.start(unit, walk, self._reductions if walk is self._backward else None)
 
     def _skip_to(self, place: int, walk: Walk) -> None:
         """Move to ``place``, and take part in the gathers before it that are not for this rank."""
@@ -264,7 +241,7 @@ class Schedule:
         if unit is None or not unit.groups or unit.is_busy:
             return
         in_backward = walk is self._backward
-        if in_backward and not unit.is_sharded and index not in self._ahead:
+        if in_backward and not unit.is_sharded and index not in self._prefetch.ahead:
             unit.release_after_forward(comes_back=True)  # this rank alone has kept it
         self._start(unit, walk)
         unit.finish_gather()
@@ -387,14 +364,6 @@ class Schedule:
         runs_forward = [False, *(unit in backward.recomputed for unit in path)]
         return [at if plus else -at for at, plus in zip(places, runs_forward, strict=True)]
 
-    def _drop_ahead(self) -> None:
-        """Release what was gathered on a prediction that did not come true."""
-        for index in self._ahead:
-            unit = self._units[index]()
-            if unit is not None:
-                unit.reshard()
-        self._ahead.clear()
-
     @property
     def _ranks(self) -> list[dist.ProcessGroup]:
         return [group for axes in self._axes.values() for group in axes.groups]
@@ -459,6 +428,11 @@ class Schedule:
         if unit.unshard_in_backward:
             self._gather(unit, self._backward)
 
+    def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
+        """A gradient of ``unit``, which has so many elements, was taken."""
+        self.begin_backward()
+        self._prefetch.gradient_arrived(unit, num_elements, self._backward, self._reductions)
+
     def after_backward(self, unit: Unit) -> None:
         """Release ``unit`` and reduce its gradients."""
         if unit.reshard_after_backward:
@@ -468,7 +442,7 @@ class Schedule:
     def _end_backward(self) -> None:
         with plain_tensors():
             self._catch_up(self._backward)
-            self._drop_ahead()
+            self._prefetch.drop()
             self._reductions.finish()
             for unit in self.units():
                 unit.end_backward()
@@ -501,7 +475,7 @@ class Schedule:
             for unit in self.units():
                 unit.reset()
         self._running, self._end = 0, None
-        self._ahead.clear()
+        self._prefetch.forget()
         self._forward, self._backward = Walk(Order()), Walk(Order())
         self._reductions = self._no_reductions()
 

@@ -315,21 +315,21 @@ class Unit:
 
     # Backward
 
-    def gradient_callback(self) -> Callable[[], None]:
+    def gradient_callback(self) -> Callable[[int], None]:
         """`on_gradient` for a group to call, without keeping the unit alive."""
         self_ref = weakref.ref(self)
 
-        def on_gradient() -> None:
+        def on_gradient(num_elements: int) -> None:
             unit = self_ref()
             if unit is not None:
-                unit.on_gradient()
+                unit.on_gradient(num_elements)
 
         return on_gradient
 
-    def on_gradient(self) -> None:
+    def on_gradient(self, num_elements: int) -> None:
         """A gradient was taken: see that this backward ends with the final callback."""
         assert self.schedule is not None, "a forward has made it"
-        self.schedule.begin_backward()
+        self.schedule.gradient_arrived(self, num_elements)
 
     def pre_backward(self) -> None:
         """A gradient has reached the outputs of a call of this unit."""

@@ -1,0 +1,127 @@
+"""Prefetch: the gathers that are under way beside the unit that runs.
+
+In a forward ``in_flight - 1`` gathers are ahead. In a backward one reduction shares that room with
+them. Where there is room for one (``in_flight=2``) they take turns, so that beside the unit that runs there is one buffer less: while the first
+half of its gradients appears the reductions before it are under way, then they have landed, and
+the next gather is. Each has half of the unit's compute to hide behind, and both together what the
+network takes for them in any case::
+
+    compute      | backward of 5                 | backward of 4                 |
+    on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine.order import Walk
+from vescale_fsdp.engine.reductions import Reductions
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+__all__ = ["Prefetch"]
+
+_MAX_KEPT = 8  # units that need no gather, and are passed over in looking for some that do
+
+
+class Prefetch:
+    """Starts the gathers of one model, those that somebody wants and those ahead of them.
+
+    Args:
+        units: of the model. Held weakly.
+        index: of a unit in ``units``, by its ``id``.
+        in_flight: units gathered at a time; in a backward less as many reductions as are under way.
+    """
+
+    def __init__(
+        self, units: Sequence[weakref.ref[Unit]], index: Mapping[int, int], in_flight: int
+    ) -> None:
+        self._units, self._index, self._room = units, index, in_flight - 1
+        self.ahead: set[int] = set()  # units that were gathered before anybody wanted them
+        # The unit that runs, and the elements of gradients that are missing until half are there.
+        self._missing: tuple[weakref.ref[Unit], float] | None = None
+
+    def start(self, unit: Unit, walk: Walk, reductions: Reductions | None) -> None:
+        """Start the gather of ``unit``, and those that are to be under way beside it.
+
+        Args:
+            reductions: of the backward that ``walk`` is; None in a forward.
+        """
+        in_backward = reductions is not None
+        unit.start_gather(in_backward=in_backward)
+        self.ahead.discard(self._index[id(unit)])
+        self._missing = None
+        if walk.is_recording:
+            return
+        explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
+        if explicit is not None:
+            upcoming = [self._index[id(each)] for each in explicit if id(each) in self._index]
+            self._start_ahead(upcoming, len(explicit), in_backward=in_backward)
+            return
+        room = self._room
+        if reductions is not None and reductions.num_flying and self._takes_turns(unit):
+            half = sum(group.num_elements for group in unit.groups) / 2
+            self._missing = weakref.ref(unit), half
+            room -= reductions.num_flying
+        self._start_ahead(walk.ahead(), room, in_backward=in_backward)
+
+    def gradient_arrived(
+        self, unit: Unit, num_elements: int, walk: Walk, reductions: Reductions
+    ) -> None:
+        """A gradient of ``unit`` was taken. When half are there, gathers may have their turn."""
+        if self._missing is None or self._missing[0]() is not unit:
+            return
+        missing = self._missing[1] - num_elements
+        self._missing = (self._missing[0], missing) if missing > 0 else None
+        if self._missing is None:
+            with plain_tensors():
+                reductions.land(self._room - 1)
+                room = self._room - reductions.num_flying
+                self._start_ahead(walk.ahead(), room, in_backward=True)
+
+    def _takes_turns(self, unit: Unit) -> bool:
+        """Whether gathers wait for reductions while the backward of ``unit`` runs.
+
+        Not where there are no gradients of its size beside it; nor on an accelerator, where
+        compute would wait for the reduction; nor where a user has said how many reductions may be
+        under way.
+        """
+        units = (each for ref in self._units if (each := ref()) is not None)
+        if any(each.max_reductions is not None for each in units):
+            return False
+        return not any(group.has_streams or not group.trainable for group in unit.groups)
+
+    def _start_ahead(self, upcoming: Iterable[int], room: int, *, in_backward: bool) -> None:
+        """Start the gathers of ``room`` units, if they are not there already."""
+        for index in itertools.islice(upcoming, max(room, 0) + _MAX_KEPT):
+            if room <= 0:
+                break
+            coming = self._units[index]()
+            if coming is None or not coming.groups:
+                continue
+            if in_backward and not coming.unshard_in_backward:
+                continue
+            if coming.is_sharded:
+                coming.start_gather(in_backward=in_backward)
+                self.ahead.add(index)
+            elif index not in self.ahead:
+                continue  # kept since its forward: nothing to fetch
+            room -= 1
+
+    def drop(self) -> None:
+        """Release what was gathered on a prediction that did not come true."""
+        for index in self.ahead:
+            unit = self._units[index]()
+            if unit is not None:
+                unit.reshard()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is ahead any more."""
+        self.ahead.clear()
+        self._missing = None
