@@ -50,6 +50,7 @@ __all__ = [
     "current_backward",
     "default_store",
     "forget_meshes",
+    "fqn_of",
     "group_over",
     "has_other_init_group",
     "init_group",
@@ -58,6 +59,7 @@ __all__ = [
     "is_wrapper",
     "mesh_group",
     "mesh_over",
+    "new_gloo_group",
     "new_group",
     "outside_functorch",
     "process_group_collectives",
@@ -153,6 +155,29 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
         group = dist.new_group(ranks, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
     return group
+
+
+def new_gloo_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for messages on the CPU, for a long wait. All ranks call.
+
+    None, the default group, in a build without gloo.
+    """
+    if not dist.is_gloo_available():
+        return None
+    default, long = _default_timeout(), datetime.timedelta(minutes=30)
+    timeout = long if default is None else max(default, long)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def fqn_of(module: torch.nn.Module, name: str) -> str:
+    """The name of a parameter without what wrappers (DDP, compile, checkpointing) put in front."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    names = _get_fqns(module, name)
+    assert len(names) == 1, "only the flat parameters of FSDP1 have several names"
+    fqn: str = next(iter(names))
+    return fqn
 
 
 def _nccl_options(timeout: datetime.timedelta | None) -> Any:
@@ -275,43 +300,44 @@ def route_distribution(
         is_ours: whether an entry of a state dict is.
         fill: gives such an entry with the values of a full tensor.
     """
-    from torch.distributed import _state_dict_utils as utils
-    from torch.distributed import tensor as public
-    from torch.distributed.checkpoint import state_dict as loading
+    from torch.distributed import _state_dict_utils, tensor
+    from torch.distributed.checkpoint import state_dict
     from torch.distributed.tensor import _api
 
     api: Any = _api
-    original = api.distribute_tensor
+    utils: Any = _state_dict_utils
+    original: Callable[..., DTensor] = api.distribute_tensor
 
     @functools.wraps(original)
     def routed(
-        tensor: torch.Tensor,
+        full_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Any = None,
         **options: Any,
     ) -> DTensor:
         if placements is not None and any(map(concerns, placements)):
             mesh = device_mesh or api._mesh_resources.get_current_mesh()
-            return distribute(tensor, mesh, placements, **options)
-        return original(tensor, device_mesh, placements, **options)
+            return distribute(full_tensor, mesh, placements, **options)
+        return original(full_tensor, device_mesh, placements, **options)
 
-    for module in (api, public, utils):
-        module.distribute_tensor = routed  # type: ignore[attr-defined]
+    modules: tuple[Any, ...] = (api, tensor, utils)
+    for module in modules:
+        module.distribute_tensor = routed
 
     fill_others = utils._distribute_tensors
 
     @functools.wraps(fill_others)
-    def filled(state_dict: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+    def filled(states: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
         for key in keys:
-            pair = state_dict.get(key)
+            pair = states.get(key)
             if isinstance(pair, tuple) and is_ours(pair[0]):
-                state_dict[key] = fill(*pair)
-        fill_others(state_dict, keys, *args, **options)
+                states[key] = fill(*pair)
+        fill_others(states, keys, *args, **options)
 
     utils._distribute_tensors = filled
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
         with_scalars = _keeping_scalars(getattr(utils, name), is_ours, fill)
-        for module in (utils, loading):
+        for module in (utils, state_dict):
             setattr(module, name, with_scalars)
 
 

@@ -29,18 +29,18 @@ def peak(*units: UnitMemory, backend: Backend = "gloo", in_flight: int = 2) -> i
     return run_step(units, backend, in_flight=in_flight).peak.num_bytes
 
 
-def test_peak_of_many_blocks_is_one_gathered_and_three_times_the_gradients() -> None:
+def test_peak_of_many_blocks_is_two_gathered_and_three_times_the_gradients() -> None:
     blocks = [unit(1)] * 12
-    # In the last block of the backward, when its one gradient is there and the reduction of the
-    # block before lands: F_r M_r, F, G and R, M, the sum and ten reduced gradients.
-    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 1 + 2 + 1) + 4 * 11
+    # In the eleventh block of the backward: F_r M_r, 2 F, G and R of the block before, M and nine
+    # reduced gradients. In the last one F is one less.
+    assert peak(unit(1, root=True), *blocks) == 20 * (2 + 2 + 2 + 1) + 4 * 9
 
 
 def test_gathers_and_reductions_take_turns_in_a_block() -> None:
     group = GroupMemory(1, NUM_SHARDS, (2, 3, 1, 4), FP32, BF16, FP32, trainable=True)
     blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
-    # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for each
-    # reduced gradient and the sum. Later there are two F and M, which is less.
+    # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for
+    # each reduced gradient and the sum. Later there are two F and M, which is less.
     assert peak(unit(0, root=True), *blocks) == 20 * 3 + 2 * 5 + 4 * 11
     # With room for two, one of each is under way: with half of the gradients 2 F, G, R and them.
     more = peak(unit(0, root=True), *blocks, in_flight=3)

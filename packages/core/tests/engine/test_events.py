@@ -202,8 +202,8 @@ def step_of_nested() -> Events:
 def test_a_unit_around_another_is_gathered_and_released_around_it() -> None:
     expected = """gather outer, gather inner, forward outer, gather last, forward inner, free inner,
         free outer, forward last, free last, loss,
-        gather last, gather outer, backward last, free last, reduce last, gather inner,
-        backward outer, second part, backward inner, free inner, reduce inner,
+        gather last, gather outer, backward last, free last, reduce last,
+        backward outer, second part, gather inner, backward inner, free inner, reduce inner,
         backward outer, first part, reduce outer, free outer, end"""
     assert_events(step_of_nested, expected)
 

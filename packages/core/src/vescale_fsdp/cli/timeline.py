@@ -23,8 +23,10 @@ blocks 1 to 4::
     after           g_4 g_3 g_2 g_1 g_r
 
 On NCCL gathers and reductions do not take turns: F_2 is there from the start of the backward of 3,
-and G_4 and R_4 until its end. In the first half of M_3 its tensors come in the reverse of the order
-in which they are defined. All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
+and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit. Gradients
+of a unit come in the reverse of the order in which its tensors are defined.
+
+All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
 (an embedding) gets its gradient last; here all of M_r is there from the start, as nothing says
 which tensors these are. So the peak is a little too high where the blocks make it.
 
@@ -249,7 +251,9 @@ class _Simulation:
 
     def _takes_turns(self, unit: UnitMemory) -> bool:
         """Whether its first gradients wait for no gather (`engine/prefetch`)."""
-        return self._by_all_to_all and all(group.trainable for group in unit.groups)
+        sizes = [size for group in unit.groups for size in group.tensors]
+        has_halves = 2 * max(sizes, default=0) <= sum(sizes)
+        return self._by_all_to_all and has_halves and all(g.trainable for g in unit.groups)
 
     def _start_gather(self, index: int) -> None:
         if index not in self._gathered:

@@ -125,7 +125,7 @@ class Group:
 
     def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
         """Plan the buffer; return where each tensor lies."""
-        self.num_elements = sum(math.prod(spec.shape) for spec in specs)
+        self.sizes = [math.prod(spec.shape) for spec in specs]
         if dim is not None:
             self.layout = _even_chunks(specs, self.num_shards)
             return [Shard(dim)]

@@ -1,10 +1,10 @@
 """Prefetch: the gathers that are under way beside the unit that runs.
 
 In a forward ``in_flight - 1`` gathers are ahead. In a backward one reduction shares that room with
-them. Where there is room for one (``in_flight=2``) they take turns, so that beside the unit that runs there is one buffer less: while the first
-half of its gradients appears the reductions before it are under way, then they have landed, and
-the next gather is. Each has half of the unit's compute to hide behind, and both together what the
-network takes for them in any case::
+them. Where there is room for one (``in_flight=2``) they take turns, so that beside the unit that
+runs there is one buffer less: while the first half of its gradients appears the reduction before it
+is under way, then it has landed, and the next gather is. Each has half of the unit's compute to
+hide behind, and both together take of the network what they take in any case::
 
     compute      | backward of 5                 | backward of 4                 |
     on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
@@ -65,8 +65,8 @@ class Prefetch:
             return
         room = self._room
         if reductions is not None and reductions.num_flying and self._takes_turns(unit):
-            half = sum(group.num_elements for group in unit.groups) / 2
-            self._missing = weakref.ref(unit), half
+            num_elements = sum(sum(group.sizes) for group in unit.groups)
+            self._missing = weakref.ref(unit), num_elements / 2
             room -= reductions.num_flying
         self._start_ahead(walk.ahead(), room, in_backward=in_backward)
 
@@ -87,14 +87,17 @@ class Prefetch:
     def _takes_turns(self, unit: Unit) -> bool:
         """Whether gathers wait for reductions while the backward of ``unit`` runs.
 
-        Not where there are no gradients of its size beside it; nor on an accelerator, where
-        compute would wait for the reduction; nor where a user has said how many reductions may be
-        under way.
+        Not where there are no gradients of its size beside it, or one of them is most of it and so
+        comes with half of the compute or later; nor on an accelerator, where compute would wait for
+        the reduction; nor where a user has said how many reductions may be under way.
         """
         units = (each for ref in self._units if (each := ref()) is not None)
         if any(each.max_reductions is not None for each in units):
             return False
-        return not any(group.has_streams or not group.trainable for group in unit.groups)
+        if any(group.has_streams or not group.trainable for group in unit.groups):
+            return False
+        sizes = [size for group in unit.groups for size in group.sizes]
+        return 2 * max(sizes) <= sum(sizes)
 
     def _start_ahead(self, upcoming: Iterable[int], room: int, *, in_backward: bool) -> None:
         """Start the gathers of ``room`` units, if they are not there already."""

@@ -348,7 +348,8 @@ def distribute(
     else:
         _coordinate(spec)  # raises on a rank outside of the mesh
         ragged = wrap_local(scatter(tensor.detach(), spec, src_data_rank).wait(), spec, False)
-    return ragged.requires_grad_(tensor.requires_grad)
+    ragged.requires_grad_(tensor.requires_grad)
+    return ragged
 
 
 def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:

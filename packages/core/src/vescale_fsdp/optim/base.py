@@ -1,0 +1,406 @@
+"""ShardedOptimizer: what our optimizers share.
+
+A state is made when its parameter is added, on every rank, with the parameter's placement or one
+that follows from it. So `torch.distributed.checkpoint` saves and reshards it like a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar, overload
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.optim.cuts import LiveShards, live_shards, refuse_cut
+from vescale_fsdp.ragged import RaggedTensor, contiguous_strides
+from vescale_fsdp.ragged.holdings import holding_of, ragged_axis_of
+from vescale_fsdp.ragged.pending import PendingTensor
+from vescale_fsdp.ragged.tensor import wrap
+
+__all__ = [
+    "Group",
+    "Params",
+    "ShardedOptimizer",
+    "State",
+    "assign",
+    "gradient_of",
+    "local_of",
+    "zeros_placed",
+]
+
+Group = dict[str, Any]
+State = dict[str, Any]
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+
+
+class ShardedOptimizer(Optimizer):
+    """Base of the optimizers here. A ``torch.optim.Optimizer`` that knows what a shard is.
+
+    Takes parameters or (name, parameter) pairs, in any number of groups: plain tensors, DTensors
+    (FSDP2's as well) and RaggedTensors. Parameters without a gradient are passed over; a gradient
+    is None on all ranks or on none.
+
+    States are made for parameters that require a gradient and have memory, when they are added;
+    for others in their first step with a gradient. Copies by ``copy.deepcopy`` and ``pickle`` keep
+    defaults, groups and states, as those of torch do; all else must be made again when it is
+    missing.
+
+    A subclass has `check_layout`, `init_state` and `update`, and `convert_state` if it takes the
+    state dicts of other optimizers. It calls ``super().__init__`` last.
+    """
+
+    # Options that say how states are laid out. `load_state_dict` leaves them as they are.
+    fixed_options: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        self._prepared: list[int] | None = None  # the identities of all parameters
+        self._shards: LiveShards | None = None  # while parameters are added
+        try:
+            super().__init__(params, defaults)
+        finally:
+            self._shards = None
+
+    # What a subclass has
+
+    def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
+        """Raise if the update of ``param`` cannot be exact where it lies. The same on all ranks.
+
+        Raises:
+            ValueError: naming the parameter, the cut, and the granularity to pass.
+        """
+
+    def init_state(self, param: torch.Tensor, group: Group) -> State:
+        """The states of a parameter before its first step. No communication."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Step on all parameters that have a gradient (`with_gradient`)."""
+        raise NotImplementedError
+
+    def convert_state(self, param: torch.Tensor, group: Group, saved: State) -> State:
+        """States of this optimizer from those in a state dict, maybe of another optimizer.
+
+        Args:
+            param: a parameter that has states (``self.state``), into which the result is copied.
+            group: its options.
+            saved: a dict of its own.
+
+        Returns:
+            The names that `init_state` makes, with values as `assign` takes them.
+        """
+        return saved
+
+    # Parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as in torch; states are made at once.
+
+        Raises:
+            ValueError: the layout of a parameter will not do, or it is a plain tensor in the
+                memory of a shard. The optimizer is as it was before.
+        """
+        if isinstance(param_group, dict) and not isinstance(
+            param_group["params"], torch.Tensor | set
+        ):
+            param_group["params"] = list(param_group["params"])  # it may be an iterator
+        self._refuse_cuts(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._prepare(group, len(self.param_groups) - 1)
+        except BaseException:
+            self.param_groups.pop()
+            for param in group["params"]:
+                self.state.pop(param, None)
+            raise
+        self._prepared = self._identities()
+
+    def _refuse_cuts(self, param_group: dict[str, Any]) -> None:
+        given = param_group["params"] if isinstance(param_group, dict) else []
+        index = len(self.param_groups)
+        for position, each in enumerate([given] if isinstance(given, torch.Tensor) else given):
+            name, param = each if isinstance(each, tuple) else ("", each)
+            if isinstance(param, torch.Tensor) and not isinstance(param, DTensor):
+                if self._shards is None:
+                    self._shards = live_shards()
+                refuse_cut(param, _title(name, position, index), self._shards)
+        if self._prepared is not None:  # not while the first groups are added
+            self._shards = None
+
+    def _prepare(self, group: Group, index: int) -> None:
+        names = group.get("param_names") or [""] * len(group["params"])
+        for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            if param not in self.state:
+                self.check_layout(param, group, _title(name, position, index))
+        for param in group["params"]:
+            if param not in self.state and param.requires_grad and not local_of(param).is_meta:
+                self.state[param] = self.init_state(param, group)
+
+    def _identities(self) -> list[int]:
+        return [id(param) for group in self.param_groups for param in group["params"]]
+
+    def _catch_up(self) -> None:
+        """Take over parameters that somebody has put in place of others, as Accelerate does."""
+        identities = self._identities()
+        if identities == self._prepared:
+            return
+        present = set(identities)
+        for param in [p for p in self.state if isinstance(p, torch.Tensor)]:
+            if id(param) not in present:
+                del self.state[param]
+        for index, group in enumerate(self.param_groups):
+            self._refuse_cuts_of(group, index)
+            self._prepare(group, index)
+        self._prepared = identities
+
+    def _refuse_cuts_of(self, group: Group, index: int) -> None:
+        plain = [p for p in group["params"] if not isinstance(p, DTensor) and p not in self.state]
+        shards = live_shards() if plain else {}
+        for position, param in enumerate(group["params"]):
+            refuse_cut(param, _title("", position, index), shards)
+
+    def named_params(self) -> Iterator[tuple[str, torch.Tensor, Group]]:
+        """All parameters with their names and groups, in order.
+
+        The name is the one that the user gave, or one like ``parameter 3 of group 0``.
+        """
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+                yield name or _title("", position, index), param, group
+
+    def with_gradient(self, group: Group) -> list[torch.Tensor]:
+        """The parameters of a group that have a gradient; all have states.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
+        for param in params:
+            assert param.grad is not None, "by the search above"
+            if param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            if not self.state.get(param):
+                self.state[param] = self.init_state(param, group)
+        return params
+
+    # Steps
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step. ``closure``, if given, is called once, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._catch_up()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.update()
+        # Autograd and the engine see by its version that a parameter was written to.
+        torch.autograd.graph.increment_version(stepped)
+        return loss
+
+    # State dicts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._prepared, self._shards = None, None
+        super().__setstate__(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Tensors are those of the states, DTensors where the parameters are."""
+        self._catch_up()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy states and options from a state dict, by position. States keep their dtypes.
+
+        For a parameter that is a DTensor, a state may be a DTensor with the same or other
+        placements, or the whole tensor, as the plain optimizer on one process has it; for a plain
+        parameter also a DTensor. A parameter without an entry has states as before its first step.
+
+        Cost: local copies; what ``redistribute`` costs for other placements.
+
+        Raises:
+            ValueError: groups or states do not fit. Nothing was changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._catch_up()
+        groups = self._loaded_groups(state_dict["param_groups"])
+        saved = self._by_param(state_dict)
+        fitted = self._fitted(saved)
+        for _, param, group in self.named_params():
+            if param in fitted:
+                state, values = fitted[param]
+                self.state[param] = {key: assign(state[key], values[key]) for key in state}
+            elif param in self.state:
+                self.state[param] = self.init_state(param, group)
+        self.state.update({key: v for key, v in saved.items() if not isinstance(key, torch.Tensor)})
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded_groups(self, saved: list[Group]) -> list[Group]:
+        """The options to take over, by group."""
+        sizes, saved_sizes = (
+            [len(group["params"]) for group in groups] for groups in (self.param_groups, saved)
+        )
+        if sizes != saved_sizes:
+            raise ValueError(
+                f"the loaded state dict has parameter groups of {saved_sizes} parameters, the "
+                f"optimizer of {sizes}; build it with the groups that were saved"
+            )
+        ours = {"params", "param_names"} | self.fixed_options
+        return [
+            {key: deepcopy(v) for key, v in group.items() if key not in ours} for group in saved
+        ]
+
+    def _by_param(self, state_dict: dict[str, Any]) -> dict[Any, State]:
+        """The saved states with parameters as keys; other keys stay."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        by_key = dict(zip(keys, params, strict=True))
+        return {by_key.get(key, key): state for key, state in state_dict["state"].items() if state}
+
+    def _fitted(self, saved: dict[Any, State]) -> dict[torch.Tensor, tuple[State, State]]:
+        """For each parameter with saved states: its own states, and the values that they get."""
+        found = {}
+        for name, param, group in self.named_params():
+            if param in saved:
+                state = self.state.get(param) or self.init_state(param, group)
+                values = self.convert_state(param, group, dict(saved[param]))
+                _check_values(state, values, f"{type(self).__name__}, {name}")
+                found[param] = (state, values)
+        return found
+
+
+# Tensors
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, a plain tensor as it is. Never a copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor._local_tensor
+    if isinstance(local, PendingTensor | AsyncCollectiveTensor):
+        return local.wait()
+    return local
+
+
+def gradient_of(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient, cut as the parameter is.
+
+    Cost: none, as long as the gradient has the parameter's placements; else a redistribution.
+    """
+    grad = param.grad
+    assert grad is not None, "parameters without a gradient are passed over"
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        placements = param._spec.placements
+        grad = grad if grad._spec.placements == placements else grad.redistribute(None, placements)
+    return local_of(grad)
+
+
+def zeros_placed(
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> torch.Tensor:
+    """A state of zeros: a DTensor on the parameter's mesh, or plain where the parameter is.
+
+    Args:
+        param: gives mesh and device.
+        dtype: of the state.
+        shape: of the whole state; that of the parameter if None.
+        placements: one for each axis of the mesh; those of the parameter if None.
+    """
+    if shape is None and placements is None:
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    shape = torch.Size(param.shape if shape is None else shape)
+    if not isinstance(param, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    mesh = param.device_mesh
+    placements = tuple(param._spec.placements if placements is None else placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "parameters are made by the ranks of their mesh"
+    held = holding_of(shape, placements, mesh.shape, coordinate)
+    local = torch.zeros(held.local_shape, dtype=dtype, device=local_of(param).device)
+    meta = TensorMeta(shape, contiguous_strides(shape), dtype)
+    return wrap(local, DTensorSpec(mesh, placements, meta))
+
+
+def assign(target: Any, value: Any) -> Any:
+    """``value`` as a state like ``target``: copied into it if it is a tensor.
+
+    A whole tensor is cut for a DTensor, a DTensor of other placements is redistributed.
+    """
+    if not isinstance(target, torch.Tensor) or value is target:
+        return value
+    if not isinstance(value, torch.Tensor):
+        return target.fill_(value)
+    local_of(target).copy_(_placed_like(target, value))
+    return target
+
+
+def _placed_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``value``, cut as ``target`` is."""
+    if not isinstance(target, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    spec = target._spec
+    if isinstance(value, DTensor):
+        if value.device_mesh == spec.mesh:
+            return local_of(value.redistribute(placements=spec.placements))
+        value = value.full_tensor()
+    value = value.detach().to(local_of(target).device)
+    if ragged_axis_of(spec.placements) is not None:
+        return local_of(RaggedTensor.distribute(value, spec.mesh, spec.placements))
+    return local_of(distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None))
+
+
+def _check_values(state: State, values: State, where: str) -> None:
+    """Raise if `assign` cannot take these values for these states."""
+    if state.keys() != values.keys():
+        raise ValueError(
+            f"{where}: the loaded state dict has the states {sorted(values)}, expected "
+            f"{sorted(state)}"
+        )
+    for key, value in values.items():
+        target = state[key]
+        if not isinstance(target, torch.Tensor):
+            continue
+        shape = value.shape if isinstance(value, torch.Tensor) else torch.Size()
+        if shape != target.shape:
+            raise ValueError(
+                f"{where}: the loaded {key!r} has shape {tuple(shape)}, expected the whole "
+                f"tensor's, {tuple(target.shape)}"
+            )
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point() > target.is_floating_point()
+        ):
+            raise ValueError(
+                f"{where}: the loaded {key!r} has {value.dtype}, expected {target.dtype}"
+            )
+
+
+def _title(name: str, position: int, group: int) -> str:
+    return repr(name) if name else f"parameter {position} of group {group}"

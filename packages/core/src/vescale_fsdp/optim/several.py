@@ -1,0 +1,232 @@
+"""OptimizerGroup: several optimizers as one object.
+
+Trainers, schedulers and checkpoints know one optimizer. Here each of its parameter groups is one of
+a member's, the same dict, so that a scheduler that sets a learning rate sets the member's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+
+from vescale_fsdp import compat
+
+__all__ = ["OptimizerGroup"]
+
+
+class OptimizerGroup(Optimizer):
+    """Several optimizers that step together, each on parameters of its own.
+
+    ::
+
+        hidden, rest = split_named_params(model)
+        optimizer = OptimizerGroup(muon=Muon(hidden, lr=0.02), adamw=AdamW(rest, lr=3e-4))
+
+    ``param_groups`` are those of the members, one after the other, and ``state`` shows their
+    states. State dicts have the form of torch's, with parameters numbered in that order, and so
+    ``torch.distributed.checkpoint`` saves and reshards them by name. Hooks that are registered
+    here run around the step of all members; the members' own run as well.
+
+    ``defaults`` are the options that all members have, with the first one's values.
+
+    Args:
+        optimizers: a mapping of names, or the members in order, which are named "0", "1", ...
+        named: members by name, after those.
+
+    Raises:
+        TypeError: a member is not a ``torch.optim.Optimizer``.
+        ValueError: there is none, or a parameter has two of them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer] | Iterable[Optimizer] = (),
+        /,
+        **named: Optimizer,
+    ) -> None:
+        if not isinstance(optimizers, Mapping):
+            optimizers = {str(index): each for index, each in enumerate(optimizers)}
+        self.optimizers = {**optimizers, **named}
+        _check(self.optimizers)
+        # What Optimizer's own constructor makes besides groups and states: hooks.
+        super().__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers}
+
+    # What others look at
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all members. The list is new, the groups are theirs."""
+        return [group for each in self.optimizers.values() for group in each.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+        """The states of all members by parameter; what is written goes to the member."""
+        return _States(self.optimizers)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The options that all members have."""
+        first, *others = (each.defaults for each in self.optimizers.values())
+        shared = {key: v for key, v in first.items() if all(key in each for each in others)}
+        return {"differentiable": False, **shared}
+
+    # Steps
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step with each member. ``closure``, if given, is called once, before the first.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers.values():
+            each.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, as torch's does."""
+        for each in self.optimizers.values():
+            each.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: it does not say which member it is for.
+
+        Raises:
+            ValueError: always.
+        """
+        names = ", ".join(map(repr, self.optimizers))
+        raise ValueError(
+            "OptimizerGroup.add_param_group does not know which optimizer the parameters are for; "
+            f"call group.optimizers[name].add_param_group(...) with one of {names}"
+        )
+
+    # State dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """One state dict for all members."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        num_params = 0
+        for each in self.optimizers.values():
+            part = each.state_dict()
+            keys = [key for group in part["param_groups"] for key in group["params"]]
+            number = {key: num_params + index for index, key in enumerate(keys)}
+            state |= {number.get(key, key): value for key, value in part["state"].items()}
+            for group in part["param_groups"]:
+                groups.append({**group, "params": [number[key] for key in group["params"]]})
+            num_params += len(keys)
+        state_dict: dict[str, Any] = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each member its part, by the order of the groups.
+
+        Raises:
+            ValueError: the number of groups is another.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        expected = {name: len(each.param_groups) for name, each in self.optimizers.items()}
+        if len(groups) != sum(expected.values()):
+            raise ValueError(
+                f"the loaded state dict has {len(groups)} parameter groups, the OptimizerGroup has "
+                f"{sum(expected.values())}, by optimizer: {expected}"
+            )
+        start = 0
+        for each in self.optimizers.values():
+            part = groups[start : start + len(each.param_groups)]
+            start += len(part)
+            keys = [key for group in part for key in group["params"]]
+            mine = {key: state[key] for key in keys if key in state}
+            each.load_state_dict({"state": mine, "param_groups": part})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers as one mapping."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._members = list(optimizers.values())
+
+    def _states_with(self, key: Any) -> MutableMapping[Any, Any]:
+        for each in self._members:
+            if key in each.state:
+                return each.state
+        for each in self._members:
+            if any(key is param for group in each.param_groups for param in group["params"]):
+                return each.state
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._states_with(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states_with(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._states_with(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in each.state for each in self._members)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for each in self._members for key in list(each.state))
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._members)
+
+
+def _check(optimizers: Mapping[str, Optimizer]) -> None:
+    if not optimizers:
+        raise ValueError("OptimizerGroup got no optimizer; pass a mapping of names to optimizers")
+    owners: dict[int, str] = {}
+    for name, each in optimizers.items():
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"OptimizerGroup: {name!r} is {type(each).__name__}, expected a torch.optim."
+                "Optimizer"
+            )
+        for index, group in enumerate(each.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            for position, param in enumerate(group["params"]):
+                if id(param) in owners:
+                    title = repr(names[position]) if names[position] else f"parameter {position}"
+                    raise ValueError(
+                        f"OptimizerGroup: {title} of shape {tuple(param.shape)}, in group {index} "
+                        f"of {name!r}, is in {owners[id(param)]!r} already; give each parameter to "
+                        "one optimizer"
+                    )
+                owners[id(param)] = name
+
+
+def _members_of(optimizer: Optimizer) -> list[Optimizer]:
+    if not isinstance(optimizer, OptimizerGroup):
+        return [optimizer]
+    return [member for each in optimizer.optimizers.values() for member in _members_of(each)]
+
+
+compat.route_state_creation(_members_of)

@@ -1,0 +1,124 @@
+"""split_named_params: which parameters are hidden matrices, and which are not.
+
+Optimizers such as Muon are for matrices that map one hidden vector to another. Embeddings and heads
+map to or from one row per token; their rows are better treated each for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+__all__ = ["split_named_params"]
+
+NamedParams = list[tuple[str, nn.Parameter]]
+
+_NOT_HIDDEN = (
+    *(nn.Embedding, nn.EmbeddingBag, _ConvNd),
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm),
+)
+_HEADS = frozenset(("classifier", "head", "lm_head", "logits", "output", "score", "unembed"))
+
+
+def split_named_params(
+    model: nn.Module, *, is_hidden: Callable[[str, nn.Parameter], bool | None] | None = None
+) -> tuple[NamedParams, NamedParams]:
+    """The usual split for Muon: matrices of hidden layers, and the rest.
+
+    ::
+
+        hidden, rest = split_named_params(model)
+        optimizer = OptimizerGroup(muon=Muon(hidden), adamw=AdamW(rest))
+
+    To the rest go, in this order of rules:
+
+    1. what has not two dimensions of more than one element: biases, norms, scales, tokens;
+    2. what is not of floating-point numbers;
+    3. parameters of embeddings, convolutions and norms, also where another module uses them too
+       (a head that is tied to an embedding);
+    4. what has a word in its name that begins with ``emb`` or ``position``, or is ``wte`` or
+       ``wpe``;
+    5. heads, which lie outside of repeated blocks: linear layers with one row for each entry of an
+       embedding, and what is in a module named classifier, head, lm_head, logits, output, score or
+       unembed;
+    6. if no head was found so: the last ``nn.Linear``, if outside of repeated blocks.
+
+    All else is hidden: matrices, fused or not, and stacks of them, such as the weights of experts.
+    A repeated block is a member of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that has
+    several of its class, other than ``nn.Linear``.
+
+    Args:
+        model: before or after `fully_shard`; the result has the same names in it.
+        is_hidden: says otherwise by name and parameter; None leaves it to the rules.
+
+    Returns:
+        (name, parameter) pairs of the hidden matrices and of the rest, together those of
+        ``model.named_parameters()``: tied parameters once, frozen ones too.
+    """
+    sites = list(_sites(model))
+    heads = {id(site.param) for site in _heads(model, sites)}
+    by_param: dict[int, list[_Site]] = {}
+    for site in sites:
+        by_param.setdefault(id(site.param), []).append(site)
+    hidden: NamedParams = []
+    rest: NamedParams = []
+    for name, param in model.named_parameters():
+        answer = None if is_hidden is None else is_hidden(name, param)
+        if answer is None:
+            answer = id(param) not in heads and all(map(_may_be_hidden, by_param[id(param)]))
+        (hidden if answer else rest).append((name, param))
+    return hidden, rest
+
+
+class _Site(NamedTuple):
+    """A use of a parameter: tied ones have several."""
+
+    parts: list[str]  # of its name there
+    param: nn.Parameter
+    module: nn.Module
+    is_in_block: bool
+
+
+def _sites(
+    module: nn.Module, parts: tuple[str, ...] = (), in_block: bool = False
+) -> Iterator[_Site]:
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield _Site([*parts, name], param, module, in_block)
+    counts = Counter(map(type, module.children()))
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in module._modules.items():
+        if child is not None:
+            is_alike = is_container and counts[type(child)] > 1 and not isinstance(child, nn.Linear)
+            yield from _sites(child, (*parts, name), in_block or is_alike)
+
+
+def _may_be_hidden(site: _Site) -> bool:
+    param = site.param
+    if sum(extent > 1 for extent in param.shape) < 2 or not param.is_floating_point():
+        return False
+    if isinstance(site.module, _NOT_HIDDEN):
+        return False
+    words = [word for part in site.parts for word in part.lower().split("_")]
+    return not any(word.startswith(("emb", "position")) or word in ("wte", "wpe") for word in words)
+
+
+def _heads(model: nn.Module, sites: list[_Site]) -> list[_Site]:
+    vocabularies = {
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    outside = [site for site in sites if not site.is_in_block]
+    found = [site for site in outside if not _HEADS.isdisjoint(site.parts)]
+    linear = [site for site in outside if isinstance(site.module, nn.Linear)]
+    found += [site for site in linear if site.param.shape[0] in vocabularies]
+    if found:
+        return found
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return [site for site in linear if site.module is modules[-1]]
