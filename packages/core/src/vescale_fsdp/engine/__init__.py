@@ -1,10 +1,17 @@
 """The engine: ``fully_shard`` and what happens around each forward and backward.
 
-`api` makes a `unit` of a module; a unit owns `group` s (one buffer each, or one parameter that
-gathers itself: `extension`) and has a `boundary` in the autograd graph; the units of a model share
-a `schedule`. `agreement` compares ranks through the store, `usage` tells which parameters got a
-gradient, `comms` makes communicators, `granularity` says what must not be cut, `blocks` finds
-units, `tree` finds tensors, `clip` clips, `finite` looks for NaN, `methods` are FSDP2's.
+Read in this order; each file is one concept.
+
+- What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which parameters
+  it takes), `placement`, `granularity` and `padding` (how they are cut), `zero_table` and `axes`
+  (over which axes of the mesh), `parallel` (those that are DTensors already), `ties`, `blocks`.
+- What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each), or
+  `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
+  autograd and modules call a unit), `tree`, `root`.
+- What is sent, and when: `schedule`, with `order`, `turns` and `filling` (ranks settle an order),
+  `prefetch`, `reductions`; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
+- What keeps ranks together: `agreement`, `fingerprint`.
+- What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.
 """
 
 from torch.distributed.fsdp import (

@@ -32,9 +32,9 @@ from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.linear_gradients import set_in_place
+from vescale_fsdp.engine.root import check_materialized, make_root, sole_module
 from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.slot import Site
-from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.engine.zero_table import Row
 
@@ -180,7 +180,8 @@ class Unit:
         """The schedule of the model this unit is part of; the first to ask becomes its root."""
         if self.schedule is None:
             with plain_tensors():
-                make_root(self)
+                module = sole_module(self)
+                make_root(self, module, units_in(module))
         assert self.schedule is not None, "make_root sets it"
         return self.schedule
 
@@ -462,62 +463,6 @@ def units_in(module: nn.Module) -> dict[str, Unit]:
         if unit is not None:
             found.setdefault(id(unit), (name, unit))
     return dict(found.values())
-
-
-def make_root(unit: Unit) -> None:
-    """Make ``unit`` the root of one schedule with all units below it.
-
-    Raises:
-        RuntimeError: a unit below has run on its own before; or parameters are still on meta.
-        RankMismatchError: other ranks have another model.
-    """
-    if len(unit.module_refs) > 1:
-        raise RuntimeError(
-            "FSDP requires a single root module but got "
-            f"{tuple(type(ref()).__name__ for ref in unit.module_refs)}; call fully_shard on the "
-            "module around them as well"
-        )
-    module = unit.module_refs[0]()
-    assert module is not None, "somebody is calling it"
-    refuse_waiting(module)
-    units = units_in(module)
-    for name, below in units.items():
-        if below.schedule is not None:
-            raise RuntimeError(
-                f"FSDP state has already been lazily initialized for {name}\n"
-                "FSDP requires running forward through the root module first"
-            )
-    names = {id(param): name for name, param in module.named_parameters()}
-    for name, below in units.items():
-        below.fqn = name
-        for group in below.groups:
-            if group.is_sharded:
-                group.rebind()
-            for slot in group.slots:
-                registered = slot.sharded if group.is_sharded else slot.gathered
-                slot.fqn = names.get(id(registered), slot.fqn)
-    check_materialized(list(units.values()))
-    schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
-    unit.is_root = True
-    for below in units.values():
-        below.schedule = schedule
-
-
-def check_materialized(units: list[Unit]) -> None:
-    """Raise if a parameter of the units has no data yet."""
-    on_meta = [
-        slot.fqn
-        for unit in units
-        for group in unit.groups
-        for slot in group.slots
-        if group.is_on_meta
-    ]
-    if on_meta:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {on_meta}\n"
-            "For example, call module.to_empty(device) and load or initialize the weights"
-        )
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
