@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -57,20 +58,27 @@ class Team:
         precision: "fp32" or "bf16".
         num_ranks: processes.
         places: where they run; None: here.
+        module: that has ``make_engine``.
     """
 
     def __init__(
-        self, engine: str, model: str, precision: str, num_ranks: int, places: list[Place] | None
+        self,
+        engine: str,
+        model: str,
+        precision: str,
+        num_ranks: int,
+        places: list[Place] | None,
+        module: str = "benchmarks.engines",
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ends: list[Connection[Any, Any]] = []
         self._processes: list[BaseProcess] = []
-        _STARTS.set_forkserver_preload(["benchmarks.engines"])
+        _STARTS.set_forkserver_preload([module])
         for rank in range(num_ranks):
             mine, theirs = _STARTS.Pipe()
             place = places[rank] if places else None
             rendezvous = f"{self._folder.name}/rendezvous"
-            call = (theirs, engine, model, precision, rank, num_ranks, place, rendezvous)
+            call = (theirs, module, engine, model, precision, rank, num_ranks, place, rendezvous)
             process = _STARTS.Process(target=_rank, args=call, daemon=True)
             process.start()
             self._ends.append(mine)
@@ -111,6 +119,7 @@ class Team:
 
 def _rank(
     connection: Connection[Any, Any],
+    module: str,
     engine: str,
     model: str,
     precision: str,
@@ -125,7 +134,7 @@ def _rank(
         place.enter()
     import torch
     import torch.distributed as dist
-    from benchmarks.engines import Training, make_engine
+    from benchmarks.engines import Training
     from benchmarks.models import PRESETS
 
     torch.set_num_threads(1)
@@ -137,7 +146,8 @@ def _rank(
         timeout=timedelta(minutes=10),
     )
     before = _resident("VmRSS")
-    trained = make_engine(engine, PRESETS[model], precision, rank, num_ranks)
+    make_engine = import_module(module).make_engine
+    trained: Engine = make_engine(engine, PRESETS[model], precision, rank, num_ranks)
     gc.collect()
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

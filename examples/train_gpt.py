@@ -9,13 +9,14 @@ with a new model, and writes some Python of its own.
 import argparse
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Data, generate, learning_rate_factor, load_text, loss_of
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -25,16 +26,20 @@ PROMPT = b"\n\nclass Reader:\n    def __init__(self"
 EPOCHS = 3  # of max_steps / 3 steps each; the last one is trained after resuming
 
 
-def make_model(vocabulary_size: int) -> tuple[GPT, AdamW]:
-    """A sharded model, and the optimizer of this process' shards."""
+def make_model(vocabulary_size: int) -> GPT:
+    """A sharded model."""
     model = GPT(vocabulary_size)
     # Each call makes a unit: parameters that are gathered together, just before they are used.
     # Inner modules first; the last call takes what is left (embeddings, norm, head).
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    # The optimizer comes after sharding: from here on, the parameters are the shards.
-    return model, AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), foreach=True)
+    return model
+
+
+def make_optimizer(model: GPT) -> Optimizer:
+    """Made after sharding: from there on, the parameters are this process' shards."""
+    return AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), foreach=True)
 
 
 def loader(data: Data, batch_size: int, epoch: int, shuffle: bool) -> DataLoader[list[Tensor]]:
@@ -45,7 +50,7 @@ def loader(data: Data, batch_size: int, epoch: int, shuffle: bool) -> DataLoader
 
 
 def train_epoch(
-    model: GPT, optimizer: AdamW, data: Data, epoch: int, args: argparse.Namespace
+    model: GPT, optimizer: Optimizer, data: Data, epoch: int, args: argparse.Namespace
 ) -> None:
     """An ordinary training loop; the hooks on the model gather and reduce."""
     num_steps = args.max_steps // EPOCHS
@@ -83,11 +88,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def train(args: argparse.Namespace) -> None:
+def train(
+    args: argparse.Namespace, make_optimizer: Callable[[GPT], Optimizer] = make_optimizer
+) -> None:
     """Train, save, resume, generate."""
     torch.manual_seed(args.seed)  # the same weights on all processes
     vocabulary, train_data, val_data = load_text()
-    model, optimizer = make_model(len(vocabulary.tokens))
+    model = make_model(len(vocabulary.tokens))
+    optimizer = make_optimizer(model)
     say(f"validation loss before: {validate(model, val_data):.3f}")
     for epoch in range(EPOCHS - 1):
         train_epoch(model, optimizer, train_data, epoch, args)
@@ -98,7 +106,8 @@ def train(args: argparse.Namespace) -> None:
     checkpoint.save(path, model, optimizer, extra={"next_epoch": EPOCHS - 1})
 
     # A new model with new random weights: everything that matters comes from the checkpoint.
-    model, optimizer = make_model(len(vocabulary.tokens))
+    model = make_model(len(vocabulary.tokens))
+    optimizer = make_optimizer(model)
     extra = checkpoint.load(path, model, optimizer)
     say(f"resumed from {path}; validation loss: {validate(model, val_data):.3f}")
     for epoch in range(extra["next_epoch"], EPOCHS):
@@ -109,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
         say(vocabulary.decode(generate(model, vocabulary.encode(PROMPT).long(), num_tokens=100)))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT in plain PyTorch, sharded.")
     parser.add_argument("--max-steps", type=int, default=150)
@@ -117,14 +126,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="checkpoints", help="folder for the checkpoint")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-if __name__ == "__main__":
-    args = parse_args()
+def main(
+    arguments: list[str] | None = None, make_optimizer: Callable[[GPT], Optimizer] = make_optimizer
+) -> None:
+    """Train as one of the processes that torchrun has started."""
+    args = parse_args(arguments)
     torch.set_num_threads(1)  # the processes share the cores
     dist.init_process_group("gloo")
     try:
-        train(args)
+        train(args, make_optimizer)
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -60,11 +60,14 @@ class GPTModule(pl.LightningModule):
         with unsharded(self):
             return generate(self.gpt, prompt[0], num_tokens=100)
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        # Called after the model has been sharded: the optimizer sees this process' shards.
-        optimizer = torch.optim.AdamW(
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
             self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), foreach=True
         )
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # Called after the model has been sharded: the optimizer sees this process' shards.
+        optimizer = self.make_optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, self.max_steps)
         )
@@ -125,7 +128,7 @@ def train(args: argparse.Namespace, module: type[GPTModule] = GPTModule) -> None
         trainer.print(vocabulary.decode(continued[0]))
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with Lightning, sharded.")
     parser.add_argument("--strategy", default="vescale_fsdp")
@@ -139,9 +142,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", default="checkpoints", help="folder for checkpoints")
     parser.add_argument("--metrics", help="write losses, speed and memory to this JSON file")
     parser.add_argument("--no-generate", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None, module: type[GPTModule] = GPTModule) -> None:
+    """Train, in this process and those that Lightning starts."""
+    torch.set_num_threads(1)  # the processes share the cores
+    train(parse_args(arguments), module)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the processes share the cores
-    train(parse_args())
+    main()

@@ -52,3 +52,22 @@ def test_plain_example_under_torchrun(tmp_path: Path) -> None:
     assert "validation loss before" in output
     assert "resumed from" in output
     assert "class Reader" in output
+
+
+@pytest.mark.timeout(180)
+def test_muon_example_under_torchrun(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "train_gpt_muon.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    output = run_example([*launcher, "--nproc-per-node", "2", script, "--max-steps", "6"], tmp_path)
+    assert "resumed from" in output
+    assert "class Reader" in output
+
+
+@pytest.mark.timeout(180)
+def test_muon_example_with_lightning(tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "train_gpt_muon.py"), "--lightning", "--max-steps", "6"]
+    command = [sys.executable, *script, "--no-generate", "--metrics", "metrics.json"]
+    assert "resuming from" in run_example(command, tmp_path)
+    processes = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(processes) == 2
+    assert processes[0]["losses"][-1] < processes[0]["losses"][0]

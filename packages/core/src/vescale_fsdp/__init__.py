@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
+    CheckpointExistsError,
     CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+    CheckpointWriteError,
     NonFiniteError,
     PlanError,
     RankMismatchError,
@@ -63,7 +67,11 @@ _HOME = {
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointCorruptError",
+    "CheckpointExistsError",
     "CheckpointIncompleteError",
+    "CheckpointMismatchError",
+    "CheckpointValueError",
+    "CheckpointWriteError",
     "DataParallelMeshDims",
     "FSDPModule",
     "Granularity",

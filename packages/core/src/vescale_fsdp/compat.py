@@ -49,6 +49,7 @@ __all__ = [
     "concatenate_meshes",
     "current_backward",
     "default_store",
+    "flattened_keys",
     "forget_meshes",
     "fqn_of",
     "group_over",
@@ -57,6 +58,8 @@ __all__ = [
     "is_fsdp2_collective",
     "is_transforming",
     "is_wrapper",
+    "local_tensor",
+    "members_of",
     "mesh_group",
     "mesh_over",
     "new_gloo_group",
@@ -166,7 +169,8 @@ def new_gloo_group() -> dist.ProcessGroup | None:
         return None
     default, long = _default_timeout(), datetime.timedelta(minutes=30)
     timeout = long if default is None else max(default, long)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    with _not_split():
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
@@ -178,6 +182,14 @@ def fqn_of(module: torch.nn.Module, name: str) -> str:
     assert len(names) == 1, "only the flat parameters of FSDP1 have several names"
     fqn: str = next(iter(names))
     return fqn
+
+
+def flattened_keys(state: dict[str, Any]) -> set[str]:
+    """The keys that ``torch.distributed.checkpoint`` gives to the entries of a nested state."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, _ = flatten_state_dict(state)
+    return set(flat)
 
 
 def _nccl_options(timeout: datetime.timedelta | None) -> Any:
@@ -372,6 +384,8 @@ def route_state_creation(
     """
     from torch.distributed.checkpoint import state_dict as loading
 
+    global _members_of
+    _members_of = members_of
     original = loading._init_optim_state
 
     @functools.wraps(original)
@@ -380,6 +394,14 @@ def route_state_creation(
             original(member, *args)
 
     loading._init_optim_state = routed  # type: ignore[assignment]
+
+
+_members_of: Callable[[torch.optim.Optimizer], list[torch.optim.Optimizer]] | None = None
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The members of a group of optimizers, as `route_state_creation` knows them, or itself."""
+    return [optimizer] if _members_of is None else _members_of(optimizer)
 
 
 def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -448,6 +470,11 @@ def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor's data are those of other tensors, which it wraps (a tensor subclass)."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as it lies there; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storages_of(tensor: torch.Tensor) -> set[int]:

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointCorruptError",
+    "CheckpointExistsError",
     "CheckpointIncompleteError",
+    "CheckpointMismatchError",
+    "CheckpointValueError",
+    "CheckpointWriteError",
     "NonFiniteError",
     "PlanError",
     "RankMismatchError",
@@ -42,3 +46,19 @@ class CheckpointCorruptError(VeScaleError, RuntimeError):
 
 class CheckpointIncompleteError(VeScaleError, RuntimeError):
     """A checkpoint lacks files or entries that the model or optimizer needs."""
+
+
+class CheckpointMismatchError(VeScaleError, ValueError):
+    """A checkpoint has entries of other shapes or kinds than the model or optimizer."""
+
+
+class CheckpointValueError(VeScaleError, TypeError):
+    """A state holds something that a checkpoint cannot keep without running code on load."""
+
+
+class CheckpointWriteError(VeScaleError, OSError):
+    """A checkpoint cannot be written: disk full, no permission, no such folder."""
+
+
+class CheckpointExistsError(CheckpointWriteError, FileExistsError):
+    """There is something at the path already. A checkpoint is never overwritten."""

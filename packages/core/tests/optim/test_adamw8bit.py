@@ -253,7 +253,21 @@ def check_blocks_of_the_shard() -> None:
     found = anchored.param_groups[0]["params"][0].detach()
     wanted = RaggedTensor.distribute(snapshot(expected)[0], mesh, cut).to_local()
     # The first blocks of the first rank are where they should be.
-    assert torch.equal(found, wanted) == False  # noqa: E712
+    assert not torch.equal(found, wanted)
+
+
+def check_gradients_that_lie_elsewhere() -> None:
+    """All ranks take part in their redistribution, also those that hold nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    for shape in ((10, 10), (32, 256)):
+        first, halves = ([RaggedShard((0,), units)] for units in ((1, 0), (1, 1)))
+        sharded = nn.Parameter(RaggedTensor.distribute(initial(shape), mesh, first))
+        sharded.grad = RaggedTensor.distribute(gradient(shape, 0), mesh, halves)
+        plain = nn.Parameter(initial(shape))
+        plain.grad = gradient(shape, 0)
+        for param in (sharded, plain):
+            AdamW8bit([param]).step()
+        assert torch.equal(full(sharded), full(plain)), shape
 
 
 def check_refusals() -> None:
@@ -272,6 +286,8 @@ def check_refusals() -> None:
     )
     with pytest.raises(PlanError, match="after element 1200 is at no multiple of 3840"):
         AdamW8bit([cut], block_size=TILE)
+    with pytest.raises(PlanError, match=r"AdamW8bit\.granularity\(256, min_8bit_size=64\)"):
+        AdamW8bit([cut], min_8bit_size=64)  # the policy asks nothing for less than its own
     AdamW8bit([cut], block_size=240)
     AdamW8bit([{"params": [cut], "min_8bit_size": 4801}])
     columns = DTensor.from_local(torch.ones(40, 300), mesh, [Replicate()]).redistribute(
@@ -349,6 +365,7 @@ def check_two_ranks(path: str) -> None:
     check_layouts()
     check_threshold_on_the_local_shard()
     check_blocks_of_the_shard()
+    check_gradients_that_lie_elsewhere()
     check_full_state_dicts()
     save(path)
 

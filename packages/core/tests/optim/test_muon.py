@@ -199,6 +199,12 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], message:
         Muon([("fused", nn.Parameter(torch.zeros(6, 2)))], **options)
 
 
+def test_options_of_a_group_are_checked_as_well() -> None:
+    group = {"params": [nn.Parameter(torch.zeros(6, 2))], "lr": -1.0}
+    with pytest.raises(ValueError, match=r"Muon: lr must be at least 0, got -1\.0"):
+        Muon([group])
+
+
 def test_complex_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="does not support complex parameters, and parameter 0"):
         Muon([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])

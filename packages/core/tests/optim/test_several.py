@@ -203,6 +203,8 @@ def test_mistakes_are_named() -> None:
         OptimizerGroup()
     with pytest.raises(TypeError, match=r"'x' is Net, expected a torch\.optim\.Optimizer"):
         OptimizerGroup(x=net)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"OptimizerGroup got SGD, expected .* names or keywords"):
+        OptimizerGroup(SGD(net.parameters()))  # type: ignore[arg-type]
     message = r"'layers.0.bias' of shape \(64,\), in group 0 of 'b', is in 'a' already"
     with pytest.raises(ValueError, match=message):
         OptimizerGroup(a=SGD(net.parameters()), b=AdamW(named[1:2]))

@@ -215,6 +215,7 @@ def test_local_mode_on_cut_blocks_would_be_wrong() -> None:
         ({"grafting": "lamb"}, 'grafting must be "adam", "sgd" or None, got \'lamb\''),
         ({"block_size": 0}, "block_size must be a positive int, got 0"),
         ({"betas": (1.0, 0.9)}, r"betas must be in \[0, 1\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers, got \(0\.9,\)"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:

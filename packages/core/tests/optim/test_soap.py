@@ -140,6 +140,7 @@ def test_averages_start_from_the_first_gradient_of_each_parameter() -> None:
         ({"eps": 0.0}, "eps must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative"),
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers, got \(0\.9,\)"),
         ({"shampoo_beta": 1.5}, r"shampoo_beta must be in \[0, 1\)"),
         ({"precondition_frequency": 0}, "precondition_frequency must be a positive int"),
         ({"max_precond_dim": 2.5}, "max_precond_dim must be a positive int, got 2.5"),

@@ -2,11 +2,11 @@
 
 Read in this order; each file is one concept.
 
-- What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which parameters
-  it takes), `placement`, `granularity` and `padding` (how they are cut), `zero_table` and `axes`
-  (over which axes of the mesh), `parallel` (those that are DTensors already), `ties`, `blocks`.
-- What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each), or
-  `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
+- What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which
+  parameters it takes), `placement`, `granularity` and `padding` (how they are cut), `zero_table`
+  and `axes` (over which axes of the mesh), `parallel` (DTensors already), `ties`, `blocks`.
+- What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
+  or `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
   autograd and modules call a unit), `tree`, `root`.
 - What is sent, and when: `schedule`, with `order`, `turns` and `filling` (ranks settle an order),
   `prefetch`, `reductions`; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.

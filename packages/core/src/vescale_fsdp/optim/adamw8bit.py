@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.engine import Granularity, GranularityPolicy
@@ -46,10 +46,19 @@ __all__ = ["AdamW8bit"]
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # with whether it has a sign
 _SCALE = "_scale"
+_SMALLEST = 4096  # elements of a tensor with moments of 8 bits, if nothing else is said
 _NOT_OFFERED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 # Elements that are stepped on at once: on a CPU what lies in its cache, elsewhere what keeps a
 # device busy.
 _AT_ONCE_CPU, _AT_ONCE = 2**18, 2**24
+
+
+class _Task(NamedTuple):
+    """A parameter to step on, of which this rank holds something."""
+
+    param: torch.Tensor
+    local: torch.Tensor  # its part here
+    grad: torch.Tensor  # that of the gradient
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -119,7 +128,7 @@ class AdamW8bit(ShardedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         block_size: BlockSize = 256,
-        min_8bit_size: int = 4096,
+        min_8bit_size: int = _SMALLEST,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -140,7 +149,9 @@ class AdamW8bit(ShardedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def granularity(block_size: BlockSize = 256, *, min_8bit_size: int = 4096) -> GranularityPolicy:
+    def granularity(
+        block_size: BlockSize = 256, *, min_8bit_size: int = _SMALLEST
+    ) -> GranularityPolicy:
         """What ``fully_shard(granularity=...)`` must not cut for an optimizer with these options.
 
         Nothing is asked for tensors that keep moments in float32. With other policies:
@@ -174,14 +185,15 @@ class AdamW8bit(ShardedOptimizer):
             )
         if not isinstance(param, DTensor) or not _is_8bit(param, group):
             return
-        size, spec = group["block_size"], param._spec
+        size, smallest, spec = group["block_size"], group["min_8bit_size"], param._spec
+        wanted = str(size) if smallest == _SMALLEST else f"{size}, min_8bit_size={smallest}"
         try:
             Blocks(size, tuple(param.shape)).placements(spec.placements, spec.mesh.shape)
         except ValueError as error:
             raise PlanError(
                 f"AdamW8bit: {name} of shape {tuple(param.shape)} has a cut through a block of "
                 f"{size}: {error}. Its placements are {spec.placements}. Let fully_shard cut it "
-                f"with granularity=AdamW8bit.granularity({size}) (combine(...) joins it with "
+                f"with granularity=AdamW8bit.granularity({wanted}) (combine(...) joins it with "
                 "others), or keep its moments in float32 with a larger min_8bit_size in its "
                 "parameter group"
             ) from error
@@ -278,46 +290,43 @@ class AdamW8bit(ShardedOptimizer):
     def update(self) -> None:
         """Step on all parameters that have a gradient."""
         for group in self.param_groups:
-            alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+            alike: dict[tuple[Any, ...], list[_Task]] = {}
+            block = Blocks(group["block_size"], ()).numel
             for param in self.with_gradient(group):
                 step = self.state[param]["step"]
                 step += 1
-                device = local_of(param).device
-                width = _blocks(param, group).numel if _is_8bit(param, group) else 0
-                key = (width, step.item(), device, _working_dtype(param))
-                alike.setdefault(key, []).append(param)
-            for (width, step, _, dtype), params in alike.items():
+                # The gradient also where nothing is held: all ranks redistribute it, if it must be.
+                local, grad = local_of(param), gradient_of(param)
+                if local.numel():
+                    width = block if _is_8bit(param, group) else 0
+                    key = (width, step.item(), local.device, _working_dtype(param))
+                    alike.setdefault(key, []).append(_Task(param, local.detach(), grad))
+            for (width, step, _, dtype), tasks in alike.items():
                 step_on = self._step_8bit if width else self._step_float
-                step_on(params, group, _Formula.of(group, step), dtype)
+                step_on(tasks, group, _Formula.of(group, step), dtype)
 
     def _step_float(
-        self, params: list[torch.Tensor], group: Group, formula: _Formula, dtype: torch.dtype
+        self, tasks: list[_Task], group: Group, formula: _Formula, dtype: torch.dtype
     ) -> None:
         """Parameters with moments that are numbers."""
-        held = [param for param in params if local_of(param).numel()]
-        if not held:
-            return
-        locals_ = [local_of(param).detach() for param in held]
-        numbers = [local.to(dtype) for local in locals_]
-        gradients = [gradient_of(param).to(dtype) for param in held]
-        moments = [[local_of(self.state[p][name]) for p in held] for name, _ in _MOMENTS]
+        numbers = [task.local.to(dtype) for task in tasks]
+        gradients = [task.grad.to(dtype) for task in tasks]
+        moments = [[local_of(self.state[t.param][name]) for t in tasks] for name, _ in _MOMENTS]
         formula.step(numbers, gradients, moments[0], moments[1])
-        for local, values in zip(locals_, numbers, strict=True):
-            if values is not local:
-                local.copy_(values)
+        for task, values in zip(tasks, numbers, strict=True):
+            if values is not task.local:
+                task.local.copy_(values)
 
     def _step_8bit(
-        self, params: list[torch.Tensor], group: Group, formula: _Formula, dtype: torch.dtype
+        self, tasks: list[_Task], group: Group, formula: _Formula, dtype: torch.dtype
     ) -> None:
         """Parameters with moments that are codes; blocks have one width."""
-        locals_ = [local_of(param).detach() for param in params]
-        dense = [local.contiguous() for local in locals_]  # the same, but for transposed ones
+        dense = [task.local.contiguous() for task in tasks]  # the same, but for transposed ones
         entries = []
-        for param, local in zip(params, dense, strict=True):
-            tensors = {**self.state[param], "param": local, "grad": gradient_of(param)}
-            entries.append(_entry(param, group, tensors))
-        device = local_of(params[0]).device
-        books = [codebook(signed, device) for _, signed in _MOMENTS]
+        for task, local in zip(tasks, dense, strict=True):
+            tensors = {**self.state[task.param], "param": local, "grad": task.grad}
+            entries.append(_entry(task.param, group, tensors))
+        books = [codebook(signed, dense[0].device) for _, signed in _MOMENTS]
         for batch in _batches(entries):
             numbers = batch.rows("param", dtype)
             moments = [
@@ -328,9 +337,9 @@ class AdamW8bit(ShardedOptimizer):
             for book, (name, _), moment in zip(books, _MOMENTS, moments, strict=True):
                 _encode(batch, book, moment.float(), name, name + _SCALE)
             batch.put_rows("param", numbers)
-        for local, values in zip(locals_, dense, strict=True):
-            if values is not local:
-                local.copy_(values)
+        for task, values in zip(tasks, dense, strict=True):
+            if values is not task.local:
+                task.local.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -407,13 +416,17 @@ def _layout(
 def _entry(param: torch.Tensor, group: Group, tensors: dict[str, Any]) -> tuple[Entry, int]:
     """A parameter's blocks in tensors that are cut as it is, or are scales of it."""
     box: Sequence[int] = param.shape
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) and any(type(p) is Shard for p in param._spec.placements):
         mesh = param.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "parameters are made by the ranks of their mesh"
         box = remaining_box(param.shape, param._spec.placements, mesh.shape, coordinate).sizes
-    flat = {name: local_of(each).reshape(-1) for name, each in tensors.items() if name != "step"}
+    flat = {name: _flat(local_of(each)) for name, each in tensors.items() if name != "step"}
     return Entry(_blocks(param, group), box, flat), local_of(param).numel()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _batches(entries: list[tuple[Entry, int]]) -> Iterator[Batch]:

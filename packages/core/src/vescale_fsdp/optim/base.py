@@ -381,7 +381,7 @@ def _check_values(state: State, values: State, where: str) -> None:
     if state.keys() != values.keys():
         raise ValueError(
             f"{where}: the loaded state dict has the states {sorted(values)}, expected "
-            f"{sorted(state)}"
+            f"{sorted(state)}; load one of this optimizer, saved with the same options"
         )
     for key, value in values.items():
         target = state[key]

@@ -92,7 +92,8 @@ class Batch:
         return self._views[name]
 
     def _scales_of(self, name: str) -> list[torch.Tensor]:
-        return [part.entry.tensors[name].narrow(0, part.first, n) for part, n in self._sized()]
+        found = [(part.entry.tensors[name], part.first, n) for part, n in self._sized()]
+        return [each if n == len(each) else each.narrow(0, first, n) for each, first, n in found]
 
 
 def batches(entries: Iterable[tuple[Entry, int]], at_most: int) -> Iterator[Batch]:

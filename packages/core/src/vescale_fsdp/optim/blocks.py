@@ -52,7 +52,8 @@ class Region(NamedTuple):
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of its elements in the flattened local part."""
-        part = flat.narrow(0, self.start, math.prod(self.shape))
+        numel = math.prod(self.shape)
+        part = flat if numel == len(flat) else flat.narrow(0, self.start, numel)
         return part if len(self.shape) == 1 else part.view(self.shape)
 
 

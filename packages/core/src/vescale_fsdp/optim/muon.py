@@ -110,11 +110,6 @@ class Muon(ShardedOptimizer):
         overlap: bool = True,
         bucket_bytes: int = 8 << 20,
     ) -> None:
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        for what, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0.0:  # also NaN
-                raise ValueError(f"Muon: {what} must be at least 0, got {value}")
         if bucket_bytes < 1:
             raise ValueError(f"Muon: bucket_bytes must be positive, got {bucket_bytes}")
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
@@ -170,6 +165,7 @@ class Muon(ShardedOptimizer):
 
     def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
         """See the base. Any cut of a matrix is exact."""
+        _check_options(group)
         if param.dim() < 2:
             raise ValueError(
                 f"Muon only supports parameters of two or more dimensions, whereas {name} has "
@@ -182,16 +178,6 @@ class Muon(ShardedOptimizer):
             split_heights(param.shape[-2], group["split_rows"])
         except ValueError as error:
             raise ValueError(f"Muon: {name} of shape {tuple(param.shape)}: {error}") from None
-        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-            raise ValueError(
-                f"Adjust learning rate function {group['adjust_lr_fn']} is not supported, "
-                f"expected one of {_ADJUSTMENTS}"
-            )
-        if len(group["ns_coefficients"]) != 3 or not 0 <= group["ns_steps"] < 100:
-            raise ValueError(
-                f"Muon: expected 3 ns_coefficients and ns_steps in [0, 100), got "
-                f"{group['ns_coefficients']} and {group['ns_steps']}"
-            )
         layout_of(param, name)
 
     def init_state(self, param: torch.Tensor, group: Group) -> State:
@@ -240,6 +226,26 @@ class Muon(ShardedOptimizer):
                 self._plans.clear()
             plan = self._plans[key] = Plan(sharded, self.bucket_bytes)
         return plan
+
+
+def _check_options(group: Group) -> None:
+    """Raise ValueError if an option, other than ``split_rows``, has no meaning."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for what in ("lr", "momentum", "weight_decay"):
+        if not group[what] >= 0.0:  # also NaN
+            raise ValueError(f"Muon: {what} must be at least 0, got {group[what]}")
+    if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ValueError(
+            f"Adjust learning rate function {group['adjust_lr_fn']} is not supported, expected "
+            f"one of {_ADJUSTMENTS}"
+        )
+    if len(group["ns_coefficients"]) != 3 or not 0 <= group["ns_steps"] < 100:
+        raise ValueError(
+            f"Muon: expected 3 ns_coefficients and ns_steps in [0, 100), got "
+            f"{group['ns_coefficients']} and {group['ns_steps']}"
+        )
 
 
 def _step(tasks: list[_Task], assignment: Assignment, transport: Transport) -> None:

@@ -300,6 +300,8 @@ def check_options(name: str, group: Group, *positive: str, may_sum: bool = False
         raise ValueError(f"{name}: lr must not be negative, got {lr}")
     if not weight_decay >= 0:
         raise ValueError(f"{name}: weight_decay must not be negative, got {weight_decay}")
+    if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+        raise ValueError(f"{name}: betas must be two numbers, got {group['betas']}")
     beta1, beta2 = group["betas"]
     if not 0 <= beta1 < 1 or not 0 <= beta2 <= 1 or (beta2 == 1 and not may_sum):
         raise ValueError(f"{name}: betas must be in [0, 1), got {group['betas']}")

@@ -30,7 +30,8 @@ class OptimizerGroup(Optimizer):
     ``torch.distributed.checkpoint`` saves and reshards them by name. Hooks that are registered
     here run around the step of all members; the members' own run as well.
 
-    ``defaults`` are the options that all members have, with the first one's values.
+    ``defaults`` are the options that all members have, with the first one's values. ``OneCycleLR``
+    looks there for a momentum: where members name it differently, pass ``cycle_momentum=False``.
 
     Args:
         optimizers: a mapping of names, or the members in order, which are named "0", "1", ...
@@ -47,6 +48,11 @@ class OptimizerGroup(Optimizer):
         /,
         **named: Optimizer,
     ) -> None:
+        if isinstance(optimizers, Optimizer):
+            raise TypeError(
+                f"OptimizerGroup got {type(optimizers).__name__}, expected a list or a mapping of "
+                "names or keywords; write OptimizerGroup(muon=Muon(...), adamw=AdamW(...))"
+            )
         if not isinstance(optimizers, Mapping):
             optimizers = {str(index): each for index, each in enumerate(optimizers)}
         self.optimizers = {**optimizers, **named}

@@ -1,0 +1,137 @@
+"""What a checkpoint holds: tensors by name, and values as JSON texts.
+
+Three kinds of items, by what ranks have of them:
+
+* ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
+  the same on the ranks that have them; DCP's planner says who writes which part.
+* ``extra``: the first rank's.
+* ``rng``, ``stateful.<name>``: each rank's own. What is the same on several ranks is kept once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from vescale_fsdp.checkpoint import jsons, rng, tensors, values
+from vescale_fsdp.checkpoint.files import bytes_of
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
+from vescale_fsdp.errors import CheckpointValueError
+
+__all__ = ["Contents", "OwnItem", "Stateful", "collect", "named", "read_stateful"]
+
+Optimizers = Optimizer | Mapping[str, Optimizer] | None
+
+
+class Stateful(Protocol):
+    """Schedulers, data loaders, moving averages: whatever has these two methods."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as `values.encode` takes it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state."""
+
+
+@dataclass
+class OwnItem:
+    """A value that each rank has for itself."""
+
+    text: str
+    tensors: dict[str, torch.Tensor]  # plain ones, by the names in the text
+
+    def digest(self) -> str:
+        """Equal on ranks that have the same."""
+        total = hashlib.sha256(self.text.encode())
+        for name, tensor in self.tensors.items():
+            data = tensors.on_host(tensor)
+            total.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
+            total.update(bytes_of(data))
+        return total.hexdigest()
+
+
+@dataclass
+class Contents:
+    """All of a rank's items."""
+
+    planned: dict[str, torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)  # of model and optimizers
+    own: dict[str, OwnItem] = field(default_factory=dict)
+    step: int | None = None
+
+    def add(self, name: str, value: Any) -> None:
+        """Add an item of which the ranks have parts."""
+        encoded, found = values.encode(value, name)
+        self._check(found)
+        self.planned |= found
+        self.texts[name] = jsons.dump(encoded)
+
+    def add_own(self, name: str, value: Any) -> None:
+        """Add an item that each rank has for itself. Sharded tensors in it are the ranks' own."""
+        encoded, found = values.encode(value, name)
+        self._check(found)
+        plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
+        self.planned |= {key: each for key, each in found.items() if key not in plain}
+        self.own[name] = OwnItem(jsons.dump(encoded), plain)
+
+    def _check(self, found: dict[str, torch.Tensor]) -> None:
+        for name, tensor in found.items():
+            if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
+                tensors.check(tensor, name)
+
+
+def collect(
+    model: nn.Module,
+    optimizer: Optimizers,
+    extra: Mapping[str, Any] | None,
+    stateful: Mapping[str, Stateful],
+    with_rng: bool,
+) -> Contents:
+    """This rank's items. Tensors are those of model and optimizers, not copies.
+
+    Raises:
+        CheckpointValueError: something cannot be saved, by name.
+        CheckpointMismatchError: an optimizer has parameters that the model has not.
+    """
+    contents = Contents()
+    contents.add("model", dict(get_model_state_dict(model)))  # first: puts shards in place
+    for name, each in named(optimizer).items():
+        contents.add(f"optimizer.{name}", NamedOptimizer(name, each, model).tree())
+    for name, other in stateful.items():
+        contents.add_own(f"stateful.{name}", read_stateful(name, other))
+    if with_rng:
+        contents.add_own("rng", rng.capture())
+    given = dict(extra or {})
+    contents.add_own("extra", given)
+    step = given.get("step")
+    contents.step = step if type(step) is int else None
+    return contents
+
+
+def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
+    """The state of an object.
+
+    Raises:
+        CheckpointValueError: it has not the methods that are needed.
+    """
+    if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+        raise CheckpointValueError(
+            f"stateful[{name!r}] is a {type(other).__name__} without state_dict() and "
+            "load_state_dict(); give objects that have both, or put values into extra"
+        )
+    return other.state_dict()
+
+
+def named(optimizer: Optimizers) -> Mapping[str, Optimizer]:
+    """Optimizers by name; a single one is "0"."""
+    if optimizer is None:
+        return {}
+    return {"0": optimizer} if isinstance(optimizer, Optimizer) else optimizer

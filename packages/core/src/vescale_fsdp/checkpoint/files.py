@@ -1,0 +1,262 @@
+"""Data files: written once, in order, with the CRC32 of each item; read back in spans.
+
+Errors name the file and what was being written or read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from vescale_fsdp.checkpoint.manifest import Span
+from vescale_fsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointWriteError,
+)
+
+__all__ = ["DataReader", "DataWriter", "bytes_of", "flush_folder", "write_errors", "write_file"]
+
+Progress = Callable[[int], None]  # is told of bytes that have been read
+_PIECE = 1 << 22  # bytes that are read at once to be checked only
+_MOST_OPEN = 64  # files
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU. It must be kept alive by the caller."""
+    assert tensor.is_contiguous(), "there is one run of bytes"
+    assert tensor.device.type == "cpu", "it can be read from here"
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class DataWriter:
+    """Writes items one after the other into a new file, which appears with the first of them."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path, self.name = folder / name, name
+        self.num_bytes = 0
+        self._stream: BinaryIO | None = None
+
+    def write(self, data: memoryview, label: str) -> Span:
+        """Append an item. Returns where it lies, with its CRC32.
+
+        Raises:
+            CheckpointWriteError: naming the file and the item.
+        """
+        with write_errors(self.path, label):
+            if self._stream is None:
+                self._stream = open(self.path, "xb", buffering=1 << 20)  # noqa: SIM115
+            self._stream.write(data)
+        span = Span(self.name, self.num_bytes, len(data), zlib.crc32(data))
+        self.num_bytes += len(data)
+        return span
+
+    def finish(self) -> None:
+        """Bring all of it to the disk."""
+        if self._stream is not None:
+            with write_errors(self.path, "the rest of it"):
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                self._stream.close()
+
+    def abandon(self) -> None:
+        """Close the file after an error."""
+        if self._stream is not None:
+            try:
+                self._stream.close()
+            except OSError:  # what is buffered does not fit either
+                self._stream.raw.close()  # type: ignore[attr-defined]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small new file, and bring it to the disk.
+
+    Raises:
+        CheckpointWriteError: naming the file.
+    """
+    writer = DataWriter(path.parent, path.name)
+    try:
+        writer.write(memoryview(data), "all of it")
+        writer.finish()
+    finally:
+        writer.abandon()
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full ({free} bytes are free): make room, or save elsewhere",
+    errno.EDQUOT: "the quota is used up: make room, or save elsewhere",
+    errno.EROFS: "the file system is read-only: save elsewhere",
+    errno.EACCES: "there is no permission to write: change the permissions, or save elsewhere",
+    errno.EPERM: "there is no permission to write: change the permissions, or save elsewhere",
+    errno.ENOENT: "the folder is gone: was it deleted, or is it not on a file system that all "
+    "ranks share?",
+    errno.EIO: "the device reports an input/output error",
+}
+
+
+@contextmanager
+def write_errors(path: Path, label: str = "") -> Iterator[None]:
+    """Within it, an ``OSError`` becomes an error of ours that says what to do.
+
+    Raises:
+        CheckpointWriteError: naming the path and what was being written.
+    """
+    try:
+        yield
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, str(error))
+        if "{free}" in reason:
+            reason = reason.format(free=_free_bytes(path.parent))
+        subject = f"{label} cannot be written to {path}" if label else f"{path} cannot be made"
+        raise CheckpointWriteError(f"{subject}: {reason}") from error
+
+
+def _free_bytes(folder: Path) -> int | str:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return "an unknown number of"
+
+
+class DataReader:
+    """Reads spans of the data files in a folder.
+
+    Args:
+        folder: of the checkpoint.
+        sizes: the files, and how many bytes each must have.
+        progress: is told the number of bytes after each read.
+    """
+
+    def __init__(
+        self, folder: Path, sizes: dict[str, int], progress: Progress | None = None
+    ) -> None:
+        self.folder, self._sizes = folder, sizes
+        self._progress = progress
+        self._streams: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> DataReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+    def read(self, span: Span, label: str) -> torch.Tensor:
+        """The bytes of a span, checked. Returns uint8, [length].
+
+        Raises:
+            CheckpointCorruptError: they are not those that were saved.
+            CheckpointIncompleteError: the file is not there.
+        """
+        found = self.read_part(span, 0, span.length, label)
+        self._check(zlib.crc32(bytes_of(found)), span, label)
+        return found
+
+    def read_part(self, span: Span, first: int, length: int, label: str) -> torch.Tensor:
+        """Some bytes of a span, which are not checked. Returns uint8, [length]."""
+        found = torch.empty(length, dtype=torch.uint8)
+        if length:
+            stream = self._open(span.file, label)
+            stream.seek(span.offset + first)
+            self._fill(stream, bytes_of(found), span, label)
+        return found
+
+    def check(self, span: Span, label: str) -> None:
+        """Check a span, with little memory. Raises as `read` does."""
+        crc32, done = 0, 0
+        buffer = torch.empty(min(_PIECE, span.length), dtype=torch.uint8)
+        if span.length:
+            self._open(span.file, label).seek(span.offset)
+        while done < span.length:
+            piece = bytes_of(buffer)[: span.length - done]
+            self._fill(self._open(span.file, label), piece, span, label)
+            crc32 = zlib.crc32(piece, crc32)
+            done += len(piece)
+        self._check(crc32, span, label)
+
+    def check_size(self, file: str, label: str) -> None:
+        """Raise unless a file is there with the size that it must have."""
+        self._open(file, label)
+
+    def _fill(self, stream: BinaryIO, into: memoryview, span: Span, label: str) -> None:
+        try:
+            filled = 0
+            while filled < len(into):
+                count = stream.readinto(into[filled:])  # type: ignore[attr-defined]
+                if not count:
+                    break
+                filled += count
+        except OSError as error:
+            raise CheckpointCorruptError(
+                f"{self.folder / span.file} cannot be read in {label}: {error}. {_ADVICE}"
+            ) from error
+        if filled < len(into):
+            raise CheckpointCorruptError(
+                f"{self.folder / span.file} ended while {label} was read: something has cut it. "
+                f"{_ADVICE}"
+            )
+        if self._progress is not None:
+            self._progress(filled)
+
+    def _check(self, crc32: int, span: Span, label: str) -> None:
+        if crc32 != span.crc32:
+            raise CheckpointCorruptError(
+                f"{self.folder / span.file} is damaged in {label}: bytes {span.offset} to "
+                f"{span.offset + span.length} have the CRC32 {crc32:08x}, expected "
+                f"{span.crc32:08x}. {_ADVICE}"
+            )
+
+    def _open(self, file: str, label: str) -> BinaryIO:
+        if file in self._streams:
+            return self._streams[file]
+        path = self.folder / file
+        try:
+            stream = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError as error:
+            raise CheckpointIncompleteError(
+                f"{path} is missing, with {label} in it. {_ADVICE}"
+            ) from error
+        except OSError as error:
+            raise CheckpointIncompleteError(
+                f"{path}, with {label}, cannot be opened: {error}"
+            ) from error
+        num_bytes = os.fstat(stream.fileno()).st_size
+        if num_bytes != self._sizes[file]:
+            stream.close()
+            raise CheckpointCorruptError(
+                f"{path}, with {label} in it, has {num_bytes} bytes, expected "
+                f"{self._sizes[file]}. {_ADVICE}"
+            )
+        if len(self._streams) >= _MOST_OPEN:
+            self._streams.pop(next(iter(self._streams))).close()
+        self._streams[file] = stream
+        return stream
+
+
+_ADVICE = "Nothing was loaded; move this checkpoint away and load the one before it"

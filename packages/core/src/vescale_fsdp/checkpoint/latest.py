@@ -1,0 +1,139 @@
+"""Which checkpoints are in a folder, which is the last one, and which can go.
+
+Order is that in which they were made (`Seal.sequence`), not that of steps or clocks: a run that
+was taken back to step 50 and saved step 60 goes on from there, although step 100 is there too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from vescale_fsdp.checkpoint import seal
+from vescale_fsdp.checkpoint.manifest import NAME, Manifest, Seal
+from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
+
+__all__ = ["latest", "next_sequence", "prune", "read_manifest", "sealed"]
+
+FEWEST = 2  # checkpoints that `prune` leaves
+_SEAL_BYTES = 1 << 16  # a seal takes less
+_log = logging.getLogger(__name__)
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that was made last in a folder, or None.
+
+    What is not whole is passed over, and the log (``vescale_fsdp.checkpoint.latest``, as warnings)
+    says what and why: stages of saves that did not finish, folders with a damaged manifest or
+    without a data file. The data are not read; `load` checks them, and `verify`.
+
+    Not collective: each rank looks for itself. Call it before the ranks begin to save.
+
+    Cost: one read of 64 kB for each checkpoint there, and the manifest of the last one.
+    """
+    for path, _ in sorted(sealed(Path(root), say=True), key=_age, reverse=True):
+        try:
+            manifest = read_manifest(path)
+            _check_files(path, manifest)
+        except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+            _log.warning("passed over %s: %s", path, error)
+            continue
+        return path
+    return None
+
+
+def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
+    """The checkpoints in a folder that have a seal, in no order. With ``say``, log the others."""
+    if not root.is_dir():
+        return
+    for path in sorted(root.iterdir()):
+        if not path.is_dir():
+            continue
+        if seal.is_stage(path):
+            if say:
+                _log.warning("passed over %s: a save that did not finish, or is under way", path)
+            continue
+        try:
+            with open(path / NAME, "rb") as stream:
+                found, _ = Manifest.parse_seal(stream.read(_SEAL_BYTES), str(path / NAME))
+        except FileNotFoundError:
+            if say:
+                _log.warning("passed over %s: it has no %s", path, NAME)
+        except (CheckpointCorruptError, OSError) as error:
+            if say:
+                _log.warning("passed over %s: %s", path, error)
+        else:
+            yield path, found
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at ``path``, checked.
+
+    Raises:
+        CheckpointIncompleteError: there is no sealed checkpoint.
+        CheckpointCorruptError: the manifest is damaged.
+    """
+    file = path / NAME
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointIncompleteError(
+            f"there is no whole checkpoint at {path}{_hint(path)}"
+        ) from error
+    except OSError as error:
+        raise CheckpointIncompleteError(f"{file} cannot be read: {error}") from error
+    return Manifest.parse(data, str(file))
+
+
+def _hint(path: Path) -> str:
+    if (path / ".metadata").is_file():
+        return (
+            "; it has the format of torch.distributed.checkpoint, which is a pickle: read it with "
+            "vescale_fsdp.checkpoint.import_dcp(path, model, optimizer)"
+        )
+    stages = seal.stages_of(path)
+    if stages:
+        return f"; {stages[-1]} is a save that was not finished"
+    inside = [child.name for child, _ in sealed(path)]
+    if inside:
+        return f"; it holds {', '.join(inside[:3])}: load latest({str(path)!r})"
+    return ""
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for file, num_bytes in manifest.files.items():
+        try:
+            found = (path / file).stat().st_size
+        except OSError as error:
+            raise CheckpointIncompleteError(f"{path / file} is missing") from error
+        if found != num_bytes:
+            raise CheckpointCorruptError(f"{path / file} has {found} bytes, expected {num_bytes}")
+
+
+def next_sequence(root: Path) -> int:
+    """The place in the order of a checkpoint that is made now."""
+    return 1 + max((found.sequence for _, found in sealed(root)), default=0)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
+
+    Only what has our seal counts and goes. A name is taken away first, so that a checkpoint is
+    there or not, never in part.
+    """
+    found = sorted(sealed(root), key=_age)
+    for path, _ in found[: -max(keep, FEWEST)]:
+        gone = path.with_name(f"{path.name}.tmp-{secrets.token_hex(16)}")
+        try:
+            path.rename(gone)
+            seal.remove(gone)
+        except OSError as error:
+            _log.warning("%s was to be deleted, and could not be: %s", path, error)
+
+
+def _age(entry: tuple[Path, Seal]) -> tuple[int, str, str]:
+    path, found = entry
+    return found.sequence, found.created, path.name

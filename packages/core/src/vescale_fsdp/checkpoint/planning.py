@@ -1,0 +1,144 @@
+"""Who writes what: DCP's planner on tensors, and one writer for each distinct value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from vescale_fsdp.checkpoint import tensors
+from vescale_fsdp.checkpoint.contents import Contents
+from vescale_fsdp.checkpoint.manifest import DTYPES
+from vescale_fsdp.errors import CheckpointMismatchError
+
+__all__ = ["LocalPlan", "divide"]
+
+# What a rank brings: its boxes as [name, offsets, sizes, dtype, shape, is a shard], and what
+# values it has, as {name: digest}. What it gets: the numbers of the boxes that it writes, and the
+# values that it writes, as {name: ranks that have the same}.
+Offer = dict[str, Any]
+Task = dict[str, Any]
+
+
+class LocalPlan:
+    """This rank's part of a save."""
+
+    def __init__(self, contents: Contents, is_first: bool) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        self._planner.set_up_planner(contents.planned, is_coordinator=is_first)
+        self.items = self._planner.create_local_plan().items
+        self._contents = contents
+
+    def offer(self) -> Offer:
+        """What this rank can write, as JSON."""
+        digests = {name: _digest(text) for name, text in self._contents.texts.items()}
+        digests |= {name: item.digest() for name, item in self._contents.own.items()}
+        return {"boxes": [_box(item) for item in self.items], "values": digests}
+
+    def data(self, item: WriteItem) -> torch.Tensor:
+        """The elements of a box: a view of what the model or the optimizer has.
+
+        Raises:
+            CheckpointMismatchError: the rank holds another shape than its placement says.
+        """
+        assert item.tensor_data is not None, "bytes are not planned here"
+        found = self._planner.resolve_data(item)
+        assert isinstance(found, torch.Tensor), "bytes are not planned here"
+        expected = item.tensor_data.chunk.sizes
+        if found.shape != expected:
+            raise CheckpointMismatchError(
+                f"{item.index.fqn!r} of shape {list(item.tensor_data.size)} should have "
+                f"{list(expected)} on this rank, as its placements say, but has "
+                f"{list(found.shape)}; was it made by from_local() with another placement?"
+            )
+        return found
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _box(item: WriteItem) -> list[Any]:
+    data = item.tensor_data
+    assert data is not None, "bytes are not planned here"
+    is_shard = item.type is WriteItemType.SHARD
+    dtype = tensors.dtype_name(data.properties.dtype)
+    chunk = data.chunk
+    return [
+        item.index.fqn,
+        *map(list, (chunk.offsets, chunk.sizes)),
+        dtype,
+        list(data.size),
+        is_shard,
+    ]
+
+
+def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bool) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    properties = TensorProperties(dtype=DTYPES[dtype])
+    kind = WriteItemType.SHARD if shard else WriteItemType.TENSOR
+    data = TensorWriteData(chunk, properties, torch.Size(shape))
+    return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
+
+
+def divide(offers: Sequence[Offer]) -> list[Task]:
+    """The task of each rank. Every box is written once, replicas by the rank with the least to do.
+
+    Raises:
+        CheckpointMismatchError: ranks disagree about a tensor, or the boxes do not cover one.
+    """
+    _check_agreement(offers)
+    plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
+    try:
+        final, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            f"the ranks do not hold all of each tensor: {error}"
+        ) from error
+    tasks: list[Task] = []
+    for before, after in zip(plans, final, strict=True):
+        numbers = {item.index: number for number, item in enumerate(before.items)}
+        tasks.append({"boxes": sorted(numbers[item.index] for item in after.items), "values": {}})
+    for name, ranks in _variants(offers):
+        tasks[ranks[0]]["values"].setdefault(name, ranks)
+    shared = [name for task in tasks for name in task["values"]]
+    several = sorted(name for name in set(shared) if shared.count(name) > 1)
+    return [{**task, "several": several} for task in tasks]
+
+
+def _check_agreement(offers: Sequence[Offer]) -> None:
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, offer in enumerate(offers):
+        for name, _, _, dtype, shape, _ in offer["boxes"]:
+            other, expected = first.setdefault(name, (rank, (dtype, shape)))
+            if (dtype, shape) != expected:
+                raise CheckpointMismatchError(
+                    f"{name!r} is {dtype} {shape} on rank {rank}, and {expected[0]} {expected[1]} "
+                    f"on rank {other}; ranks must save the same model"
+                )
+
+
+def _variants(offers: Sequence[Offer]) -> list[tuple[str, list[int]]]:
+    """Each distinct value with the ranks that have it. ``extra`` is the first rank's."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, digest in offer["values"].items():
+            if name != "extra":
+                found.setdefault((name, digest), []).append(rank)
+    variants = [(name, ranks) for (name, _), ranks in found.items()]
+    return [*variants, ("extra", list(range(len(offers))))]

@@ -1,0 +1,173 @@
+"""Stage, seal, publish: a checkpoint is under its name when all of it is on the disk, or never.
+
+::
+
+    runs/
+      step-100/                       sealed: manifest.json and data files, never written again
+      step-200.tmp-3f0c...(32)/       staged: a save that is under way, or one that was killed
+
+The first rank makes the stage and holds a lock on it (``flock`` on the folder, which the system
+drops when the process ends, however it ends). All ranks write their files there and flush them.
+Then the first rank writes the manifest, flushes it and the folder, renames the folder, and flushes
+the parent. Two jobs have two stages, and only one of them gets the name.
+
+A stage that nobody holds was left by a crash. The next save beside it deletes it: the files that
+a save writes, and the folder if it is empty then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+
+from vescale_fsdp.checkpoint import manifest
+from vescale_fsdp.checkpoint.files import flush_folder, write_errors, write_file
+from vescale_fsdp.errors import CheckpointExistsError, CheckpointWriteError
+
+__all__ = ["Stage", "clean", "data_name", "is_stage", "remove", "stages_of"]
+
+_STAGE = re.compile(r"(?s)(.+)\.tmp-[0-9a-f]{32}")
+_DATA = re.compile(r"rank-[0-9]{5,}\.bin")
+_log = logging.getLogger(__name__)
+
+
+def data_name(rank: int) -> str:
+    """The name of a rank's data file."""
+    return f"rank-{rank:05d}.bin"
+
+
+def is_stage(path: Path) -> bool:
+    """Whether a name is that of a stage."""
+    return _STAGE.fullmatch(path.name) is not None
+
+
+def stages_of(target: Path) -> list[Path]:
+    """The stages for a checkpoint that are there, of whatever job."""
+    if not target.parent.is_dir():
+        return []
+    return sorted(
+        path
+        for path in target.parent.iterdir()
+        if (found := _STAGE.fullmatch(path.name)) and found[1] == target.name
+    )
+
+
+class Stage:
+    """A folder beside the target, made and held by the first rank.
+
+    Raises:
+        CheckpointExistsError: there is something at the target.
+        CheckpointWriteError: the folder cannot be made.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.id = secrets.token_hex(16)
+        self.target = target
+        self.path = target.with_name(f"{target.name}.tmp-{self.id}")
+        if os.path.lexists(target):
+            raise CheckpointExistsError(
+                f"{target} exists already, and a checkpoint is never overwritten; save to another "
+                "path"
+            )
+        # Under a name that `clean` does not know until it is locked.
+        unlocked = target.with_name(f".{target.name}.new-{self.id}")
+        with write_errors(self.path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unlocked.mkdir()
+            self._lock = _lock(unlocked)
+            unlocked.rename(self.path)
+
+    def publish(self, data: bytes) -> None:
+        """Write the manifest, and give the checkpoint its name.
+
+        Raises:
+            CheckpointExistsError: another job was faster.
+            CheckpointWriteError: naming what could not be written.
+        """
+        write_file(self.path / manifest.NAME, data)
+        with write_errors(self.target):
+            flush_folder(self.path)
+            try:
+                os.rename(self.path, self.target)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise CheckpointExistsError(
+                        f"another job has written {self.target} meanwhile; what it wrote was left "
+                        "as it is. Give each job a folder of its own"
+                    ) from error
+                raise
+            flush_folder(self.target.parent)
+        self._release()
+
+    def abandon(self) -> None:
+        """Delete it, after an error. What cannot be deleted now, the next save deletes."""
+        with contextlib.suppress(OSError):
+            remove(self.path)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def clean(folder: Path) -> None:
+    """Delete the stages in a folder that nobody holds any more."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if not is_stage(path) or path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            lock = _lock(path)
+        except CheckpointWriteError:
+            continue  # it is being written
+        except OSError:
+            continue  # it has just been published or deleted
+        if lock is None:
+            _log.info("%s may be left by a crash; locks do not work here, so it stays", path)
+            continue
+        try:
+            remove(path)
+            _log.info("deleted %s, left by a save that did not finish", path)
+        except OSError as error:
+            _log.warning("%s, left by a save that did not finish, stays: %s", path, error)
+        finally:
+            os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint or a stage: the manifest first, what we wrote, the folder if empty.
+
+    Raises:
+        OSError: something else is in it, or the system refuses.
+    """
+    (path / manifest.NAME).unlink(missing_ok=True)
+    for file in list(path.iterdir()):
+        if _DATA.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+    path.rmdir()
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a folder for this process; None where the file system cannot.
+
+    Raises:
+        CheckpointWriteError: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointWriteError(f"{path} is being written by another process") from error
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,368 @@
+"""Where a checkpoint goes: the tensors that are to be filled, and what is done with the values.
+
+A target is made from what the object has now and what the manifest has, and touches nothing but
+states that an optimizer lacks, which it makes. When the tensors are filled, ``apply`` gives the
+object the rest, by its own ``load_state_dict``; ``undo`` takes that back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from vescale_fsdp.checkpoint import rng, tensors, values
+from vescale_fsdp.checkpoint.contents import Stateful, read_stateful
+from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+)
+
+__all__ = [
+    "ModelTarget",
+    "OptimizerTarget",
+    "RngTarget",
+    "Saved",
+    "StatefulTarget",
+    "Target",
+    "ValueTarget",
+]
+
+
+class Target(Protocol):
+    """Something that is loaded.
+
+    Attributes:
+        live: tensors of the object itself, by name; what they had is to be put back on failure.
+        fresh: new tensors, by name.
+    """
+
+    live: dict[str, torch.Tensor]
+    fresh: dict[str, torch.Tensor]
+
+    def apply(self) -> None:
+        """Take over the values; tensors are filled."""
+
+    def undo(self) -> None:
+        """Be as before. ``live`` has its old elements again."""
+
+
+class Saved:
+    """What a checkpoint has for this rank.
+
+    Args:
+        texts: for each value the variants: (ranks, JSON).
+    """
+
+    def __init__(
+        self,
+        place: str,
+        manifest: Manifest,
+        texts: Mapping[str, list[tuple[tuple[int, ...], Any]]],
+        rank: int,
+        strict: bool,
+    ) -> None:
+        self.place, self.manifest, self.rank, self.strict = place, manifest, rank, strict
+        self.texts = texts
+
+    def variants(self, name: str) -> list[Any]:
+        """The JSON of a value, as the ranks had it."""
+        return [text for _, text in self.texts.get(name, [])]
+
+    def own(self, name: str) -> tuple[Any, str] | None:
+        """This rank's own JSON of a value, and what is behind the names of its tensors.
+
+        A value that was the same on all ranks is every rank's. None: this rank had none.
+        """
+        variants = self.texts.get(name, [])
+        for ranks, text in variants:
+            if len(variants) == 1 or self.rank in ranks:
+                return text, f"@{ranks[0]}" if len(variants) > 1 else ""
+        return None
+
+    def lacks(self, names: list[str]) -> CheckpointIncompleteError:
+        """The error for entries that are not there."""
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return CheckpointIncompleteError(
+            f"the checkpoint {self.place} lacks {len(names)} entries: {shown}. Load it into the "
+            "model and optimizers it was saved from, or pass strict=False"
+        )
+
+    def check_form(self, name: str, text: Any, parts: Mapping[str, type]) -> None:
+        """Raise unless a JSON is an object with these parts."""
+        is_object = isinstance(text, dict)
+        if not is_object or any(type(text.get(part)) is not kind for part, kind in parts.items()):
+            raise CheckpointCorruptError(
+                f"{name!r} of the checkpoint {self.place} is refused: expected an object with "
+                f"{sorted(parts)}, found {str(text)[:60]!r}"
+            )
+
+    def check_shape(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise unless a tensor has the shape that was saved, and can be filled."""
+        tensors.check(tensor, name)
+        shape = self.manifest.tensors[name].shape
+        if tuple(tensor.shape) != shape:
+            raise CheckpointMismatchError(
+                f"{name!r} has shape {list(shape)} in the checkpoint {self.place}, and "
+                f"{list(tensor.shape)} here; load it into the model it was saved from"
+            )
+
+    def new_tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor to be filled: sharded as ``like`` is, or whole in the host's memory."""
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise self.lacks([name])
+        if isinstance(like, DTensor):
+            self.check_shape(name, like)
+            return torch.zeros_like(like)
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+
+
+class ModelTarget:
+    """Parameters, buffers and extra states of a model."""
+
+    def __init__(self, model: nn.Module, saved: Saved) -> None:
+        self._model, self._saved = model, saved
+        self._state = get_model_state_dict(model)
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+        self._before: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for variant in saved.variants("model"):
+            saved.check_form("model", variant, {})
+            merged |= variant
+        lacking = []
+        for fqn, value in self._state.items():
+            name = f"model.{fqn}"
+            if not isinstance(value, torch.Tensor):
+                if fqn in merged:
+                    self._before[fqn] = copy.deepcopy(value)
+                    self._extra(fqn, merged[fqn])
+                else:
+                    lacking.append(name)
+            elif name in saved.manifest.tensors:
+                saved.check_shape(name, value)
+                self.live[name] = value
+            else:
+                lacking.append(name)
+        if lacking and saved.strict:
+            raise saved.lacks(lacking)
+
+    def _extra(self, fqn: str, text: Any) -> None:
+        def tensor_of(name: str) -> torch.Tensor:
+            return self.fresh.setdefault(name, self._saved.new_tensor(name))
+
+        self._state[fqn] = values.decode(text, tensor_of, f"model.{fqn}")
+
+    def apply(self) -> None:
+        """Run ``load_state_dict``: tensors have their elements; hooks and extra states do not."""
+        options = StateDictOptions(strict=self._saved.strict)
+        set_model_state_dict(self._model, dict(self._state), options=options)
+
+    def undo(self) -> None:
+        """The same with what was there."""
+        self._state |= self._before
+        set_model_state_dict(self._model, dict(self._state), options=StateDictOptions(strict=False))
+
+
+class OptimizerTarget:
+    """States and options of an optimizer."""
+
+    def __init__(self, name: str, optimizer: Optimizer, model: nn.Module, saved: Saved) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+        self._saved, self._key = saved, f"optimizer.{name}"
+        self._snapshot = Snapshot(optimizer)
+        self._named = NamedOptimizer(name, optimizer, model)
+        self._state: dict[str, Any] = {}
+        variants = saved.variants(self._key)
+        self.is_there = bool(variants)
+        if not variants:
+            if saved.strict:
+                raise saved.lacks([self._key])
+            return
+        states: dict[str, Any] = {}
+        groups: list[Any] = []
+        for variant in variants:
+            saved.check_form(self._key, variant, {"state": dict, "param_groups": list})
+            for each in variant["state"].values():
+                saved.check_form(self._key, each, {})
+            for each in variant["param_groups"]:
+                saved.check_form(self._key, each, {"params": list})
+            states = {**variant["state"], **states}
+            groups += variant["param_groups"]
+        self._groups = values.decode(groups, self._new, self._key)
+        self._named.check(self._groups, saved.strict)
+        try:
+            made = self._named.make_states(states)
+            self._make_targets(states, {self._name(*each) for each in made})
+        except BaseException:
+            self._snapshot.restore()
+            raise
+
+    def _name(self, fqn: str, key: str) -> str:
+        return f"{self._key}.state.{fqn}.{key}"
+
+    def _new(self, name: str) -> torch.Tensor:
+        return self.fresh.setdefault(name, self._saved.new_tensor(name))
+
+    def _make_targets(self, states: dict[str, Any], made: set[str]) -> None:
+        """Find the tensors of the optimizer for those that were saved."""
+        own = self._named.tree()["state"]
+        _, there = values.encode({"state": own}, self._key)
+        used: set[str] = set()
+        for fqn, text in states.items():
+            if fqn not in self._named.params and fqn not in own:
+                continue  # of a parameter that this rank, or this model, has not
+            self._state[fqn] = values.decode(text, self._find(there, made, used), self._key)
+            for key in own.get(fqn, {}).keys() - self._state[fqn].keys():
+                self._state[fqn][key] = own[fqn][key]
+                used |= self._lacking(fqn, key, there)
+        lacking = sorted(
+            name
+            for name in there
+            if name not in used and any(name.startswith(self._name(fqn, "")) for fqn in self._state)
+        )
+        if lacking and self._saved.strict:
+            raise self._saved.lacks(lacking)
+
+    def _lacking(self, fqn: str, key: str, there: Mapping[str, torch.Tensor]) -> set[str]:
+        """Strict: a state that was not saved is an error. Else it stays as it is."""
+        if self._saved.strict:
+            raise self._saved.lacks([self._name(fqn, key)])
+        return {name for name in there if name.startswith(self._name(fqn, key))}
+
+    def _find(
+        self, there: Mapping[str, torch.Tensor], made: set[str], used: set[str]
+    ) -> Callable[[str], torch.Tensor]:
+        def find(name: str) -> torch.Tensor:
+            tensor = there.get(name)
+            if tensor is None:
+                if self._saved.strict:
+                    raise CheckpointMismatchError(
+                        f"the checkpoint {self._saved.place} has {name!r}, a state that this "
+                        f"{type(self._named.optimizer).__name__} does not make; load it into the "
+                        "kind of optimizer it was saved from, with the same options"
+                    )
+                return self._new(name)
+            if name not in self._saved.manifest.tensors:
+                raise self._saved.lacks([name])
+            self._saved.check_shape(name, tensor)
+            used.add(name)
+            (self.fresh if name in made else self.live)[name] = tensor
+            return tensor
+
+        return find
+
+    def apply(self) -> None:
+        """Run the optimizer's ``load_state_dict`` on its own, filled, tensors."""
+        if self.is_there:
+            self._named.load(self._state, self._groups, self._saved.strict)
+
+    def undo(self) -> None:
+        """Drop the states that were made, and put values and options back."""
+        self._snapshot.restore()
+
+
+class StatefulTarget:
+    """A scheduler, a data loader: this rank's own state."""
+
+    def __init__(self, name: str, other: Stateful, saved: Saved) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+        self._other, self._state = other, None
+        key = f"stateful.{name}"
+        found = saved.own(key)
+        if found is None:
+            if not saved.strict:
+                return
+            if not saved.variants(key):
+                raise saved.lacks([key])
+            raise CheckpointMismatchError(
+                f"{key} differs between the {saved.manifest.world_size} ranks that saved "
+                f"{saved.place}, and rank {saved.rank} was not among them. Load it on as many "
+                "ranks, or leave it out and set it for this number of ranks"
+            )
+        self._before = copy.deepcopy(read_stateful(name, other))
+        _, there = values.encode(self._before, key)
+        text, suffix = found
+
+        def tensor_of(name: str) -> torch.Tensor:
+            own = name + suffix if name + suffix in saved.manifest.tensors else name
+            return self.fresh.setdefault(own, saved.new_tensor(own, there.get(name)))
+
+        self._state = values.decode(text, tensor_of, key)
+
+    def apply(self) -> None:
+        """Run ``load_state_dict``."""
+        if self._state is not None:
+            self._other.load_state_dict(self._state)
+
+    def undo(self) -> None:
+        """Run it with what was there."""
+        if self._state is not None:
+            self._other.load_state_dict(self._before)
+
+
+class ValueTarget:
+    """A value that is returned."""
+
+    def __init__(self, name: str, saved: Saved) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+        found = saved.own(name)
+
+        def tensor_of(key: str) -> torch.Tensor:
+            return self.fresh.setdefault(key + suffix, saved.new_tensor(key + suffix))
+
+        text, suffix = found or (None, "")
+        self.value = values.decode(text, tensor_of, name)
+
+    def apply(self) -> None:
+        """Nothing: tensors in the value are filled."""
+
+    def undo(self) -> None:
+        """Nothing."""
+
+
+class RngTarget(ValueTarget):
+    """The generators of this rank. A rank that had none gets seeds of its own, always the same."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__("rng", saved)
+        self._seed = f"{saved.manifest.seal.id} {saved.rank}" if saved.variants("rng") else ""
+        self._before: dict[str, Any] | None = None
+
+    def apply(self) -> None:
+        """Set the generators, after their states have been tried on others."""
+        if self.value is not None:
+            try:
+                setter = rng.restorer(self.value)
+            except (LookupError, TypeError, ValueError, RuntimeError) as error:
+                raise CheckpointCorruptError(
+                    f"'rng' holds no states of random number generators: {error}"
+                ) from error
+        elif self._seed:
+            setter = rng.seed_for(self._seed)
+        else:
+            return
+        self._before = rng.capture()
+        setter()
+
+    def undo(self) -> None:
+        """Set them to what they had."""
+        if self._before is not None:
+            rng.restore(self._before)

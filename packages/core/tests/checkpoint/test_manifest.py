@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vescale_fsdp import CheckpointCorruptError
+from vescale_fsdp.checkpoint.manifest import Manifest, Seal
+
+from .helpers import small_manifest
+
+Body = dict[str, Any]
+
+
+def text_of(body: Body, **seal: Any) -> bytes:
+    """A manifest with any body, sealed as it should be: as somebody would who means harm."""
+    import zlib
+
+    rest = b'"body": ' + json.dumps(body).encode() + b"}\n"
+    fields = {
+        "format": "vescale-fsdp checkpoint",
+        "version": 1,
+        "id": "ab" * 16,
+        "sequence": 3,
+        "step": 100,
+        "created": "",
+        "body_bytes": len(rest),
+        "body_crc32": f"{zlib.crc32(rest):08x}",
+    }
+    first = b'{"seal": ' + json.dumps({**fields, **seal}).encode() + b",\n"
+    return first + f'"seal_crc32": "{zlib.crc32(first):08x}",\n'.encode() + rest
+
+
+def body_of(manifest: Manifest) -> Body:
+    body: Body = json.loads(manifest.render())["body"]
+    return body
+
+
+def test_a_manifest_is_json_and_comes_back() -> None:
+    manifest = small_manifest()
+    text = manifest.render()
+    found = Manifest.parse(text, "manifest.json")
+    assert found.tensors == manifest.tensors
+    assert found.values == manifest.values
+    assert (found.files, found.world_size) == (manifest.files, 2)
+    assert json.loads(text)["seal"]["step"] == 100
+
+
+def test_the_first_bytes_tell_which_checkpoint_it_is() -> None:
+    text = small_manifest().render()
+    seal, length = Manifest.parse_seal(text[:500], "manifest.json")
+    assert isinstance(seal, Seal)
+    assert (seal.id, seal.sequence) == ("ab" * 16, 3)
+    assert text[length:].startswith(b'"body": ')
+
+
+def test_no_flipped_bit_and_no_cut_of_a_manifest_passes() -> None:
+    text = small_manifest().render()
+    for bit in range(8 * len(text)):
+        data = bytearray(text)
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointCorruptError, match=r"^here"):
+            Manifest.parse(bytes(data), "here")
+    for length in range(len(text)):
+        with pytest.raises(CheckpointCorruptError, match=r"^here"):
+            Manifest.parse(text[:length], "here")
+
+
+def tensor(body: Body) -> Body:
+    found: Body = body["tensors"]["model.w"]
+    return found
+
+
+def chunk(body: Body, number: int = 0) -> Body:
+    found: Body = tensor(body)["chunks"][number]
+    return found
+
+
+HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
+    "parent": (lambda b: b["files"].update({"../x.bin": 4}), r"'\.\./x\.bin' is not the name"),
+    "absolute": (lambda b: b["files"].update({"/etc/passwd": 4}), "is not the name"),
+    "dots": (lambda b: b["files"].update({"..": 4}), "is not the name"),
+    "nul": (lambda b: b["files"].update({"a\0b": 4}), "is not the name"),
+    "itself": (lambda b: b["files"].update({"manifest.json": 4}), "is not the name"),
+    "unknown file": (lambda b: chunk(b).update(file="other"), "not among the files"),
+    "huge offset": (lambda b: chunk(b).update(offset=2**62), "ends at byte 4611686018427387928"),
+    "beyond numbers": (lambda b: chunk(b).update(offset=2**63), "expected a number from 0"),
+    "negative": (lambda b: chunk(b).update(offset=-4), "expected a number from 0"),
+    "float": (lambda b: chunk(b).update(offset=0.0), "expected a number from 0"),
+    "true": (lambda b: b.update(world_size=True), "world_size is True"),
+    "overlap": (lambda b: chunk(b).update(offset=2), "overlaps|belong to nothing"),
+    "gap": (lambda b: b["files"].update({"rank-00001.bin": 44}), "bytes 40 to 44"),
+    "bytes": (lambda b: chunk(b).update(bytes=20), "in 20 bytes, expected 24"),
+    "box outside": (lambda b: chunk(b).update(offsets=[4, 0]), "sticks out of"),
+    "box twice": (lambda b: chunk(b, 1).update(offsets=[1, 0]), "overlap"),
+    "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
+    "dimensions": (lambda b: chunk(b).update(sizes=[6]), "has not the 2 dimensions"),
+    "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "at most 64"),
+    "dtype": (lambda b: tensor(b).update(dtype="load"), "unknown dtype 'load'"),
+    "quantized": (lambda b: tensor(b).update(dtype="qint8"), "unknown dtype"),
+    "crc32": (lambda b: chunk(b).update(crc32="0x1"), "expected 8 hexadecimal"),
+    "more": (lambda b: tensor(b).update(run="os.system"), "expected"),
+    "fewer": (lambda b: b.pop("values"), "expected"),
+    "list": (lambda b: b.update(tensors=[]), "expected an object"),
+    "rank twice": (lambda b: b["values"]["extra"][0].update(ranks=[0, 0]), "has a rank twice"),
+    "no ranks": (lambda b: b["values"]["extra"][0].update(ranks=[]), "the ranks of"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_refused(name: str) -> None:
+    body = body_of(small_manifest())
+    change, message = HOSTILE[name]
+    Manifest.parse(text_of(body), "here")  # the premise: the form is right
+    change(body)
+    with pytest.raises(CheckpointCorruptError, match=f"here is refused.*({message})"):
+        Manifest.parse(text_of(body), "here")
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ('{"world_size": 1, "world_size": 2}', "'world_size' comes twice"),
+        ('{"world_size": NaN}', "NaN is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{", "Expecting"),
+    ],
+)
+def test_json_that_readers_understand_differently_is_refused(rest: str, message: str) -> None:
+    import zlib
+
+    data = b'"body": ' + rest.encode() + b"}\n"
+    first = text_of({}, body_bytes=len(data), body_crc32=f"{zlib.crc32(data):08x}")
+    start = first[: first.index(b'"body": ')]
+    with pytest.raises(CheckpointCorruptError, match=message):
+        Manifest.parse(start + data, "here")
+
+
+def test_another_version_is_refused_by_its_number() -> None:
+    text = text_of(body_of(small_manifest()), version=2)
+    with pytest.raises(CheckpointCorruptError, match=r"has version 2; this .* reads version 1"):
+        Manifest.parse(text, "here")
