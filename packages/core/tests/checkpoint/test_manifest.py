@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,6 @@ Body = dict[str, Any]
 
 def text_of(body: Body, **seal: Any) -> bytes:
     """A manifest with any body, sealed as it should be: as somebody would who means harm."""
-    import zlib
-
     rest = b'"body": ' + json.dumps(body).encode() + b"}\n"
     fields = {
         "format": "vescale-fsdp checkpoint",
@@ -129,8 +128,6 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
     ],
 )
 def test_json_that_readers_understand_differently_is_refused(rest: str, message: str) -> None:
-    import zlib
-
     data = b'"body": ' + rest.encode() + b"}\n"
     first = text_of({}, body_bytes=len(data), body_crc32=f"{zlib.crc32(data):08x}")
     start = first[: first.index(b'"body": ')]

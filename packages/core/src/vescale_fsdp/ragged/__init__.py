@@ -4,7 +4,7 @@ One file per concept. Layouts: `placement` (which rank holds which units), `regi
 as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape).
 Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DTensor subclass),
 `saving`. Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `linear`,
-`views`, `reductions` with `aggregates` and `norms`, `random`, `gradients`.
+`views`, `reductions` with `aggregates` and `norms`, `random`, `scaling`, `gradients`.
 """
 
 from vescale_fsdp.ragged.placement import RaggedShard

@@ -8,10 +8,12 @@
 | reduction where no slice is cut | ``sum``, ``mean``, ``amax``, ``any``, norms ... | ragged |
 | sums elsewhere | ``sum``, ``mean``, ``prod``, ``count_nonzero``, finite norms | DTensor, partial |
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
+| unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | all else | | error that names ``full_tensor()`` |
 
-The files are `elementwise`, `views`, `random`, `reductions` with `aggregates` and `norms`.
+The files are `elementwise`, `views`, `random`, `scaling`, and `reductions` with `aggregates` and
+`norms`.
 Beside ragged tensors there may be others that are cut in the same way, numbers, one-element plain
 tensors and replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another
 axis takes linear operators only (file `linear`). Gradients have the layout of their tensors
@@ -30,6 +32,7 @@ from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.norms import NORMS
 from vescale_fsdp.ragged.random import RANDOM
+from vescale_fsdp.ragged.scaling import SCALING
 from vescale_fsdp.ragged.views import VIEWS, WAYS_OUT
 
 __all__ = ["dispatch"]
@@ -43,7 +46,14 @@ _NEW = {
     aten.new_ones.default: run_new,
     aten.new_zeros.default: run_new,
 }
-_HANDLERS: dict[Any, Callable[..., Any]] = {**AGGREGATES, **_NEW, **NORMS, **RANDOM, **VIEWS}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **AGGREGATES,
+    **_NEW,
+    **NORMS,
+    **RANDOM,
+    **SCALING,
+    **VIEWS,
+}
 
 # Element-wise operators that torch does not tag as pointwise.
 _ELEMENTWISE = {
