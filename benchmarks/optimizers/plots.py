@@ -29,6 +29,7 @@ COLORS = {
 }
 WAYS = {"ours": "#0072b2", "LPT": "#e69f00", "holders only": "#4d4d4d"}
 STYLE = {
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -57,6 +58,7 @@ def curves() -> Figure | None:
     by_step.set_title("three seeds: mean, lowest and highest", fontsize=9)
     by_step.legend()
     by_rate.set(xscale="log", xlabel="learning rate")
+    rates = sorted({float(rate) for each in found.values() for rate in each["summary"]["tries"]})
     by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
     by_rate.minorticks_off()
     by_rate.set_title("at the end, seed 0: the tries", fontsize=9)
@@ -79,7 +81,7 @@ def costs() -> Figure | None:
     models = [key for key in states if key != "circumstances"]
     if not models or not steps:
         return None
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8, 2.6))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8, 2.8))
     rows = states[models[0]]["optimizers"]
     _bars(left, {name: row["per_parameter"] for name, row in rows.items()}, COLORS, "{:.2f}")
     left.set_title(f"bytes of state a parameter, {models[0]}", fontsize=9)
@@ -91,7 +93,8 @@ def costs() -> Figure | None:
     middle.set_title("Muon: MB that a rank sends", fontsize=9)
     times = {name: 1000 * median(each["step_s"]) for name, each in engines.items()}
     _bars(right, times, colors, "{:.0f}")
-    right.set_title(f"ms a step ({key})", fontsize=9)
+    right.set_title("Muon: ms a step", fontsize=9)
+    figure.supxlabel(f"Muon: {key}", fontsize=8)
     return figure
 
 
