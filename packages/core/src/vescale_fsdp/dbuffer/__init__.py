@@ -2,7 +2,7 @@
 
 `memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
 parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
-(`exchange` on CPUs).
+(`exchange` on CPUs, where `threads` keeps gloo's out of the way).
 """
 
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
@@ -14,6 +14,7 @@ from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
+from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
 __all__ = [
     "Cast",
@@ -30,6 +31,7 @@ __all__ = [
     "copy_async",
     "hand_back",
     "has_streams",
+    "let_ranks_go_first",
     "plain_tensors",
     "pool_for",
     "shard_view",

@@ -7,7 +7,7 @@ import atexit
 import torch.distributed as dist
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import Comm, choose_reduction
+from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
 from vescale_fsdp.engine.axes import Axes
 
 __all__ = ["comm_for"]
@@ -34,5 +34,6 @@ def comm_for(axes: Axes) -> Comm:
             num_replicas=axes.num_replicas,
             replica=axes.replica,
         )
+        let_ranks_go_first()
         _COMMS[key] = (dist.group.WORLD, comm)
     return comm
