@@ -37,9 +37,9 @@ from vescale_fsdp.optim.base import (
     local_of,
     zeros_placed,
 )
-from vescale_fsdp.optim.batches import Batch, Entry, batches
-from vescale_fsdp.optim.blocks import Blocks, BlockSize
-from vescale_fsdp.optim.codes import SMALLEST_SCALE, Codebook, codebook
+from vescale_fsdp.optim.quantized.batches import Batch, Entry, batches
+from vescale_fsdp.optim.quantized.blocks import Blocks, BlockSize
+from vescale_fsdp.optim.quantized.codes import SMALLEST_SCALE, Codebook, codebook
 from vescale_fsdp.ragged.holdings import remaining_box
 
 __all__ = ["AdamW8bit"]

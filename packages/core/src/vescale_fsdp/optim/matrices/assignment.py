@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.optim.matrices import Layout, Matrix, matrices_of
-from vescale_fsdp.optim.owners import Balance, Job, assign_owners, balance_of
-from vescale_fsdp.optim.routes import Grid, traffic_of
+from vescale_fsdp.optim.matrices.layout import Layout, Matrix, matrices_of
+from vescale_fsdp.optim.matrices.owners import Balance, Job, assign_owners, balance_of
+from vescale_fsdp.optim.matrices.routes import Grid, traffic_of
 
 __all__ = ["Assignment", "CommunicationPlan", "Entry", "assignments_of", "communication_of"]
 

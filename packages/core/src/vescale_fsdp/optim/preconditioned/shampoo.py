@@ -23,9 +23,9 @@ from torch import nn
 from vescale_fsdp.engine import Granularity, GranularityPolicy
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.optim.base import Group, Params, State
-from vescale_fsdp.optim.matrices import layout_of, spans_of
-from vescale_fsdp.optim.preconditioned import MatrixPart, Preconditioned, check_options
-from vescale_fsdp.optim.preconditioners import (
+from vescale_fsdp.optim.matrices.layout import layout_of, spans_of
+from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, check_options
+from vescale_fsdp.optim.preconditioned.roots import (
     accumulate_,
     bias_corrections,
     first_due,
@@ -33,7 +33,7 @@ from vescale_fsdp.optim.preconditioners import (
     is_due,
     update_moments_,
 )
-from vescale_fsdp.optim.resting import Line, line_of
+from vescale_fsdp.optim.preconditioned.resting import Line, line_of
 
 __all__ = ["Shampoo"]
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.optim.base import Group, assign, local_of, zeros_placed
-from vescale_fsdp.optim.matrices import split_heights
-from vescale_fsdp.optim.muon_rule import apply_update, direction, orthogonalized
+from vescale_fsdp.optim.matrices.layout import split_heights
+from vescale_fsdp.optim.muon.rule import apply_update, direction, orthogonalized
 from vescale_fsdp.ragged import RaggedShard, contiguous_strides
 from vescale_fsdp.ragged.tensor import wrap
 

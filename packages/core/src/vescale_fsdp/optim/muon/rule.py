@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.optim.newton_schulz import newton_schulz
+from vescale_fsdp.optim.muon.newton_schulz import newton_schulz
 
 __all__ = ["apply_update", "direction", "orthogonalized"]
 

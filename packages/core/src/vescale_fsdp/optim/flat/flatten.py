@@ -30,8 +30,16 @@ from torch.optim import (
 )
 
 from vescale_fsdp import compat
-from vescale_fsdp.optim.pieces import Piece, pieces_of
-from vescale_fsdp.optim.space import SCALARS, Member, Members, Space, States, local_of, spaces_of
+from vescale_fsdp.optim.flat.pieces import Piece, pieces_of
+from vescale_fsdp.optim.flat.space import (
+    SCALARS,
+    Member,
+    Members,
+    Space,
+    States,
+    local_of,
+    spaces_of,
+)
 from vescale_fsdp.ragged.tensor import wrap
 
 __all__ = ["flatten_"]

@@ -11,7 +11,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, compat
-from vescale_fsdp.optim.matrices import Layout, matrices_of, order_of_cuts, spans_of, split_heights
+from vescale_fsdp.optim.matrices.layout import (
+    Layout,
+    matrices_of,
+    order_of_cuts,
+    spans_of,
+    split_heights,
+)
 from vescale_fsdp.ragged.holdings import holding_of
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from vescale_fsdp.optim.matrices import Matrix, Part
+from vescale_fsdp.optim.matrices.layout import Matrix, Part
 
 __all__ = ["Bucket", "Grid", "Routes", "Run", "Traffic", "routes_of", "traffic_of"]
 

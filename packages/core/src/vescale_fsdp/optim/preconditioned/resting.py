@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.optim.base import local_of, zeros_placed
-from vescale_fsdp.optim.matrices import layout_of
+from vescale_fsdp.optim.matrices.layout import layout_of
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor, contiguous_strides
 from vescale_fsdp.ragged.tensor import wrap
 

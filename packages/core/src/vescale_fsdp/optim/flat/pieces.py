@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.optim.space import Member, Space
+from vescale_fsdp.optim.flat.space import Member, Space
 
 __all__ = ["Piece", "pieces_of"]
 

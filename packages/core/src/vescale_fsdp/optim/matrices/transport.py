@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES, Exchange
-from vescale_fsdp.optim.matrices import Matrix, Part
-from vescale_fsdp.optim.routes import Bucket, Routes, Run
+from vescale_fsdp.optim.matrices.layout import Matrix, Part
+from vescale_fsdp.optim.matrices.routes import Bucket, Routes, Run
 from vescale_fsdp.ragged.exchange import as_bytes
 
 __all__ = ["Compute", "Sink", "Source", "Transport", "from_tensors"]
