@@ -4,6 +4,7 @@ Plain PyTorch, shared by the two training scripts beside this file. Nothing here
 model will be sharded.
 """
 
+import hashlib
 import re
 import sysconfig
 from collections import Counter
@@ -83,6 +84,15 @@ def generate(model: GPT, tokens: Tensor, num_tokens: int, temperature: float = 0
         choice = torch.multinomial((logits / temperature).softmax(0), 1)
         tokens = torch.cat([tokens, choice])
     return tokens
+
+
+def digest_of(model: nn.Module) -> str:
+    """Another one if any bit of the parameters is. They must be whole."""
+    total = hashlib.sha256()
+    for name, param in model.named_parameters():
+        total.update(name.encode())
+        total.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return total.hexdigest()[:16]
 
 
 def learning_rate_factor(step: int, max_steps: int, warmup: int = 20) -> float:

@@ -49,7 +49,7 @@ __all__ = [
     "concatenate_meshes",
     "current_backward",
     "default_store",
-    "flattened_keys",
+    "flattened",
     "forget_meshes",
     "fqn_of",
     "group_over",
@@ -184,12 +184,11 @@ def fqn_of(module: torch.nn.Module, name: str) -> str:
     return fqn
 
 
-def flattened_keys(state: dict[str, Any]) -> set[str]:
-    """The keys that ``torch.distributed.checkpoint`` gives to the entries of a nested state."""
+def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """A nested state as ``torch.distributed.checkpoint`` flattens it, and the path of each key."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    flat, _ = flatten_state_dict(state)
-    return set(flat)
+    return flatten_state_dict(state)
 
 
 def _nccl_options(timeout: datetime.timedelta | None) -> Any:

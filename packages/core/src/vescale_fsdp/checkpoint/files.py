@@ -151,13 +151,18 @@ class DataReader:
         folder: of the checkpoint.
         sizes: the files, and how many bytes each must have.
         progress: is told the number of bytes after each read.
+        advice: how messages end.
     """
 
     def __init__(
-        self, folder: Path, sizes: dict[str, int], progress: Progress | None = None
+        self,
+        folder: Path,
+        sizes: dict[str, int],
+        progress: Progress | None = None,
+        advice: str = ". Nothing was loaded; move this checkpoint away and load the one before it",
     ) -> None:
         self.folder, self._sizes = folder, sizes
-        self._progress = progress
+        self._progress, self._advice = progress, advice
         self._streams: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> DataReader:
@@ -181,11 +186,15 @@ class DataReader:
     def read_part(self, span: Span, first: int, length: int, label: str) -> torch.Tensor:
         """Some bytes of a span, which are not checked. Returns uint8, [length]."""
         found = torch.empty(length, dtype=torch.uint8)
-        if length:
+        self.read_into(bytes_of(found), span, first, label)
+        return found
+
+    def read_into(self, into: memoryview, span: Span, first: int, label: str) -> None:
+        """Fill a memory with bytes of a span, which are not checked."""
+        if into:
             stream = self._open(span.file, label)
             stream.seek(span.offset + first)
-            self._fill(stream, bytes_of(found), span, label)
-        return found
+            self._fill(stream, into, span, label)
 
     def check(self, span: Span, label: str) -> None:
         """Check a span, with little memory. Raises as `read` does."""
@@ -214,12 +223,12 @@ class DataReader:
                 filled += count
         except OSError as error:
             raise CheckpointCorruptError(
-                f"{self.folder / span.file} cannot be read in {label}: {error}. {_ADVICE}"
+                f"{self.folder / span.file} cannot be read in {label}: {error}{self._advice}"
             ) from error
         if filled < len(into):
             raise CheckpointCorruptError(
-                f"{self.folder / span.file} ended while {label} was read: something has cut it. "
-                f"{_ADVICE}"
+                f"{self.folder / span.file} ended while {label} was read: something has cut it"
+                f"{self._advice}"
             )
         if self._progress is not None:
             self._progress(filled)
@@ -229,7 +238,7 @@ class DataReader:
             raise CheckpointCorruptError(
                 f"{self.folder / span.file} is damaged in {label}: bytes {span.offset} to "
                 f"{span.offset + span.length} have the CRC32 {crc32:08x}, expected "
-                f"{span.crc32:08x}. {_ADVICE}"
+                f"{span.crc32:08x}{self._advice}"
             )
 
     def _open(self, file: str, label: str) -> BinaryIO:
@@ -240,7 +249,7 @@ class DataReader:
             stream = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError as error:
             raise CheckpointIncompleteError(
-                f"{path} is missing, with {label} in it. {_ADVICE}"
+                f"{path} is missing, with {label} in it{self._advice}"
             ) from error
         except OSError as error:
             raise CheckpointIncompleteError(
@@ -251,12 +260,9 @@ class DataReader:
             stream.close()
             raise CheckpointCorruptError(
                 f"{path}, with {label} in it, has {num_bytes} bytes, expected "
-                f"{self._sizes[file]}. {_ADVICE}"
+                f"{self._sizes[file]}{self._advice}"
             )
         if len(self._streams) >= _MOST_OPEN:
             self._streams.pop(next(iter(self._streams))).close()
         self._streams[file] = stream
         return stream
-
-
-_ADVICE = "Nothing was loaded; move this checkpoint away and load the one before it"

@@ -1,4 +1,4 @@
-"""Do boxes tile a tensor, and do spans tile a file? Integers only.
+"""Do boxes tile a tensor, and do spans tile a file? Where do boxes lie? Integers only.
 
 A box is (offsets, sizes). Boxes of which no two overlap, and which together have as many elements
 as the tensor, cover it.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
-__all__ = ["boxes_fault", "spans_fault"]
+__all__ = ["boxes_fault", "runs_of", "spans_fault"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -66,3 +67,24 @@ def spans_fault(num_bytes: int, spans: Iterable[tuple[int, int, str]]) -> str:
         if end > num_bytes:
             return f"{label} ends at byte {end} of {num_bytes}"
     return "" if end == num_bytes else f"bytes {end} to {num_bytes} belong to nothing"
+
+
+def runs_of(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Where the elements of a box lie in a row-major tensor: (first, length), in their order.
+
+    As few as there can be: a box of whole rows is one run. For shape (4, 5), columns 1 and 2 of the
+    rows 1 and 2 are (6, 2) and (11, 2).
+    """
+    if not math.prod(sizes):
+        return
+    inner = len(shape)  # dimensions from here on are whole
+    while inner and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    run_dim = max(inner - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(sizes[run_dim:])
+    base = sum(o * stride for o, stride in zip(offsets, strides, strict=True))
+    for index in product(*(range(size) for size in sizes[:run_dim])):
+        yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length

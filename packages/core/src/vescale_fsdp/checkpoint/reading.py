@@ -21,34 +21,37 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 
 from vescale_fsdp.checkpoint import tensors
 from vescale_fsdp.checkpoint.files import DataReader
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Span
 from vescale_fsdp.checkpoint.seal import data_name
 
-__all__ = ["Arrival", "read", "shares"]
+__all__ = ["Arrival", "Part", "parts_of", "read", "shares"]
 
 
 @dataclass
 class Arrival:
-    """Elements that have arrived, and the place where they go; after `put`, what was there."""
+    """Elements that have arrived, and the place where they go."""
 
     name: str
     place: torch.Tensor
-    value: torch.Tensor
+    value: torch.Tensor  # after `put` with ``keep``: what was there
+    is_kept: bool = False
 
     def put(self, *, keep: bool) -> None:
-        """Write the elements to their place; with ``keep`` hold on to those that were there.
-
-        A second call puts these back.
-        """
+        """Write the elements to their place; with ``keep`` hold on to those that were there."""
         value = self.value
         if keep:
-            self.value = tensors.on_host(self.place, copy=True)
+            self.value, self.is_kept = tensors.on_host(self.place, copy=True), True
         with torch.no_grad():
             self.place.copy_(value)
+
+    def put_back(self) -> None:
+        """Undo `put`, as far as it came. What was not kept stays as it is."""
+        if self.is_kept:
+            with torch.no_grad():
+                self.place.copy_(self.value)
 
 
 def shares(manifest: Manifest, rank: int, num_ranks: int) -> list[tuple[Span, str]]:
@@ -88,30 +91,45 @@ def read(
     Raises:
         CheckpointCorruptError, CheckpointIncompleteError: as `DataReader.read` does.
     """
+    parts = parts_of(manifest, wanted)
+    mine = {span: label for span, label in shares(manifest, rank, num_ranks) if span.length}
+    arrived: list[Arrival] = []
+    for span in sorted({*parts, *mine}, key=lambda span: (span.file, span.offset)):
+        if span not in parts:
+            reader.check(span, mine[span])
+            continue
+        name, chunk = parts[span][0].name, parts[span][0].chunk
+        source = _Source(reader, name, manifest.tensors[name].dtype, chunk, is_mine=span in mine)
+        for part in parts[span]:
+            arrived.append(Arrival(name, part.place, source.box(part.offsets, part.lengths)))
+    return arrived
+
+
+@dataclass
+class Part:
+    """A box of a chunk, by offsets within it, and the place where it goes."""
+
+    name: str
+    chunk: Chunk
+    offsets: torch.Size
+    lengths: torch.Size
+    place: torch.Tensor
+
+
+def parts_of(manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> dict[Span, list[Part]]:
+    """What this rank needs of each chunk to fill its elements of the wanted tensors."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(wanted), _metadata(manifest, wanted))
-    items: dict[Span, list[ReadItem]] = defaultdict(list)
-    chunks: dict[Span, tuple[str, Chunk]] = {}
+    parts: dict[Span, list[Part]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         name, number = item.storage_index.fqn, item.storage_index.index
         assert number is not None, "the planner numbers chunks"
-        if not math.prod(item.lengths):
-            continue
-        chunk = manifest.tensors[name].chunks[number]
-        chunks[chunk.span] = (name, chunk)
-        items[chunk.span].append(item)
-    mine = {span: label for span, label in shares(manifest, rank, num_ranks) if span.length}
-    arrived: list[Arrival] = []
-    for span in sorted({*items, *mine}, key=lambda span: (span.file, span.offset)):
-        if span not in items:
-            reader.check(span, mine[span])
-            continue
-        name, chunk = chunks[span]
-        source = _Source(reader, name, manifest.tensors[name].dtype, chunk, is_mine=span in mine)
-        for item in items[span]:
+        if math.prod(item.lengths):
+            chunk = manifest.tensors[name].chunks[number]
             place = planner.resolve_tensor(item)
-            arrived.append(Arrival(name, place, source.box(item.storage_offsets, item.lengths)))
-    return arrived
+            part = Part(name, chunk, item.storage_offsets, item.lengths, place)
+            parts[chunk.span].append(part)
+    return parts
 
 
 class _Source:

@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
 from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
 from vescale_fsdp.errors import CheckpointWriteError
 
-__all__ = ["SaveHandle", "finish_saves", "save"]
+__all__ = ["SaveHandle", "finish_saves", "save", "software"]
 
 
 class SaveHandle:
@@ -296,7 +296,7 @@ class _Save:
         return Manifest(
             Seal(self._stage.id, sequence, self._step, now),
             world_size=len(written),
-            software=_software(),
+            software=software(),
             files=dict(
                 sorted(part["file"] for part in written if part["chunks"] or part["values"])
             ),
@@ -316,7 +316,8 @@ def _listed(span: Span) -> list[Any]:
     return [span.file, span.offset, span.length, span.crc32]
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
+    """What writes: versions by name."""
     import vescale_fsdp
 
     return {"vescale-fsdp": vescale_fsdp.__version__, "torch": torch.__version__}

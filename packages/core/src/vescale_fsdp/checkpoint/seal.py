@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from vescale_fsdp.checkpoint import manifest
@@ -33,7 +34,12 @@ from vescale_fsdp.errors import CheckpointExistsError, CheckpointWriteError
 __all__ = ["Stage", "clean", "data_name", "is_stage", "remove", "stages_of"]
 
 _STAGE = re.compile(r"(?s)(.+)\.tmp-[0-9a-f]{32}")
-_DATA = re.compile(r"rank-[0-9]{5,}\.bin")
+_UNLOCKED = re.compile(r"(?s)\..+\.new-[0-9a-f]{32}")
+_DATA = re.compile(
+    r"rank-[0-9]{5,}\.bin"  # ours
+    r"|model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?"
+    r"|__[0-9]+_0\.distcp|\.metadata"  # of torch.distributed.checkpoint
+)
 _log = logging.getLogger(__name__)
 
 
@@ -61,36 +67,51 @@ def stages_of(target: Path) -> list[Path]:
 class Stage:
     """A folder beside the target, made and held by the first rank.
 
+    Args:
+        into: the target may be a folder that exists, to `merge` into.
+
     Raises:
         CheckpointExistsError: there is something at the target.
         CheckpointWriteError: the folder cannot be made.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, into: bool = False) -> None:
         self.id = secrets.token_hex(16)
         self.target = target
         self.path = target.with_name(f"{target.name}.tmp-{self.id}")
-        if os.path.lexists(target):
+        if os.path.lexists(target) and not (into and target.is_dir()):
             raise CheckpointExistsError(
                 f"{target} exists already, and a checkpoint is never overwritten; save to another "
                 "path"
             )
-        # Under a name that `clean` does not know until it is locked.
-        unlocked = target.with_name(f".{target.name}.new-{self.id}")
         with write_errors(self.path):
             target.parent.mkdir(parents=True, exist_ok=True)
-            unlocked.mkdir()
-            self._lock = _lock(unlocked)
-            unlocked.rename(self.path)
+            self._lock = self._make()
 
-    def publish(self, data: bytes) -> None:
-        """Write the manifest, and give the checkpoint its name.
+    def _make(self) -> int | None:
+        """Make the folder. It has another name, and nothing in it, until it is locked."""
+        while True:
+            unlocked = self.target.with_name(f".{self.target.name}.new-{secrets.token_hex(16)}")
+            unlocked.mkdir()
+            lock = None
+            try:
+                lock = _lock(unlocked)
+                unlocked.rename(self.path)
+                return lock
+            except (FileNotFoundError, CheckpointWriteError):
+                # Another job's `clean` took it for one that was left: make the next.
+                if lock is not None:
+                    os.close(lock)
+
+    def publish(self, data: bytes | None) -> None:
+        """Write the manifest, if there is one, and give the checkpoint its name.
 
         Raises:
             CheckpointExistsError: another job was faster.
             CheckpointWriteError: naming what could not be written.
         """
-        write_file(self.path / manifest.NAME, data)
+        if data is not None:
+            write_file(self.path / manifest.NAME, data)
         with write_errors(self.target):
             flush_folder(self.path)
             try:
@@ -104,6 +125,33 @@ class Stage:
                 raise
             flush_folder(self.target.parent)
         self._release()
+
+    def merge(self, names: Sequence[str]) -> None:
+        """Move files into the target, a folder that exists, in this order.
+
+        Raises:
+            CheckpointExistsError: one of them is there. Nothing is moved then.
+            CheckpointWriteError: the system refuses; those that were moved are taken back.
+        """
+        there = [name for name in names if os.path.lexists(self.target / name)]
+        if there:
+            raise CheckpointExistsError(
+                f"{self.target / there[0]} exists already, and is never overwritten; write to "
+                "another path, or delete it first"
+            )
+        moved: list[str] = []
+        with write_errors(self.target):
+            flush_folder(self.path)
+            try:
+                for name in names:
+                    (self.path / name).rename(self.target / name)
+                    moved.append(name)
+                flush_folder(self.target)
+            except OSError:
+                for name in reversed(moved):
+                    (self.target / name).rename(self.path / name)
+                raise
+        self.abandon()
 
     def abandon(self) -> None:
         """Delete it, after an error. What cannot be deleted now, the next save deletes."""
@@ -122,7 +170,9 @@ def clean(folder: Path) -> None:
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if not is_stage(path) or path.is_symlink() or not path.is_dir():
+        if not (is_stage(path) or _UNLOCKED.fullmatch(path.name)):
+            continue
+        if path.is_symlink() or not path.is_dir():
             continue
         try:
             lock = _lock(path)

@@ -1,135 +1,227 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP): an explicit import.
+"""Directories of torch.distributed.checkpoint (DCP), read without running anything of theirs.
 
-Their ``.metadata`` is a pickle, and so is each item that is no tensor: what `load` never reads.
-Here both are read by unpicklers that build the classes of that format, and call nothing else. The
-bytes have no checksums: what was damaged or is a mix of two steps is loaded as it is, and a load
-that fails half-way leaves a model that is half loaded.
+Their ``.metadata`` is a pickle, and so is each item: what `load` never reads. Here they are read by
+unpicklers that build the classes of that format, and call nothing else. What the metadata claim is
+believed only if it fits: names of files in the directory, ranges within them, boxes that tile their
+tensor. The bytes have no checksums: what was damaged is read as it is.
 
-This also reads what ``vescale_fsdp.checkpoint.save`` wrote before it had a format of its own.
+Keys are paths joined by dots, ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.step``,
+``optimizer.param_groups.0.lr``. Where in them the model and the optimizers are is up to who saved::
+
+    model.<fqn>      optimizer.state...    the usual, and what `export_dcp` writes
+    app.model.<fqn>  app.optim.state...    objects with state_dict(), as in PyTorch's tutorials
+    <fqn>            optimizer.state...    torchtitan
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-import json
-import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
 )
 
-from vescale_fsdp import compat
-from vescale_fsdp.checkpoint.contents import Optimizers, named
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
+from vescale_fsdp.checkpoint import values
+from vescale_fsdp.checkpoint.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.geometry import boxes_fault
+from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.tensors import dtype_name
+from vescale_fsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointValueError,
+)
 
-__all__ = ["import_dcp"]
+__all__ = ["METADATA", "StockDirectory"]
 
-_EXTRA = "extra.json"
+METADATA = ".metadata"
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
-def import_dcp(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    strict: bool = True,
-) -> dict[str, Any]:
-    """Load a directory that ``torch.distributed.checkpoint`` has written, in place. Collective.
+class StockDirectory:
+    """What is in a directory, by DCP's keys.
 
-    Keys are ``model.<fqn>`` and ``optimizer.<name>.state.<fqn>.<state>``; a single optimizer is
-    "0". The number of ranks, the units and the granularity may differ from those at the save.
-
-    Args:
-        path: of the directory.
-        model: of the same architecture.
-        optimizer: one, or a mapping with the names that were used to save.
-        strict: refuse a checkpoint that lacks entries of the model or the optimizers.
-
-    Returns:
-        What is in ``extra.json``, or nothing.
+    Attributes:
+        tensors: their chunks; a span is that of a pickled tensor, without a CRC32.
+        values: where the other items are.
+        paths: what a key was joined from.
+        files: the sizes of the data files.
+        digest: of the metadata.
 
     Raises:
-        CheckpointIncompleteError: there is no such checkpoint, or it lacks entries. Nothing has
-            changed then.
-        CheckpointCorruptError: it holds something that is not of this format.
+        CheckpointIncompleteError: there is no such directory, or a file is missing.
+        CheckpointCorruptError: the metadata are not those of this format, or do not fit.
     """
-    source = Path(path)
-    reader = _Reader(source)
-    state: dict[str, Any] = {}
-    stateless: dict[str, set[str]] = {}
 
-    def prepare() -> None:
-        if not (source / ".metadata").is_file():
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file = folder / METADATA
+        self.tensors: dict[str, TensorEntry] = {}
+        self.values: dict[str, Span] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.files: dict[str, int] = {}
+        try:
+            data = self._file.read_bytes()
+        except OSError as error:
             raise CheckpointIncompleteError(
-                f"there is no checkpoint of torch.distributed.checkpoint at {source}"
-            )
-        saved = set(reader.read_metadata().state_dict_metadata)
-        state.update(_state(model, optimizer))
-        stateless.update({n: _drop_stateless(n, state, saved) for n in state["optimizer"]})
-        missing = sorted(compat.flattened_keys(state) - saved) if strict else []
-        if missing:
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise CheckpointIncompleteError(
-                f"the checkpoint {source} lacks {len(missing)} entries: {shown}. Load it into the "
-                "model and optimizers it was saved from, or pass strict=False"
-            )
+                f"there is no checkpoint of torch.distributed.checkpoint at {folder}"
+            ) from error
+        self.digest = hashlib.sha256(data).hexdigest()
+        found = self._unpickled(data)
+        try:
+            self._take(found)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(
+                f"{self._file} is refused: it has not the form of this format ({error})"
+            ) from error
 
-    all_ranks().agree(f"the import of {source}", prepare)
-    planner = _Planner(allow_partial_load=not strict)
-    state_dict_loader.load(state, storage_reader=reader, planner=planner)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
-    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-    for name, each in named(optimizer).items():
-        options = StateDictOptions(strict=strict and not stateless[name])
-        set_optimizer_state_dict(model, each, state["optimizer"][name], options=options)
-        for param in [p for p in each.state if names.get(p) in stateless[name]]:
-            del each.state[param]
-    file = source / _EXTRA
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    def _unpickled(self, data: bytes) -> Metadata:
+        try:
+            found = _Unpickler(io.BytesIO(data)).load()
+        except _RefusedError as error:
+            raise CheckpointCorruptError(
+                f"{self._file} is refused: it wants {error}, which is no part of this format and "
+                "could run code"
+            ) from error
+        except Exception as error:  # whatever damaged bytes make it raise
+            raise CheckpointCorruptError(f"{self._file} cannot be read: {error!r}") from error
+        if type(found) is not Metadata:
+            raise CheckpointCorruptError(
+                f"{self._file} holds a {type(found).__name__}, no metadata"
+            )
+        return found
+
+    def _take(self, found: Metadata) -> None:
+        storage: Any = found.storage_data
+        paths: Any = found.planner_data or {}
+        for key, each in found.state_dict_metadata.items():
+            if type(key) is not str:
+                raise ValueError(f"the key {key!r} is no text")
+            path = tuple(paths.get(key, (key,))) if isinstance(paths, dict) else (key,)
+            if any(type(part) not in (str, int) for part in path):
+                raise ValueError(f"{key!r} has the path {path!r}")
+            self.paths[key] = path
+            if isinstance(each, BytesStorageMetadata):
+                self.values[key] = self._span(storage[MetadataIndex(key)], key)
+            elif isinstance(each, TensorStorageMetadata):
+                self.tensors[key] = self._tensor(key, each, storage)
+            else:
+                raise ValueError(f"{key!r} is a {type(each).__name__}")
+
+    def _tensor(self, key: str, each: TensorStorageMetadata, storage: Any) -> TensorEntry:
+        dtype = dtype_name(each.properties.dtype)
+        if dtype not in DTYPES:
+            raise ValueError(f"{key!r} has the dtype {dtype}")
+        shape = _counts(each.size)
+        chunks = []
+        for chunk in each.chunks:
+            offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
+            span = self._span(storage[MetadataIndex(key, offsets)], key)
+            chunks.append(Chunk(offsets, sizes, span))
+        fault = boxes_fault(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        if fault:
+            raise ValueError(f"{key!r} of shape {list(shape)} is not whole: {fault}")
+        return TensorEntry(dtype, shape, tuple(chunks))
+
+    def _span(self, info: Any, key: str) -> Span:
+        file, (offset, length) = info.relative_path, _counts((info.offset, info.length))
+        if type(file) is not str or not _FILE.fullmatch(file):
+            raise ValueError(f"{file!r} of {key!r} is not the name of a file in this directory")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{key!r} is compressed or encrypted, which is not read here")
+        if file not in self.files:
+            try:
+                self.files[file] = (self.folder / file).stat().st_size
+            except OSError as error:
+                raise CheckpointIncompleteError(
+                    f"{self.folder / file} is missing, with {key!r} in it"
+                ) from error
+        if offset + length > self.files[file]:
+            raise CheckpointCorruptError(
+                f"{self.folder / file} has {self.files[file]} bytes, but {key!r} should end at "
+                f"byte {offset + length}: it was cut, or is of another checkpoint"
+            )
+        return Span(file, offset, length, 0)
+
+    # Items
+
+    def chunk(self, reader: DataReader, dtype: str, chunk: Chunk, label: str) -> torch.Tensor:
+        """The elements of a chunk.
+
+        Raises:
+            CheckpointCorruptError: it is no tensor, or another one than the metadata say.
+        """
+        found = self._loaded(reader, chunk.span, label)
+        if (
+            not isinstance(found, torch.Tensor)
+            or found.layout is not torch.strided
+            or (dtype_name(found.dtype), tuple(found.shape)) != (dtype, chunk.sizes)
+        ):
+            what = (
+                f"{found.dtype} {tuple(found.shape)}"
+                if isinstance(found, torch.Tensor)
+                else type(found).__name__
+            )
+            raise CheckpointCorruptError(
+                f"{self.folder / chunk.span.file} has a {what} for {label}, expected {dtype} "
+                f"{chunk.sizes}"
+            )
+        return found.detach().contiguous()
+
+    def value(self, reader: DataReader, key: str) -> values.Json:
+        """The JSON of an item that is no tensor, as `values.encode` makes it.
+
+        Raises:
+            CheckpointCorruptError: it is more than plain data.
+        """
+        found = self._loaded(reader, self.values[key], f"value {key!r}")
+        try:
+            encoded, tensors = values.encode(found, key)
+        except CheckpointValueError as error:
+            raise CheckpointCorruptError(
+                f"{self.folder / self.values[key].file} is refused: {error}"
+            ) from error
+        if tensors:
+            raise CheckpointCorruptError(
+                f"{self.folder / self.values[key].file} is refused: {key!r} has tensors within a "
+                "pickled value"
+            )
+        return encoded
+
+    def _loaded(self, reader: DataReader, span: Span, label: str) -> Any:
+        data = reader.read_part(span, 0, span.length, label)
+        try:
+            return torch.load(io.BytesIO(bytes_of(data)), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointCorruptError(
+                f"{self.folder / span.file} is refused in {label}: it holds more than plain data, "
+                "and could run code, or is damaged"
+            ) from error
+        except Exception as error:  # whatever damaged bytes make it raise
+            raise CheckpointCorruptError(
+                f"{self.folder / span.file} cannot be read in {label}: {error!r}"
+            ) from error
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    found = tuple(numbers)
+    if len(found) > 64 or any(type(n) is not int or not 0 <= n < 2**63 for n in found):
+        raise ValueError(f"{found!r} are no counts")
     return found
 
 
-def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": {
-            name: get_optimizer_state_dict(model, each) for name, each in named(optimizer).items()
-        },
-    }
-
-
-def _drop_stateless(name: str, state: dict[str, Any], saved: set[str]) -> set[str]:
-    """Take out of ``state`` the parameters that had no optimizer state at the save.
-
-    An optimizer has none for a parameter that never had a gradient, and must have none after
-    the load either. Returns their names; empty if the optimizer was not saved at all, so that
-    its entries are found to be lacking.
-    """
-    prefix = f"optimizer.{name}.state."
-    if not any(key.startswith(prefix) for key in saved):
-        return set()
-    states = state["optimizer"][name]["state"]
-    absent = {
-        fqn for fqn, each in states.items() if not any(f"{prefix}{fqn}.{k}" in saved for k in each)
-    }
-    for fqn in absent:
-        del states[fqn]
-    return absent
+class _RefusedError(pickle.UnpicklingError):
+    """A name that is no part of the format."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -160,33 +252,4 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and name in self._dtypes
         if is_dtype or (module, name) in self._classes or (module, name) in self._others:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The metadata, by the restricted unpickler."""
-        file = Path(self.path) / ".metadata"
-        try:
-            with open(file, "rb") as stream:
-                found = _Unpickler(stream).load()
-        except pickle.UnpicklingError as error:
-            raise CheckpointCorruptError(
-                f"{file} is refused: it wants {error}, which is no part of this format and could "
-                "run code"
-            ) from error
-        if not isinstance(found, Metadata):
-            raise CheckpointCorruptError(f"{file} holds a {type(found).__name__}, no metadata")
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an item that is no tensor with torch's restricted unpickler only."""
-        plain = torch.load(value, weights_only=True)
-        again = io.BytesIO()  # of what was found harmless; the planner itself would read anything
-        torch.save(plain, again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
+        raise _RefusedError(f"{module}.{name}")

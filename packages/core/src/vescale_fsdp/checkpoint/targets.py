@@ -132,9 +132,17 @@ class Saved:
 
 
 class ModelTarget:
-    """Parameters, buffers and extra states of a model."""
+    """Parameters, buffers and extra states of a model.
 
-    def __init__(self, model: nn.Module, saved: Saved) -> None:
+    Args:
+        tensors_only: the format has no extra states; those of the model are left alone.
+
+    Attributes:
+        names: of all tensors that the model saves.
+        lacking: what the checkpoint has not. Of tied names one is enough.
+    """
+
+    def __init__(self, model: nn.Module, saved: Saved, *, tensors_only: bool = False) -> None:
         self._model, self._saved = model, saved
         self._state = get_model_state_dict(model)
         self.live: dict[str, torch.Tensor] = {}
@@ -144,22 +152,30 @@ class ModelTarget:
         for variant in saved.variants("model"):
             saved.check_form("model", variant, {})
             merged |= variant
+        self.names: set[str] = set()
         lacking = []
+        ties = tensors.ties_of(model)
+        filled: set[str] = set()  # those of tied names are filled once
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
             if not isinstance(value, torch.Tensor):
                 if fqn in merged:
                     self._before[fqn] = copy.deepcopy(value)
                     self._extra(fqn, merged[fqn])
-                else:
-                    lacking.append(name)
-            elif name in saved.manifest.tensors:
+                elif not tensors_only:
+                    lacking.append(fqn)
+                continue
+            self.names.add(name)
+            if name in saved.manifest.tensors:
                 saved.check_shape(name, value)
-                self.live[name] = value
+                if ties.get(fqn, fqn) not in filled:
+                    self.live[name] = value
+                filled.add(ties.get(fqn, fqn))
             else:
-                lacking.append(name)
-        if lacking and saved.strict:
-            raise saved.lacks(lacking)
+                lacking.append(fqn)
+        self.lacking = [f"model.{fqn}" for fqn in lacking if ties.get(fqn, fqn) not in filled]
+        if self.lacking and saved.strict:
+            raise saved.lacks(self.lacking)
 
     def _extra(self, fqn: str, text: Any) -> None:
         def tensor_of(name: str) -> torch.Tensor:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["check", "dtype_name", "on_host"]
+__all__ = ["check", "dtype_name", "is_float", "on_host", "plain", "ties_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in a manifest."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether elements of this dtype mean the same in another one: no scale belongs to them."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def check(tensor: torch.Tensor, name: str) -> None:
@@ -22,7 +28,7 @@ def check(tensor: torch.Tensor, name: str) -> None:
     Raises:
         CheckpointValueError: naming the tensor, and what it is.
     """
-    local = _plain(compat.local_tensor(tensor))
+    local = plain(compat.local_tensor(tensor))
     if compat.is_wrapper(local):
         found = f"holds several tensors ({type(local).__name__})"
     elif tensor.device.type == "meta" or local.device.type == "meta":
@@ -38,7 +44,7 @@ def check(tensor: torch.Tensor, name: str) -> None:
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The one tensor of the same elements that a wrapper holds; wrappers of several as they are."""
     while compat.is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -51,5 +57,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     """The elements in row-major order in the host's memory; the same memory where they are so."""
-    plain = _plain(tensor.detach()).resolve_conj().resolve_neg()
-    return plain.to("cpu", copy=copy, memory_format=torch.contiguous_format).contiguous()
+    data = plain(tensor.detach()).resolve_conj().resolve_neg()
+    return data.to("cpu", copy=copy, memory_format=torch.contiguous_format).contiguous()
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers that are tied to others: each with the first of its tensor.
+
+    For ``lm_head.weight`` that is ``embed.weight``: ``{"lm_head.weight": "embed.weight"}``.
+    """
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for path, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        fqn = compat.fqn_of(model, path)
+        kept = first.setdefault(id(tensor), fqn)
+        if kept != fqn:
+            ties[fqn] = kept
+    return ties

@@ -48,7 +48,7 @@ def verify(
     faults: list[str] = []
     broken: set[str] = set()  # files that are missing, or have another size
     is_corrupt = False
-    with DataReader(folder, manifest.files, report) as reader:
+    with DataReader(folder, manifest.files, report, advice="") as reader:
         for span, label in sorted(manifest.spans(), key=lambda entry: _place(entry[0])):
             if span.file in broken:
                 continue

@@ -4,7 +4,9 @@
 `sources` (`shapes`, `architectures`, `modules` -> `model`), how from `settings` and `blocks`;
 `layouts` asks the planner, `estimate` and `timeline` count bytes, `suggest` looks for something
 better, `result` is all of that; `report` (with `amounts`) and `export` show it, `picture` draws it.
-Importing this package loads nothing of that, and ``vescale-fsdp --help`` no torch.
+`checkpoint` has commands of its own; `checkpoint_places` finds what they are about, and
+`checkpoint_contents` shows it. Importing this package loads nothing of that, and ``vescale-fsdp
+--help`` no torch.
 """
 
 from __future__ import annotations

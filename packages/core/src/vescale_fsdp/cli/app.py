@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from vescale_fsdp.cli import checkpoint
 from vescale_fsdp.cli.amounts import plain
 from vescale_fsdp.cli.doctor import doctor
 from vescale_fsdp.cli.errors import InputError
@@ -92,6 +93,7 @@ def make_app() -> typer.Typer:
     app.callback()(_options)
     app.command("plan")(plan)
     app.command("doctor")(doctor)
+    app.add_typer(checkpoint.app, name="checkpoint")
     for plugin in entry_points(group=PLUGINS):
         _add(app, plugin)
     return app

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-__all__ = ["color_system", "track"]
+__all__ = ["color_system", "track", "track_bytes"]
 
 _PATIENCE_S = 1.0
 
@@ -35,3 +36,31 @@ def track(items: Sequence[T], label: str) -> Iterator[T]:
         for item in items:
             yield item
             progress.update(task, advance=1, visible=time.monotonic() - begin > _PATIENCE_S)
+
+
+@contextmanager
+def track_bytes(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Gives what is to be told the bytes so far and of all; shown as `track` does."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    begin = time.monotonic()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    console = Console(stderr=True, color_system=color_system())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(escape(label), total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            is_long = time.monotonic() - begin > _PATIENCE_S
+            progress.update(task, completed=done, total=total, visible=is_long)
+
+        yield show

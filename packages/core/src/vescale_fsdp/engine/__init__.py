@@ -10,7 +10,7 @@ Read in this order; each file is one concept.
   autograd and modules call a unit), `tree`, `root`.
 - What is sent, and when: `schedule`, with `order`, `turns` and `filling` (ranks settle an order),
   `prefetch`, `reductions`; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
-- What keeps ranks together: `agreement`, `fingerprint`.
+- What keeps ranks together: `attempts` (a store of their own), `agreement`, `fingerprint`.
 - What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.
 """
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.attempts import AbsentError, store_for
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = ["LONG_TIMEOUT_S", "agree", "exchange"]
 
-_PREFIX = "vescale_fsdp"
 LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
 
 
@@ -44,18 +44,19 @@ def exchange(
     me = dist.get_rank()
     if len(ranks) == 1 or dist.get_backend(group) == "fake":
         return merge([payload])
-    store = compat.default_store()
-    name = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
-    place = f"{_PREFIX}/{topic}/{name}"
+    try:
+        store = store_for(ranks, timeout_s)
+    except AbsentError as error:
+        raise _absent(topic, ranks[error.rank], timeout_s) from error
     # The store counts, so that a restarted process group starts from zero on every rank.
-    turn = store.add(f"{place}/turn/{me}", 1)
-    store.set(f"{place}/{turn}/{me}", payload)
+    turn = store.add(f"{topic}/turn/{me}", 1)
+    store.set(f"{topic}/{turn}/{me}", payload)
     if me == ranks[0]:
         payloads = [
-            _read(store, f"{place}/{turn}/{rank}", topic, rank, timeout_s) for rank in ranks
+            _read(store, f"{topic}/{turn}/{rank}", topic, rank, timeout_s) for rank in ranks
         ]
-        store.set(f"{place}/{turn}/result", merge(payloads))
-    return _read(store, f"{place}/{turn}/result", topic, ranks[0], timeout_s)
+        store.set(f"{topic}/{turn}/result", merge(payloads))
+    return _read(store, f"{topic}/{turn}/result", topic, ranks[0], timeout_s)
 
 
 def agree(
@@ -110,8 +111,12 @@ def _read(store: compat.Store, key: str, topic: str, rank: int, timeout_s: float
     try:
         compat.store_wait(store, key, timeout_s)
     except dist.DistStoreError as error:
-        raise RankMismatchError(
-            f"rank {rank} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
-            "died, hangs, or runs other code than this rank. Its log says which"
-        ) from error
+        raise _absent(topic, rank, timeout_s) from error
     return store.get(key).decode()
+
+
+def _absent(topic: str, rank: int, timeout_s: float) -> RankMismatchError:
+    return RankMismatchError(
+        f"rank {rank} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
+        "died, hangs, or runs other code than this rank. Its log says which"
+    )

@@ -15,6 +15,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.pipelining import State, register_state
+from vescale_fsdp.engine.schedule import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
 
@@ -65,22 +66,28 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         """Free this module's gathered parameters and register the sharded ones."""
         self._unit().rest()
 
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop what is left of that step.
+    def reset_iter_state(self, timeout_s: float = MEETING_TIMEOUT_S) -> None:
+        """After an exception in forward or backward: drop what is left of that step. Collective.
 
         Waits for collectives under way, frees what is gathered and drops gradients that have
-        not been published. Called on the root.
+        not been published. Called on the root, on every rank: an exception on one rank alone
+        leaves the others in collectives that nobody comes to.
+
+        Args:
+            timeout_s: for the other ranks to call it, too.
 
         Raises:
             RuntimeError: this is not the root.
+            RankMismatchError: a rank did not call it in time; it goes on with the step. The step
+                is dropped on this rank then, and the run cannot go on.
         """
         unit = self._unit()
         if unit.schedule is not None and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if unit.schedule is not None:
-            unit.schedule.reset()
             for below in unit.schedule.units():
                 below.forget_running()
+            unit.schedule.leave(timeout_s)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

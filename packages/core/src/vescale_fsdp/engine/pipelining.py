@@ -1,4 +1,4 @@
-"""What ``torch.distributed.pipelining`` asks of an FSDP module beyond its public methods.
+"""What ``torch.distributed.pipelining`` and others ask of an FSDP module beyond its public methods.
 
 A pipeline stage runs its micro-batches without synchronization, and then, by hand, what a backward
 does at its end. It reaches for it through ``fully_shard.state(module)``, torch's or ours, and three
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -42,6 +43,14 @@ class State:
         schedule = self.unit.schedule
         units = [self.unit] if schedule is None else schedule.units()
         return SimpleNamespace(all_states=[State(unit) for unit in units])
+
+    # torch's own ``register_fsdp_forward_method`` calls these two around a method.
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.unit.pre_forward(module, args, kwargs, "a method")
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self.unit.post_forward(output)
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and publish what backwards without synchronization have left."""

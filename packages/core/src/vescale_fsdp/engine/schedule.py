@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree, exchange
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.filling import Names, fill
 from vescale_fsdp.engine.fingerprint import fingerprint_of
@@ -43,7 +43,7 @@ from vescale_fsdp.errors import RankMismatchError
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
 
-__all__ = ["Schedule"]
+__all__ = ["MEETING_TIMEOUT_S", "Schedule"]
 
 _Kind: TypeAlias = tuple[int, str, bool]  # first unit, its method, whether gradients are wanted
 _BackKind: TypeAlias = tuple[_Kind, int, tuple[int, ...]]  # of the forward, number, groups due
@@ -53,6 +53,7 @@ _SAME_ORDER = (
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
 _MAX_BACKWARDS = 3  # after one forward, with orders of their own; later ones follow the last
+MEETING_TIMEOUT_S = 20.0  # ranks that have caught an exception in the same step come soon
 _SHORT_TIMEOUT_S = 120.0  # for ranks that are in the same step
 _NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
 
@@ -93,6 +94,7 @@ class Schedule:
         # Forward
         self._running = 0  # forwards of units that have begun and not ended
         self._has_failed = False  # whether the last pass has ended by an exception, on any rank
+        self._has_left = False  # a step, by an exception on this rank
         self._kind: _Kind = (0, "", False)
         self._orders: dict[_Kind, Order] = {}
         self._forward = Walk(Order())
@@ -149,7 +151,10 @@ class Schedule:
             return
         if self._has_broken_off:
             self.reset()
+            self._has_left = True
         if self._running == 0:
+            if self._has_left:
+                self._meet(MEETING_TIMEOUT_S)
             self._begin_pass(unit, method, wants_gradients)
         self._gather(unit, self._forward)
         self._running += 1
@@ -186,6 +191,7 @@ class Schedule:
         self._has_failed = has_failed
         if isinstance(sys.exception(), RankMismatchError):
             return  # there is no order to follow
+        self._has_left = has_failed and self.wants_gradients
         if has_failed:  # elsewhere, perhaps: other ranks wait for us until they get there
             with contextlib.suppress(Exception):  # the one that is on its way says more
                 self._catch_up(self._forward)
@@ -478,6 +484,33 @@ class Schedule:
         self._prefetch.forget()
         self._forward, self._backward = Walk(Order()), Walk(Order())
         self._reductions = self._no_reductions()
+
+    def leave(self, timeout_s: float) -> None:
+        """Drop the step that is under way, with all ranks. Does nothing between steps.
+
+        Raises:
+            RankMismatchError: a rank has not left it in time.
+        """
+        is_open = self.wants_gradients and bool(self._forward.ran) and not self._num_backwards
+        self._has_left = self._has_left or is_open or self.is_running or self._has_broken_off
+        self.reset()
+        if self._has_left:
+            self._meet(timeout_s)
+
+    def _meet(self, timeout_s: float) -> None:
+        """Wait, through the store, until all ranks have left the step that this one has left."""
+        for axes in self._axes.values():
+            for group in axes.groups:
+                try:
+                    exchange("end of a step", "", group, lambda _: "", timeout_s=timeout_s)
+                except RankMismatchError as error:
+                    raise RankMismatchError(
+                        "an exception has ended a step on this rank, and not on all others: "
+                        f"{error}. They wait for this rank in collectives of that step. Let the "
+                        "exception end the process, and start all again from a checkpoint; or "
+                        "agree before the forward that all ranks leave the step out"
+                    ) from error
+        self._has_left = False
 
 
 class _End:

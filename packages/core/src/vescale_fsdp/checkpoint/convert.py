@@ -1,0 +1,245 @@
+"""convert: a checkpoint in another format, by one process, without a model.
+
+Chunks are read, checked, and written one after the other, so that memory is needed for one of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vescale_fsdp.checkpoint import jsons, seal, tensors, values
+from vescale_fsdp.checkpoint.export_dcp import flat_state, merged
+from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
+from vescale_fsdp.checkpoint.latest import next_sequence
+from vescale_fsdp.checkpoint.manifest import (
+    DTYPES,
+    Chunk,
+    Manifest,
+    Seal,
+    Span,
+    TensorEntry,
+    Variant,
+)
+from vescale_fsdp.checkpoint.placing import Place, PlacedWriter, make_files
+from vescale_fsdp.checkpoint.safetensors import lay_out
+from vescale_fsdp.checkpoint.save import software
+from vescale_fsdp.checkpoint.save_safetensors import MAX_FILE_BYTES, check_no_weights, finish_files
+from vescale_fsdp.checkpoint.sources import Source, open_source
+from vescale_fsdp.checkpoint.stock import METADATA
+from vescale_fsdp.checkpoint.stock_files import StockWriter, write_metadata
+from vescale_fsdp.errors import (
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+)
+
+__all__ = ["convert"]
+
+Progress = Callable[[int, int], None]
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint in another format. Not collective.
+
+    ==============  ===============================================================
+    ``to``          what is written
+    ==============  ===============================================================
+    "safetensors"   the model, for ``transformers`` (see `save_safetensors`)
+    "dcp"           model and optimizers, for stock FSDP2 (see `export_dcp`), and extra values
+    "vescale"       what `load` reads: model, optimizers and extra values, as far as they are there
+    ==============  ===============================================================
+
+    States of random number generators and of data loaders are left out. What is tied in a sealed
+    checkpoint is written under each of its names.
+
+    Args:
+        source: a directory of `save`, of ``torch.distributed.checkpoint`` or with safetensors, or a
+            safetensors file. Found out by what is there.
+        target: of the directory to write; must not exist, but for safetensors, where it must not
+            hold weights.
+        progress: is told the bytes of tensors that were written so far, and those of all.
+
+    Cost: each chunk is read and written once; memory for two of them.
+
+    Raises:
+        CheckpointIncompleteError: there is no checkpoint at ``source``, or a file is missing.
+        CheckpointCorruptError: its bytes are not those that were saved, or it is refused.
+        CheckpointMismatchError: it is in that format already.
+        CheckpointValueError: it holds what the other format cannot, by name.
+        CheckpointExistsError, CheckpointWriteError: the target cannot be written.
+        Nothing is left behind then.
+    """
+    writers: dict[str, Callable[[_Job], list[str] | Manifest]] = {
+        "safetensors": _to_safetensors,
+        "dcp": _to_dcp,
+        "vescale": _to_vescale,
+    }
+    if to not in writers:
+        raise ValueError(f"to is {to!r}, expected one of {', '.join(map(repr, writers))}")
+    folder = Path(target)
+    with open_source(Path(source)) as opened:
+        if opened.format == to:
+            raise CheckpointMismatchError(f"{source} is in the format {to!r} already")
+        if to == "safetensors":
+            check_no_weights(folder)
+        seal.clean(folder.parent)
+        stage = seal.Stage(folder, into=to == "safetensors")
+        try:
+            written = writers[to](_Job(opened, stage, progress))
+            if isinstance(written, Manifest):
+                stage.publish(written.render())
+            elif folder.is_dir():
+                stage.merge(written)
+            else:
+                stage.publish(None)
+        except BaseException:  # an interrupt, too
+            stage.abandon()
+            raise
+
+
+class _Job:
+    """Reads what is to be written, and counts it."""
+
+    def __init__(self, source: Source, stage: seal.Stage, progress: Progress | None) -> None:
+        self.source, self.stage, self._progress = source, stage, progress
+
+    def chunks(self, names: list[str]) -> Iterator[tuple[str, TensorEntry, Chunk, torch.Tensor]]:
+        """The chunks of some tensors, in the order in which they lie."""
+        found = [(self.source.tensors[name], name) for name in names]
+        total, done = sum(entry.num_bytes for entry, _ in found), 0
+        each = [(chunk, name, entry) for entry, name in found for chunk in entry.chunks]
+        for chunk, name, entry in sorted(each, key=lambda e: (e[0].span.file, e[0].span.offset)):
+            data = self.source.read(name, chunk)
+            yield name, entry, chunk, data
+            done += data.numel() * data.element_size()
+            if self._progress is not None:
+                self._progress(done, total)
+
+
+def _to_safetensors(job: _Job) -> list[str]:
+    text = job.source.texts.get("model")
+    if not isinstance(text, dict):
+        raise CheckpointIncompleteError("the source holds no model")
+    names = {fqn: _tensor_name(fqn, value) for fqn, value in text.items()}
+    missing = [name for name in names.values() if name not in job.source.tensors]
+    if missing:
+        raise CheckpointIncompleteError(f"the source lacks the tensor {missing[0]!r}")
+    held = {fqn: job.source.tensors[name] for fqn, name in names.items()}
+    shapes = {fqn: (DTYPES[entry.dtype], entry.shape) for fqn, entry in held.items()}
+    files = lay_out(shapes, MAX_FILE_BYTES, {"format": "pt"})
+    make_files(job.stage.path, files)
+    places = {
+        names[fqn]: Place(file.name, entry.offset, entry.dtype)
+        for file in files
+        for fqn, entry in file.entries.items()
+    }
+    with PlacedWriter(job.stage.path) as writer:
+        for name, entry, chunk, data in job.chunks(list(places)):
+            writer.write(name, places[name], entry.shape, chunk.offsets, data)
+        writer.finish()
+    return finish_files(job.stage.path, files)
+
+
+def _tensor_name(fqn: str, value: values.Json) -> str:
+    name = value.get("$tensor") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        raise CheckpointValueError(
+            f"{fqn!r} of the model is no tensor, and safetensors holds tensors only"
+        )
+    return name
+
+
+def _to_dcp(job: _Job) -> list[str]:
+    names: dict[int, str] = {}
+    stand_ins: list[torch.Tensor] = []
+
+    def tensor_of(name: str) -> torch.Tensor:
+        entry = job.source.tensors.get(name)
+        if entry is None:
+            raise CheckpointIncompleteError(f"the source lacks the tensor {name!r}")
+        stand_ins.append(torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
+        names[id(stand_ins[-1])] = name
+        return stand_ins[-1]
+
+    found = {name: values.decode(text, tensor_of, name) for name, text in job.source.texts.items()}
+    flat, paths = flat_state(_stock_state(found))
+    keys = {names[id(each)]: key for key, each in flat.items() if id(each) in names}
+    entries: dict[str, TensorEntry] = {}
+    spans: dict[str, Span] = {}
+    writer = StockWriter(job.stage.path, 0)
+    try:
+        for key, each in flat.items():
+            if id(each) not in names:
+                spans[key] = writer.write(each, f"value {key!r}")
+        for name, entry, chunk, data in job.chunks(list(keys)):
+            span = writer.write(data, f"tensor {keys[name]!r}")
+            before = entries[keys[name]].chunks if keys[name] in entries else ()
+            chunks = (*before, Chunk(chunk.offsets, chunk.sizes, span))
+            entries[keys[name]] = TensorEntry(entry.dtype, entry.shape, chunks)
+        writer.finish()
+    finally:
+        writer.abandon()
+    ordered = {key: entries[key] for key in flat if key in entries}
+    write_metadata(job.stage.path, ordered, spans, paths)
+    return [*sorted({span.file for span in _spans(entries, spans)}), METADATA]
+
+
+def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
+    """The state that stock users have."""
+    state = dict(found.get("extra") or {})
+    trees = [tree for name, tree in found.items() if name.startswith("optimizer.")]
+    parts = {"model": found.get("model", {})}
+    if trees:
+        parts["optimizer"] = merged(trees)
+    for name in parts:
+        if name in state:
+            raise CheckpointValueError(f"extra[{name!r}] is where the format has the {name}'s keys")
+    return {**state, **parts}
+
+
+def _spans(entries: dict[str, TensorEntry], spans: dict[str, Span]) -> Iterator[Span]:
+    yield from spans.values()
+    for entry in entries.values():
+        yield from (chunk.span for chunk in entry.chunks)
+
+
+def _to_vescale(job: _Job) -> Manifest:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in job.source.tensors}
+    texts: dict[str, tuple[Variant, ...]] = {}
+    writer = DataWriter(job.stage.path, seal.data_name(0))
+    try:
+        for name, _, chunk, data in job.chunks(list(chunks)):
+            span = writer.write(bytes_of(tensors.on_host(data)), f"tensor {name!r}")
+            chunks[name].append(Chunk(chunk.offsets, chunk.sizes, span))
+        for name, text in job.source.texts.items():
+            span = writer.write(memoryview(jsons.dump(text).encode()), f"value {name!r}")
+            texts[name] = (Variant((0,), span),)
+        writer.finish()
+    finally:
+        writer.abandon()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    sequence = next_sequence(job.stage.target.parent)
+    manifest = Manifest(
+        Seal(job.stage.id, sequence, job.source.step, now),
+        world_size=1,
+        software=software(),
+        files={writer.name: writer.num_bytes},
+        tensors={
+            name: TensorEntry(entry.dtype, entry.shape, tuple(chunks[name]))
+            for name, entry in sorted(job.source.tensors.items())
+        },
+        values=texts,
+    )
+    # What could not be loaded is not published.
+    return Manifest.parse(manifest.render(), str(job.stage.path / "manifest.json"))

@@ -1,0 +1,169 @@
+"""What can be converted: checkpoints in their formats, read one chunk at a time.
+
+Each says what it holds by the names of `save`: tensors with their chunks, and values as JSON, in
+which tensors are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from vescale_fsdp.checkpoint import jsons, values
+from vescale_fsdp.checkpoint.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.import_dcp import plain_values
+from vescale_fsdp.checkpoint.latest import read_manifest
+from vescale_fsdp.checkpoint.load_safetensors import manifest_of
+from vescale_fsdp.checkpoint.manifest import DTYPES, NAME, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.safetensors import INDEX, SINGLE, read_files
+from vescale_fsdp.checkpoint.stock import METADATA, StockDirectory
+from vescale_fsdp.checkpoint.stock_names import StockNames
+from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
+
+__all__ = ["Source", "open_source"]
+
+_PIECE = 1 << 28  # bytes of the largest chunk that is made of a tensor
+
+
+class Source(Protocol):
+    """A checkpoint that is read.
+
+    Attributes:
+        format: its name in `convert`.
+        tensors: what is read of each, in chunks.
+        texts: "model", "optimizer.<name>", "extra".
+        step: of the training, if it is known.
+    """
+
+    format: str
+    tensors: dict[str, TensorEntry]
+    texts: dict[str, dict[str, Any]]
+    step: int | None
+
+    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
+        """The elements of a chunk, checked as far as the format can."""
+
+
+@contextlib.contextmanager
+def open_source(path: Path) -> Iterator[Source]:
+    """The checkpoint at a path, in whatever format.
+
+    Raises:
+        CheckpointIncompleteError: there is none.
+        CheckpointCorruptError: it is not what its format allows.
+    """
+    with contextlib.ExitStack() as stack:
+        if (path / NAME).is_file():
+            yield _Sealed(path, stack)
+        elif (path / METADATA).is_file():
+            yield _Stock(path, stack)
+        elif path.is_file() or any((path / name).is_file() for name in (SINGLE, INDEX)):
+            yield _Safetensors(path, stack)
+        else:
+            raise CheckpointIncompleteError(
+                f"there is no checkpoint at {path}: neither {NAME}, nor {METADATA}, nor {SINGLE} "
+                f"or {INDEX}"
+            )
+
+
+class _Sealed:
+    format = "vescale"
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        manifest = read_manifest(path)
+        self._reader = stack.enter_context(DataReader(path, manifest.files, advice=""))
+        self.step = manifest.seal.step
+        self.texts: dict[str, dict[str, Any]] = {}
+        for name, variants in manifest.values.items():
+            if name.partition(".")[0] not in ("model", "optimizer", "extra"):
+                continue
+            for variant in variants:  # by ranks with other parts of the model
+                text = _checked(name, self._text(name, variant.span))
+                self.texts[name] = _united(self.texts[name], text) if name in self.texts else text
+        wanted = ("model.", "optimizer.", "extra.")
+        self.tensors = {n: e for n, e in manifest.tensors.items() if n.startswith(wanted)}
+
+    def _text(self, name: str, span: Span) -> values.Json:
+        data = self._reader.read(span, f"value {name!r}")
+        try:
+            return jsons.load(bytes(bytes_of(data)))
+        except ValueError as error:
+            raise CheckpointCorruptError(
+                f"{self._reader.folder / span.file} has a value {name!r} that is refused: {error}"
+            ) from error
+
+    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
+        data = self._reader.read(chunk.span, f"tensor {name!r}")
+        return data.view(DTYPES[self.tensors[name].dtype]).view(chunk.sizes)
+
+
+def _checked(name: str, text: values.Json) -> dict[str, Any]:
+    parts = {"state": dict, "param_groups": list} if name.startswith("optimizer.") else {}
+    fits = isinstance(text, dict) and all(type(text.get(k)) is kind for k, kind in parts.items())
+    if not fits:
+        raise CheckpointCorruptError(f"the value {name!r} is refused: it has not the form of one")
+    return dict(text)
+
+
+def _united(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What ranks with different parameters have, together."""
+    if "param_groups" in first:
+        groups = [*first["param_groups"], *other["param_groups"]]
+        return {"state": {**other["state"], **first["state"]}, "param_groups": groups}
+    return {**other, **first}
+
+
+class _Stock:
+    format = "dcp"
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self._directory = StockDirectory(path)
+        self._reader = stack.enter_context(DataReader(path, self._directory.files, advice=""))
+        names = StockNames(self._directory, self._reader)
+        self.tensors = names.tensors
+        extra = plain_values(self._directory, self._reader, names.others)
+        step = extra.get("step")
+        self.step = step if type(step) is int else None
+        self.texts = {**names.texts, "extra": values.encode(extra, "extra")[0]}
+
+    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
+        dtype = self.tensors[name].dtype
+        return self._directory.chunk(self._reader, dtype, chunk, f"tensor {name!r}")
+
+
+class _Safetensors:
+    format = "safetensors"
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        folder, files = read_files(path)
+        manifest = manifest_of(files)
+        self._reader = stack.enter_context(DataReader(folder, manifest.files, advice=""))
+        self.step: int | None = None
+        self.tensors = {name: _in_pieces(entry) for name, entry in manifest.tensors.items()}
+        model = {name.removeprefix("model."): {"$tensor": name} for name in self.tensors}
+        self.texts: dict[str, dict[str, Any]] = {"model": model, "extra": {}}
+
+    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
+        data = self._reader.read_part(chunk.span, 0, chunk.span.length, f"tensor {name!r}")
+        return data.view(DTYPES[self.tensors[name].dtype]).view(chunk.sizes)
+
+
+def _in_pieces(entry: TensorEntry) -> TensorEntry:
+    """A tensor that is one chunk, in chunks of whole rows that memory is needed for one by one."""
+    chunk = entry.chunks[0]
+    if chunk.span.length <= _PIECE or not entry.shape:
+        return entry
+    row = chunk.span.length // entry.shape[0]
+    step = max(1, _PIECE // row)
+    chunks = []
+    for first in range(0, entry.shape[0], step):
+        count = min(step, entry.shape[0] - first)
+        span = replace(chunk.span, offset=chunk.span.offset + first * row, length=count * row)
+        rest = (0,) * (len(entry.shape) - 1)
+        chunks.append(Chunk((first, *rest), (count, *entry.shape[1:]), span))
+    return replace(entry, chunks=tuple(chunks))

@@ -1,0 +1,272 @@
+"""StopOnSignal: a signal to any rank ends all of them at the same step.
+
+Ranks are not in step with each other: when one hears of the signal, another may have begun the next
+step, and would wait in its first collective for ranks that have left. So they agree, through the
+store. Each tells how often it has gone on, and from then on waits at its next boundary until all
+have told; the highest number is where they stop::
+
+                 boundary 1         boundary 2         boundary 3
+    rank 0    ----- goes on ----- tells 1, waits, goes on --- stops       <- got the signal
+    rank 1    ----- goes on ------- goes on -- tells 2 ------ stops
+
+Nobody can be further than that: who has told goes no further before it knows. And nobody waits for
+another's step: a thread of each rank tells, whatever the rank does meanwhile. Until there is a
+signal that thread sleeps in the store, and a boundary costs a lock and an addition.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_fsdp import compat
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
+from vescale_fsdp.engine.attempts import store_for
+from vescale_fsdp.errors import RankMismatchError
+
+__all__ = ["StopOnSignal", "Tally"]
+
+_CLOSED = "closed"
+_DAY_S = 86_400.0
+
+
+class Tally:
+    """How often a rank has gone on at a boundary, and how often all do. No threads, no messages."""
+
+    def __init__(self) -> None:
+        self.num_passed = 0
+        self.has_told = False
+        self.last: int | None = None  # so often all go on; then they stop
+
+    def arrive(self) -> bool | None:
+        """At a boundary: True is to stop, False to go on, None to wait and ask again."""
+        if self.last is None and self.has_told:
+            return None
+        if self.last is not None and self.num_passed >= self.last:
+            return True
+        self.num_passed += 1
+        return False
+
+    def tell(self) -> int:
+        """The number to tell the others. It does not change until `learn`."""
+        self.has_told = True
+        return self.num_passed
+
+    def learn(self, told: list[int]) -> None:
+        """All ranks have told."""
+        self.last = max(told)
+
+
+class StopOnSignal:
+    """Ask after each step whether to save and exit; all ranks get the same answer.
+
+    ::
+
+        with checkpoint.StopOnSignal() as stop:
+            for step in range(first, last):
+                ...
+                if stop.requested():
+                    checkpoint.save(...)
+                    sys.exit(stop.exit_code)
+
+    Collective: make it on every rank, after ``init_process_group``, in the main thread. It takes the place of
+    the handlers of its signals until it is closed: at the end of the ``with`` block, by ``close()``
+    or when the process exits. It does not matter which ranks a signal reaches, nor how often.
+
+    Args:
+        signals: SIGTERM, if none are named.
+        timeout_s: for the ranks to answer each other when there is a signal.
+
+    Cost: nothing is sent until there is a signal; then a few small messages per rank, through the
+    store, and up to one step more than a single process would make.
+    """
+
+    def __init__(self, *signals: signal.Signals, timeout_s: float = 20.0) -> None:
+        self._tally = Tally()
+        self._received: int | None = None  # by this process
+        self._reason: int | None = None  # what the ranks stop for
+        self._peers: _Peers | None = None
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if dist.is_initialized():
+            if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+                self._peers = _Peers(self._tally, timeout_s)
+        elif num_processes > 1:
+            self._refuse_early(num_processes)
+        self._replaced = {
+            each: signal.signal(each, self._receive) for each in signals or (signal.SIGTERM,)
+        }
+        atexit.register(self.close)
+
+    @staticmethod
+    def _refuse_early(num_processes: int) -> None:
+        raise RuntimeError(
+            f"this is one of {num_processes} processes, and they do not know each other yet: make "
+            "StopOnSignal after torch.distributed.init_process_group"
+        )
+
+    def __enter__(self) -> StopOnSignal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        # Nothing else: it runs in the midst of anything that the main thread does.
+        self._received = number
+
+    def requested(self) -> bool:
+        """Whether to stop here. Call it on every rank at the end of every step.
+
+        Raises:
+            RankMismatchError: there was a signal, and a rank did not answer in time: it has died.
+        """
+        if self._peers is None:
+            self._reason = self._received
+            return self._reason is not None
+        if self._received is not None:
+            self._peers.announce(self._received)
+        answer = self._peers.arrive()
+        if answer:
+            self._reason = self._peers.reason
+        return answer
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """What the ranks stop for, once `requested` has said so; the same on all of them."""
+        return None if self._reason is None else signal.Signals(self._reason)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as of a process that it has ended; 0 without one.
+
+        Not 0 after a signal: launchers and schedulers take 0 for a job that is done.
+        """
+        return 0 if self._reason is None else 128 + self._reason
+
+    def close(self) -> None:
+        """Give the signals back, and wait for no other rank."""
+        atexit.unregister(self.close)
+        for each, handler in self._replaced.items():
+            if signal.getsignal(each) == self._receive:  # else somebody has taken it over
+                # None: a handler that was not made in Python, and cannot be put back from here.
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        self._replaced = {}
+        if self._peers is not None:
+            self._peers.close()
+
+
+class _Peers:
+    """The other ranks, through the store. Keys, under a place of this instance's own::
+
+    wanted    how many ranks have announced; the first of them wakes all
+    wake/3    why rank 3 is woken: the number of a signal, or that it has closed
+    told/3    what rank 3 has told
+    num_told  how many have; the last of them works out ...
+    last      ... after how many boundaries all stop
+    """
+
+    def __init__(self, tally: Tally, timeout_s: float) -> None:
+        self.reason: int | None = None
+        self._tally, self._timeout_s = tally, timeout_s
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        # Clones: who sleeps in a store keeps all others from using the same connection.
+        default: Any = store_for(list(range(self._size)), LONG_TIMEOUT_S)
+        self._store, ears = default.clone(), default.clone()
+        turn = self._store.add(f"stop/turn/{self._rank}", 1)
+        self._place = f"stop/{turn}"
+        self._announced = self._closed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        # A daemon: it may sleep when the process ends without closing.
+        self._thread = threading.Thread(
+            target=self._listen, args=(ears,), name="vescale-fsdp stop", daemon=True
+        )
+        self._thread.start()
+
+    def _key(self, name: str, rank: int | None = None) -> str:
+        return f"{self._place}/{name}" if rank is None else f"{self._place}/{name}/{rank}"
+
+    def announce(self, reason: int) -> None:
+        """Have all ranks tell. Once; only the first rank to do it sends more than one message."""
+        if not self._announced and self._store.add(self._key("wanted"), 1) == 1:
+            for rank in range(self._size):
+                self._store.set(self._key("wake", rank), str(reason))
+        if not self._announced:
+            # Else this rank might go on before its thread has woken.
+            self._announced = True
+            self._tell(self._store)
+
+    def arrive(self) -> bool:
+        """At a boundary: whether to stop. Waits for the others only when there is a signal."""
+        with self._changed:
+            answer = self._tally.arrive()
+            while answer is None:
+                if self._error is not None or not self._changed.wait(self._timeout_s):
+                    raise RankMismatchError(
+                        f"there was a signal to stop, and {self._silent()} did not say at which "
+                        f"step it is within {self._timeout_s:.0f} s: it has died, hangs or does "
+                        "not use StopOnSignal; its log says which"
+                    ) from self._error
+                answer = self._tally.arrive()
+        return answer
+
+    def _listen(self, store: Any) -> None:
+        try:
+            reason = self._read(store, self._key("wake", self._rank), _DAY_S)
+            if reason == _CLOSED:
+                return
+            self.reason = int(reason)
+            self._tell(store)
+            last = int(self._read(store, self._key("last"), self._timeout_s))
+            with self._changed:
+                self._tally.learn([last])
+                self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001  the store is gone, or a rank
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _tell(self, store: Any) -> None:
+        with self._changed:
+            if self._tally.has_told:
+                return
+            number = self._tally.tell()
+        store.set(self._key("told", self._rank), str(number))
+        if store.add(self._key("num_told"), 1) == self._size:
+            keys = [self._key("told", rank) for rank in range(self._size)]
+            store.set(self._key("last"), str(max(int(store.get(key)) for key in keys)))
+
+    def _read(self, store: Any, key: str, timeout_s: float) -> str:
+        while True:
+            try:
+                compat.store_wait(store, key, timeout_s)
+            except dist.DistStoreError:
+                if timeout_s < _DAY_S:
+                    raise
+            else:
+                return str(store.get(key).decode())
+
+    def _silent(self) -> str:
+        try:
+            ranks = [r for r in range(self._size) if not self._store.check([self._key("told", r)])]
+        except RuntimeError:
+            return "another rank (the store is gone, too)"
+        return "rank " + ", ".join(map(str, ranks[:8])) if ranks else "a rank"
+
+    def close(self) -> None:
+        """Tell the others, who might wait for it, and end the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._tell(self._store)
+            self._store.set(self._key("wake", self._rank), _CLOSED)
+        except RuntimeError:
+            return  # the store is gone, and so is what the thread waited for
+        self._thread.join(timeout=5.0)

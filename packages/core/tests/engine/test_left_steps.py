@@ -1,0 +1,123 @@
+"""An exception that a rank catches: all leave the step, or it is an error."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_fsdp import FSDPModule, RankMismatchError, fully_shard
+from vescale_fsdp.engine import schedule
+from vescale_fsdp.testing import RankError, run_ranks
+
+from .helpers import full_parameters
+
+
+class Oops(Exception):
+    pass
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5), nn.Linear(5, 3))
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, place: str = "") -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 5)
+
+    def broken(*_: object) -> None:
+        raise Oops
+
+    def in_forward(module: nn.Module, args: object, output: Tensor) -> None:
+        if place == "forward":
+            raise Oops
+        if place == "backward":
+            output.register_hook(broken)
+
+    handle = model[1].register_forward_hook(in_forward)  # type: ignore[index]
+    try:
+        y: Tensor = model(x)
+        if place == "between":
+            raise Oops
+        y.square().sum().backward()
+    finally:
+        handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_rank(place: str, resets: bool) -> None:
+    schedule.MEETING_TIMEOUT_S = 1.0
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.raises(Oops):
+            step(model, optimizer, 1, place)
+        with pytest.raises(RankMismatchError, match=r"an exception has ended a step on this rank"):
+            if resets:
+                assert isinstance(model, FSDPModule)
+                model.reset_iter_state(timeout_s=1.0)
+            else:
+                step(model, optimizer, 2)
+        assert time.monotonic() - begun < 5
+        os._exit(77)
+    with pytest.raises(RuntimeError):  # the other one has gone
+        step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "resets"),
+    [("forward", False), ("backward", False), ("between", True)],
+)
+def test_an_exception_on_one_rank_is_an_error_before_the_next_step(
+    place: str, resets: bool
+) -> None:
+    with pytest.raises(RankError, match="rank 1 died with exit code 77") as error:
+        run_ranks(one_rank, 2, place, resets)
+    assert "1 of 2 ranks failed" in str(error.value)
+
+
+def all_ranks(place: str, resets: bool) -> None:
+    model, optimizer = make()
+    expected, other = make()
+    for seed in range(4):
+        if seed == 2:
+            with pytest.raises(Oops):
+                step(model, optimizer, seed, place)
+            optimizer.zero_grad()
+            if resets:
+                assert isinstance(model, FSDPModule)
+                model.reset_iter_state()
+        else:
+            step(model, optimizer, seed)
+            step(expected, other, seed)
+    found, wanted = full_parameters(model), full_parameters(expected)
+    for name, parameter in found.items():
+        assert torch.equal(parameter, wanted[name]), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_step_that_all_ranks_leave_leaves_no_trace(resets: bool) -> None:
+    for place in ("forward", "backward"):
+        run_ranks(all_ranks, 2, place, resets)
+
+
+def alone() -> None:
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        assert isinstance(model, FSDPModule)
+        model.reset_iter_state(timeout_s=0.1)
+    step(model, optimizer, 1)
+
+
+def test_between_steps_a_reset_needs_nobody_else() -> None:
+    run_ranks(alone, 2)
