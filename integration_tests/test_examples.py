@@ -44,22 +44,29 @@ def test_lightning_example_trains_saves_resumes_and_generates(tmp_path: Path) ->
     assert processes[0]["losses"][-1] < processes[0]["losses"][0]
 
 
+def torchrun(name: str, *options: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", "2", str(EXAMPLES / name), *options]
+
+
 @pytest.mark.timeout(180)
 def test_plain_example_under_torchrun(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "train_gpt.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    output = run_example([*launcher, "--nproc-per-node", "2", script, "--max-steps", "6"], tmp_path)
+    output = run_example(torchrun("train_gpt.py", "--max-steps", "6"), tmp_path)
     assert "validation loss before" in output
-    assert "resumed from" in output
+    assert "saved checkpoints/train_gpt/step-6" in output
     assert "class Reader" in output
+    assert "digest: " in output
 
 
-@pytest.mark.timeout(180)
-def test_muon_example_under_torchrun(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "train_gpt_muon.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    output = run_example([*launcher, "--nproc-per-node", "2", script, "--max-steps", "6"], tmp_path)
-    assert "resumed from" in output
+@pytest.mark.timeout(300)
+def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    options = ["--layers", "2", "--width", "48", "--max-steps"]
+    output = run_example(torchrun("train_gpt_muon.py", *options, "6"), tmp_path)
+    assert "resumed" not in output
+    assert "saved checkpoints/train_gpt_muon/step-6" in output
+    output = run_example(torchrun("train_gpt_muon.py", *options, "8"), tmp_path)
+    assert "resumed from checkpoints/train_gpt_muon/step-6" in output
+    assert "saved checkpoints/train_gpt_muon/step-8" in output
     assert "class Reader" in output
 
 
@@ -71,3 +78,18 @@ def test_muon_example_with_lightning(tmp_path: Path) -> None:
     processes = json.loads((tmp_path / "metrics.json").read_text())
     assert len(processes) == 2
     assert processes[0]["losses"][-1] < processes[0]["losses"][0]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [
+        ("train_gan_lightning.py", ["--max-steps", "8"], "distance from the ring"),
+        ("train_fabric.py", ["--max-steps", "4"], "saved and loaded"),
+        ("finetune_transformers_lightning.py", ["--max-steps", "4"], "pretrained"),
+    ],
+)
+def test_other_lightning_examples(
+    tmp_path: Path, script: str, options: list[str], says: str
+) -> None:
+    assert says in run_example([sys.executable, str(EXAMPLES / script), *options], tmp_path)

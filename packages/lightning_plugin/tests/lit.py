@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def loader() -> DataLoader[Any]:
 
 def make_trainer(strategy: Any, root: str | Path, **options: Any) -> pl.Trainer:
     """A quiet Trainer in a rank that the test harness has started."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size))
     defaults: dict[str, Any] = {

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-LOOK = "print('vescale_fsdp' in registry.StrategyRegistry)"
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+LOOK = """
+found = getattr(registry, "StrategyRegistry", None) or registry.STRATEGY_REGISTRY
+print({"vescale_fsdp", "vescale_fsdp_cpu_offload"} <= found.keys())
+"""
 
 
 def python(code: str, **environ: str) -> str:
@@ -25,27 +27,58 @@ def python(code: str, **environ: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_string_is_registered_without_an_import(namespace: str) -> None:
-    assert python(f"import {namespace}.strategies as registry; {LOOK}") == "True"
+def test_the_strings_are_registered_without_an_import() -> None:
+    code = "\n".join(f"import {each}.strategies as registry\n{LOOK}" for each in NAMESPACES)
+    assert python(code).split() == ["True"] * len(NAMESPACES)
 
 
-def test_each_namespace_gets_a_strategy_of_its_own_classes() -> None:
+def test_each_namespace_gets_strategies_and_callbacks_of_its_own_classes() -> None:
     code = """
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import ModelParallelStrategy
-trainer = pl.Trainer(strategy="vescale_fsdp", accelerator="cpu", devices=1, logger=False)
-print(type(trainer.strategy).__name__, isinstance(trainer.strategy, ModelParallelStrategy))
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import ModelParallelStrategy as OfFabric
+options = {"strategy": "vescale_fsdp", "accelerator": "cpu", "devices": 1}
+trainer = pl.Trainer(**options, logger=False)
+fabric = Fabric(**options)
+assert type(trainer.strategy).__name__ == "VeScaleFSDPStrategy"
+assert isinstance(trainer.strategy, ModelParallelStrategy)
+assert type(fabric.strategy).__name__ == "VeScaleFabricStrategy"
+assert isinstance(fabric.strategy, OfFabric)
+from vescale_fsdp_lightning import ShardedEMA, VeScaleFSDPStrategy
+assert VeScaleFSDPStrategy is type(trainer.strategy)
+assert issubclass(ShardedEMA, pl.Callback)
+import sys
+assert "lightning" not in sys.modules
+print("fine")
 """
-    assert python(code).splitlines()[-1] == "VeScaleFSDPStrategy True"
+    assert python(code).splitlines()[-1] == "fine"
+
+
+def test_processes_are_started_and_the_group_is_destroyed_at_exit() -> None:
+    code = """
+import atexit, os, torch
+import torch.distributed as dist
+atexit.register(lambda: print("at exit", dist.is_initialized(), flush=True))
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = pl.Trainer(
+    strategy="vescale_fsdp", accelerator="cpu", devices=1, max_steps=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
+)
+trainer.fit(BoringModel())
+print("after fit", dist.is_initialized(), flush=True)
+"""
+    lines = python(code).splitlines()
+    assert lines[-2:] == ["after fit True", "at exit False"]
 
 
 def test_switched_off_the_import_does_the_same() -> None:
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    look = f"import lightning.pytorch.strategies as registry; {LOOK}"
+    look = f"import lightning.pytorch.strategies as registry\n{LOOK}"
     assert python(look, **off) == "False"
-    assert python(f"import vescale_fsdp_lightning; {look}", **off) == "True"
-    assert python(f"{look}; import vescale_fsdp_lightning; {LOOK}", **off).split() == [
+    assert python(f"import vescale_fsdp_lightning\n{look}", **off) == "True"
+    assert python(f"{look}\nimport vescale_fsdp_lightning\n{LOOK}", **off).split() == [
         "False",
         "True",
     ]
@@ -54,8 +87,8 @@ def test_switched_off_the_import_does_the_same() -> None:
 def test_a_process_without_lightning_imports_nothing_of_it() -> None:
     code = """
 import sys, torch
-ours = sorted(name for name in sys.modules if name.startswith(("vescale", "lightning")))
-print(*ours)
+named = ("vescale_fsdp_lightning", "vescale_fsdp_hook", "vescale_fsdp.", "lightning")
+print(*sorted(name for name in sys.modules if name.startswith(named)))
 """
     assert python(code).split() == [
         "vescale_fsdp_hook",

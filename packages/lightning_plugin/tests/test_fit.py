@@ -213,13 +213,6 @@ def test_a_precision_that_does_not_work_is_refused_by_name() -> None:
         strategy.precision_plugin = DoublePrecision()
 
 
-def test_options_that_are_not_there_yet_are_refused_by_name() -> None:
-    from vescale_fsdp_lightning import VeScaleFSDPStrategy
-
-    with pytest.raises(NotImplementedError, match="save_distributed_checkpoint"):
-        VeScaleFSDPStrategy(save_distributed_checkpoint=False)
-
-
 def test_the_string_makes_the_strategy() -> None:
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
 

@@ -1,34 +1,51 @@
-"""veScale-FSDP for Lightning: ``Trainer(strategy="vescale_fsdp")``.
+"""veScale-FSDP for Lightning: ``Trainer(strategy="vescale_fsdp")``, ``Fabric(strategy=...)``.
 
-The string works without an import of this package (see `_autoload`). Importing it does the same
-by hand, and ``VeScaleFSDPStrategy`` is the class behind the string, for arguments::
+The strings work without an import of this package (see `_autoload`). Importing it does the same
+by hand, and the classes behind the strings are here, for arguments::
 
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
-    Trainer(strategy=VeScaleFSDPStrategy(granularity=Granularity.rows(1)))
+    Trainer(strategy=VeScaleFSDPStrategy(granularity="rows:32", state_dict_type="full"))
+
+What the files do, from the bottom up:
+
+* the string: `_autoload`
+* arguments: `options`, `precision`
+* the model: `sharding`, which Trainer and Fabric share
+* checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
+  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`
+* strategies: `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
+* callbacks: `ema`, `throughput`
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp_lightning._autoload import install
+from vescale_fsdp_lightning._autoload import first_of, install, strategy_class
 
 if TYPE_CHECKING:
+    from vescale_fsdp_lightning.ema import ShardedEMA
+    from vescale_fsdp_lightning.fabric_strategy import VeScaleFabricStrategy
     from vescale_fsdp_lightning.strategy import VeScaleFSDPStrategy
+    from vescale_fsdp_lightning.throughput import Throughput
 
 __version__ = "0.1.0.dev0"
-__all__ = ["VeScaleFSDPStrategy"]
+__all__ = ["ShardedEMA", "Throughput", "VeScaleFSDPStrategy", "VeScaleFabricStrategy"]
+
+# Of each, the module of callbacks, or the trees of Lightning in which it may live.
+_CALLBACKS = {"ShardedEMA": "ema", "Throughput": "throughput"}
+_STRATEGIES = {
+    "VeScaleFSDPStrategy": ("lightning.pytorch", "pytorch_lightning"),
+    "VeScaleFabricStrategy": ("lightning.fabric", "lightning_fabric"),
+}
 
 install()
 
 
 def __getattr__(name: str) -> Any:
-    if name != "VeScaleFSDPStrategy":
+    if name in _CALLBACKS:
+        return getattr(import_module(f"vescale_fsdp_lightning.{_CALLBACKS[name]}"), name)
+    if name not in _STRATEGIES:
         raise AttributeError(f"module 'vescale_fsdp_lightning' has no attribute {name!r}")
-    if find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:
-        from vescale_fsdp_lightning._autoload import strategy_class
-
-        return strategy_class("pytorch_lightning")
-    return import_module("vescale_fsdp_lightning.strategy").VeScaleFSDPStrategy
+    return strategy_class(first_of(_STRATEGIES[name]))

@@ -10,4 +10,4 @@ __all__ = ["VeScaleFSDPStrategy"]
 
 
 class VeScaleFSDPStrategy(Lifecycle, ModelParallelStrategy):  # type: ignore[misc]
-    """The strategy behind the string; `Lifecycle` has its arguments and its documentation."""
+    """The strategy behind the string; `Sharding` has its arguments and their documentation."""

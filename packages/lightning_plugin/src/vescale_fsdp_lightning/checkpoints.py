@@ -1,0 +1,231 @@
+"""Checkpoints of the Trainer: three formats to save, all of them, and those of others, to load.
+
+=========  =====================================================================================
+sharded    a sealed directory of `vescale_fsdp.checkpoint`: each process writes its part, all bytes
+           have checksums, nothing is unpickled when it is loaded
+full       one file of `torch.save`, as ``DDPStrategy`` writes it: whole tensors, gathered one by
+           one to the first process
+dcp        torch's distributed format and ``meta.pt`` (see `torch_format`)
+=========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_fsdp import CheckpointValueError, checkpoint
+from vescale_fsdp_lightning import states, torch_format
+from vescale_fsdp_lightning.options import Options
+from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.plain import from_plain, to_plain
+from vescale_fsdp_lightning.store import Store, is_first
+
+__all__ = ["Checkpoints", "Optimizers", "load_sealed", "save_sealed"]
+
+_ALSO = "vescale_fsdp"  # where a file has the states of what was saved too
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+WriteFile = Callable[[dict[str, Any], str], None]
+
+
+class Checkpoints:
+    """Saves and loads, as the options say. All methods are collective."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.store = Store(options.staging_dir)
+        self.is_full = options.state_dict_type == "full"
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """For the dictionary that hooks see: sharded, or whole in the first process."""
+        state = states.model_state(model)
+        if not self.is_full:
+            return state
+        state = states.whole(state, keep=is_first())
+        return state if is_first() else {}
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """For the dictionary that hooks see: sharded, or whole in the first process."""
+        if not self.is_full:
+            return optimizer.state_dict()
+        named = states.optimizer_state(optimizer, states.parameter_names(model, optimizer))
+        named = states.whole(named, keep=is_first())
+        return states.by_number(named) if is_first() else {}
+
+    def save(
+        self,
+        path: str,
+        values: dict[str, Any],
+        model: nn.Module,
+        optimizers: Optimizers,
+        write_file: WriteFile | None = None,
+    ) -> None:
+        """Save, and be whole at ``path`` or not there at all.
+
+        Args:
+            values: the dictionary that Lightning has collected.
+            optimizers: by names; numbers are the Trainer's own.
+            write_file: how a full checkpoint is written, if not by ``torch.save``.
+
+        Raises:
+            CheckpointValueError: the dictionary holds what the format cannot keep.
+            CheckpointWriteError, OSError: it could not be written.
+        """
+        if self.is_full:
+            self._save_full(path, values, model, optimizers, write_file)
+            return
+        rest = _without_states(values, model)
+        if self.options.state_dict_type == "dcp":
+            state = {"model": states.model_state(model)}
+            for name, each in optimizers.items():
+                names = states.parameter_names(model, each)
+                state[f"optimizer_{name}"] = states.optimizer_state(each, names)
+            self.store.publish(path, lambda target, _: torch_format.save(target, state, rest))
+            return
+        step = rest.get("global_step")
+        self.store.publish(
+            path,
+            lambda target, may_wait: save_sealed(
+                target, model, optimizers, rest, self.options, step=step, may_wait=may_wait
+            ),
+        )
+
+    def _save_full(
+        self,
+        path: str,
+        values: dict[str, Any],
+        model: nn.Module,
+        optimizers: Optimizers,
+        write_file: WriteFile | None,
+    ) -> None:
+        also = {
+            name: self.optimizer_state(model, each)
+            for name, each in optimizers.items()
+            if not name.isdecimal()
+        }
+        if also:
+            values[_ALSO] = also
+        if write_file is None:
+            self.store.publish_file(path, lambda stream: torch.save(values, stream))
+        elif is_first():
+            write_file(values, path)
+
+    def load(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        strict: bool,
+        weights_only: bool | None,
+        local_rank: int = 0,
+    ) -> dict[str, Any]:
+        """Load model and optimizers, in place, and return the rest of the dictionary.
+
+        Of any format that `save` writes, a file of ``DDPStrategy``, or a directory of Lightning's
+        own sharded strategies; saved by any number of processes. A checkpoint of weights alone
+        leaves the optimizers as they are.
+
+        Raises:
+            CheckpointIncompleteError: there is no whole checkpoint at ``path``.
+            CheckpointCorruptError: bytes are not those that were saved.
+            CheckpointMismatchError: it is of another model.
+        """
+        only = self.options.weights_only if weights_only is None else weights_only
+        with self.store.fetch(path, local_rank) as found:
+            if found.is_file():
+                return _load_file(found, model, optimizers, strict, only)
+            if (found / torch_format.METADATA).is_file():
+                return _load_directory(found, model, optimizers, strict, only)
+            return load_sealed(found, model, optimizers, strict)
+
+
+def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The dictionary without what is saved from model and optimizers themselves."""
+    expected = states.model_state(model)
+    changed = sorted(values.get("state_dict", expected).keys() ^ expected.keys())
+    if changed:
+        raise CheckpointValueError(
+            f"on_save_checkpoint has added or removed {changed[:5]} in checkpoint['state_dict']; a "
+            "sharded checkpoint holds the model as it is. Put other tensors under other keys, or "
+            'choose VeScaleFSDPStrategy(state_dict_type="full")'
+        )
+    dropped = ("state_dict", "optimizer_states")
+    return {key: value for key, value in values.items() if key not in dropped}
+
+
+def save_sealed(
+    target: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    rest: Mapping[str, Any],
+    options: Options,
+    *,
+    step: Any = None,
+    may_wait: bool = False,
+) -> checkpoint.SaveHandle | None:
+    """Write a sealed directory. Collective. Returns what to wait for, if it is under way."""
+    extra: dict[str, Any] = {"lightning": to_plain(rest)}
+    if type(step) is int:
+        extra["step"] = step
+    is_async = may_wait and options.async_save
+    handle = checkpoint.save(
+        target,
+        model,
+        optimizers or None,
+        extra=extra,
+        rng=options.save_rng and bool(optimizers),
+        async_=is_async,
+    )
+    return handle if is_async else None
+
+
+def load_sealed(
+    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool
+) -> dict[str, Any]:
+    """Load a sealed directory, in place; returns the rest. Collective."""
+    saved: set[str] = set()
+
+    def read_names() -> None:
+        file = path / "manifest.json"
+        saved.update(checkpoint.Manifest.parse(file.read_bytes(), str(file)).values)
+
+    agree(read_names)
+    there = {name: each for name, each in optimizers.items() if f"optimizer.{name}" in saved}
+    extra = checkpoint.load(path, model, there or None, strict=strict)
+    rest: dict[str, Any] = from_plain(extra.get("lightning", extra))
+    return rest
+
+
+def _load_directory(
+    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, weights_only: bool
+) -> dict[str, Any]:
+    directory = torch_format.Directory(path)
+    directory.load_model(directory.first_of(("model", "state_dict")), model, strict=strict)
+    for name, each in optimizers.items():
+        if directory.has(f"optimizer_{name}"):
+            directory.load_optimizer(f"optimizer_{name}", model, each)
+    return directory.values(weights_only)
+
+
+def _load_file(
+    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, weights_only: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def load() -> None:
+        found.update(torch_format.read_file(path, weights_only))
+        states.load_model(model, found.pop("state_dict"), strict=strict)
+        own, also = found.pop("optimizer_states", []), found.pop(_ALSO, {})
+        for name, each in optimizers.items():
+            saved = own[int(name)] if name.isdecimal() and own else also.get(name)
+            if saved is not None:
+                states.load_optimizer(model, each, saved)
+
+    agree(load)
+    return found

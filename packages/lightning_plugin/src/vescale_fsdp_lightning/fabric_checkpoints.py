@@ -1,0 +1,165 @@
+"""Checkpoints of Fabric: a dictionary of the user's own, with models and optimizers in it.
+
+The formats are those of `checkpoints`. In a sealed directory the names of a single model's
+parameters stand alone, those of several have the key of their model before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vescale_fsdp_lightning import states, torch_format
+from vescale_fsdp_lightning.checkpoints import Checkpoints, load_sealed, save_sealed
+from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.store import is_first
+
+__all__ = ["load", "save"]
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+class _Parts:
+    """The user's dictionary, taken apart."""
+
+    def __init__(self, state: Mapping[str, Any], verb: str) -> None:
+        self.models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
+        self.optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
+        self.rest = {
+            key: each for key, each in state.items() if not isinstance(each, nn.Module | Optimizer)
+        }
+        if not self.models:
+            raise ValueError(
+                f"there is no model in what fabric.{verb} was given, and so nothing says how "
+                f'tensors are cut: fabric.{verb}(path, {{"model": model, ...}})'
+            )
+        single = next(iter(self.models.values()))
+        self.model = single if len(self.models) == 1 else nn.ModuleDict(self.models)
+
+    def owner(self, optimizer: Optimizer) -> nn.Module:
+        """The model that has the parameters of an optimizer."""
+        first = optimizer.param_groups[0]["params"][0]
+        for model in self.models.values():
+            if any(param is first for param in model.parameters()):
+                return model
+        return self.model
+
+
+def save(checkpoints: Checkpoints, path: str, state: Mapping[str, Any], filter: Filter) -> None:
+    """Save, and be whole at ``path`` or not there at all. Collective.
+
+    Raises:
+        NotImplementedError: with a filter, and not a full checkpoint.
+        ValueError: no model is in ``state``.
+    """
+    parts = _Parts(state, "save")
+    if filter and not checkpoints.is_full:
+        raise NotImplementedError(
+            "fabric.save(filter=...) leaves out parts of a model; a sharded checkpoint holds all "
+            'of it. Choose VeScaleFabricStrategy(state_dict_type="full")'
+        )
+    rest = {
+        key: each.state_dict() if hasattr(each, "state_dict") else each
+        for key, each in parts.rest.items()
+    }
+    if not checkpoints.is_full and checkpoints.options.state_dict_type == "sharded":
+        checkpoints.store.publish(
+            path,
+            lambda target, may_wait: save_sealed(
+                target,
+                parts.model,
+                parts.optimizers,
+                rest,
+                checkpoints.options,
+                step=rest.get("step"),
+                may_wait=may_wait,
+            ),
+        )
+        return
+    trees: dict[str, Any] = {key: states.model_state(each) for key, each in parts.models.items()}
+    for key, each in parts.optimizers.items():
+        names = states.parameter_names(parts.owner(each), each)
+        trees[key] = states.optimizer_state(each, names)
+    if not checkpoints.is_full:
+        checkpoints.store.publish(path, lambda target, _: torch_format.save(target, trees, rest))
+        return
+    for key, keep in filter.items():
+        tree = trees if key in trees else rest
+        if isinstance(tree[key], dict):
+            tree[key] = {name: each for name, each in tree[key].items() if keep(name, each)}
+    values = {**states.whole(trees, keep=is_first()), **rest}
+    checkpoints.store.publish_file(path, lambda stream: torch.save(values, stream))
+
+
+def load(
+    checkpoints: Checkpoints,
+    path: str,
+    state: Any,
+    *,
+    strict: bool,
+    weights_only: bool | None,
+    local_rank: int,
+) -> dict[str, Any]:
+    """Load into the objects of ``state``, in place; returns what was not asked for. Collective.
+
+    Raises:
+        KeyError: with ``strict``, a key of ``state`` was not saved.
+        NotImplementedError: ``state`` is an optimizer alone.
+    """
+    only = checkpoints.options.weights_only if weights_only is None else weights_only
+    with checkpoints.store.fetch(path, local_rank) as found:
+        if isinstance(state, nn.Module):
+            model = state
+            agree(
+                lambda: states.load_model(model, torch_format.read_file(found, only), strict=strict)
+            )
+            return {}
+        if isinstance(state, Optimizer):
+            raise NotImplementedError(
+                "fabric.load_raw of an optimizer does not work with sharded parameters; "
+                'fabric.load(path, {"model": model, "optimizer": optimizer}) does'
+            )
+        parts = _Parts(state, "load")
+        rest = _load(found, parts, strict, only)
+    for key, each in parts.rest.items():
+        if key not in rest:
+            if strict:
+                raise KeyError(
+                    f"{key!r} is not in the checkpoint, which has {sorted(rest)}; leave it out, or "
+                    "pass strict=False"
+                )
+            continue
+        value = rest.pop(key)
+        if hasattr(each, "load_state_dict"):
+            each.load_state_dict(value)
+        else:
+            state[key] = value
+    return rest
+
+
+def _load(found: Path, parts: _Parts, strict: bool, weights_only: bool) -> dict[str, Any]:
+    if found.is_file():
+        values: dict[str, Any] = {}
+
+        def take() -> None:
+            values.update(torch_format.read_file(found, weights_only))
+            for key, model in parts.models.items():
+                states.load_model(model, values.pop(key), strict=strict)
+            for key, each in parts.optimizers.items():
+                states.load_optimizer(parts.owner(each), each, values.pop(key))
+
+        agree(take)
+        return values
+    if not (found / torch_format.METADATA).is_file():
+        return load_sealed(found, parts.model, parts.optimizers, strict)
+    directory = torch_format.Directory(found)
+    for key, model in parts.models.items():
+        directory.load_model(directory.first_of((key,)), model, strict=strict)
+    for key, each in parts.optimizers.items():
+        directory.load_optimizer(directory.first_of((key,)), parts.owner(each), each)
+    return directory.values(weights_only)

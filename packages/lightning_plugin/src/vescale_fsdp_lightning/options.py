@@ -1,0 +1,281 @@
+"""The arguments of the strategies: what they may be, and what they stand for.
+
+One frozen record, made by the strategies of Trainer and of Fabric alike. What is wrong is refused
+by name, with what would be right, before a process is started. What yaml cannot say in objects can
+be said in words: ``granularity: rows:32``, ``wrap: [LlamaDecoderLayer]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_fsdp import (
+    CPUOffloadPolicy,
+    Granularity,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    repeated_blocks,
+)
+
+__all__ = ["DATA", "TENSOR", "Classes", "Options", "Wrap", "data_mesh", "find_modules"]
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # axes of a mesh, as Lightning names them
+REPLICATE, SHARD = "replicate", "shard"
+
+Classes = Sequence[str | type[nn.Module]]
+Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
+
+_STATE_DICT_TYPES = ("sharded", "full", "dcp")
+_UNUSED = ("auto", "exchange", "zeros")
+_SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for; `vescale_fsdp_lightning.strategy.VeScaleFSDPStrategy` explains it.
+
+    Raises:
+        ValueError: a value that is none of the accepted ones.
+        TypeError: something of another type.
+    """
+
+    wrap: Wrap
+    granularity: Granularity | Callable[..., Granularity | None] | str | None
+    reshard_after_forward: bool | int | None
+    device_mesh: DeviceMesh | Sequence[int] | None
+    tensor_parallel_size: int
+    mp_policy: MixedPrecisionPolicy | None
+    cpu_offload: bool
+    activation_checkpointing: bool | Classes
+    unused: str
+    in_flight: int
+    state_dict_type: str
+    async_save: bool
+    save_rng: bool
+    weights_only: bool
+    staging_dir: str | None
+
+    def __post_init__(self) -> None:
+        self._check_choice("state_dict_type", _STATE_DICT_TYPES)
+        self._check_choice("unused", _UNUSED)
+        for name in ("cpu_offload", "async_save", "save_rng", "weights_only"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
+        for name in ("tensor_parallel_size", "in_flight"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                self._refuse(name, "an int of at least 1")
+        is_word = isinstance(self.wrap, str) and self.wrap in ("blocks", "none")
+        if not (is_word or callable(self.wrap) or _are_classes(self.wrap)):
+            self._refuse(
+                "wrap",
+                '"blocks", "none", a list of classes or of their names, or a function from the '
+                "model to a list of its modules",
+            )
+        if not (isinstance(self.activation_checkpointing, bool) or self._are_checkpointed()):
+            self._refuse("activation_checkpointing", "True, False, or a list of classes or names")
+        if isinstance(self.granularity, str):
+            parse_granularity(self.granularity)
+        elif not (
+            self.granularity is None
+            or isinstance(self.granularity, Granularity)
+            or callable(self.granularity)
+        ):
+            self._refuse("granularity", _GRANULARITIES)
+        reshard = self.reshard_after_forward
+        if not (reshard is None or isinstance(reshard, int)):
+            self._refuse("reshard_after_forward", "True, False, None, or the int of a group's size")
+        if not (self.mp_policy is None or isinstance(self.mp_policy, MixedPrecisionPolicy)):
+            self._refuse("mp_policy", "a MixedPrecisionPolicy, or None for what precision= asks")
+        if not (self.staging_dir is None or isinstance(self.staging_dir, str)):
+            self._refuse("staging_dir", "the path of a folder, or None")
+        mesh = self.device_mesh
+        if not (mesh is None or isinstance(mesh, DeviceMesh) or _are_sizes(mesh)):
+            self._refuse(
+                "device_mesh", "(replicas, shards) as two ints, a DeviceMesh with names, or None"
+            )
+        if isinstance(mesh, DeviceMesh):
+            _check_names(mesh)
+        if isinstance(mesh, DeviceMesh) and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"VeScaleFSDPStrategy(device_mesh=DeviceMesh(...), tensor_parallel_size="
+                f"{self.tensor_parallel_size}): a DeviceMesh says itself how large its axis "
+                f"{TENSOR!r} is; leave tensor_parallel_size out"
+            )
+        if self.async_save and self.state_dict_type != "sharded":
+            raise ValueError(
+                f"VeScaleFSDPStrategy(async_save=True, state_dict_type={self.state_dict_type!r}): "
+                'only "sharded" is saved in the background'
+            )
+
+    def _are_checkpointed(self) -> bool:
+        return _are_classes(self.activation_checkpointing)
+
+    def _check_choice(self, name: str, accepted: Sequence[str]) -> None:
+        if getattr(self, name) not in accepted:
+            self._refuse(name, ", ".join(f'"{each}"' for each in accepted))
+
+    def _refuse(self, name: str, accepted: str) -> None:
+        raise ValueError(
+            f"VeScaleFSDPStrategy({name}={getattr(self, name)!r}) does not work; accepted are "
+            f"{accepted}"
+        )
+
+    # What they stand for
+
+    def modules_to_wrap(self, module: nn.Module) -> list[nn.Module]:
+        """The modules that become units, inner ones first, without the root."""
+        if self.wrap == "none":
+            return []
+        if self.wrap == "blocks":
+            return repeated_blocks(module)
+        if callable(self.wrap):
+            return self.wrap(module)
+        assert not isinstance(self.wrap, str), "checked"
+        return find_modules(module, self.wrap, "wrap")
+
+    def modules_to_checkpoint(self, module: nn.Module) -> list[nn.Module]:
+        """The modules whose activations are computed again in backward."""
+        wanted = self.activation_checkpointing
+        if isinstance(wanted, bool):
+            return self.modules_to_wrap(module) if wanted else []
+        return find_modules(module, wanted, "activation_checkpointing")
+
+    def engine_options(self) -> dict[str, Any]:
+        """The arguments of ``fully_shard`` that are the same for all units."""
+        granularity = self.granularity
+        return {
+            "granularity": parse_granularity(granularity)
+            if isinstance(granularity, str)
+            else granularity,
+            "reshard_after_forward": self.reshard_after_forward,
+            "unused": self.unused,
+            "in_flight": self.in_flight,
+        }
+
+    def offload_policy(self, device_type: str) -> OffloadPolicy:
+        """Memory is pinned where there is a device to copy to."""
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device_type != "cpu")
+
+    def make_mesh(self, device_type: str, world_size: int) -> DeviceMesh:
+        """The mesh of all processes. Collective.
+
+        Axes are (``replicate``, ``shard``) or ``data_parallel``, then ``tensor_parallel``, which is
+        left out where it has one rank and no one has asked for it.
+
+        Raises:
+            ValueError: its sizes do not multiply to ``world_size``.
+        """
+        mesh, tensor = self.device_mesh, self.tensor_parallel_size
+        if isinstance(mesh, DeviceMesh):
+            return mesh
+        sizes = [world_size // tensor] if mesh is None else list(mesh)
+        names = [DATA] if mesh is None else [REPLICATE, SHARD]
+        if tensor > 1:
+            sizes, names = [*sizes, tensor], [*names, TENSOR]
+        product = 1
+        for size in sizes:
+            product *= size
+        if product != world_size:
+            raise ValueError(
+                f"VeScaleFSDPStrategy(device_mesh={mesh!r}, tensor_parallel_size={tensor}) is for "
+                f"{product} processes, and there are {world_size} (devices times num_nodes)"
+            )
+        return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a mesh over which the data, and the parameters, are spread."""
+    names = mesh.mesh_dim_names
+    if names is None or TENSOR not in names:
+        return mesh
+    data = tuple(name for name in names if name != TENSOR)
+    return mesh[data[0]] if len(data) == 1 else mesh[data]
+
+
+def find_modules(module: nn.Module, classes: Classes, argument: str) -> list[nn.Module]:
+    """The modules of some classes, inner ones first.
+
+    Raises:
+        ValueError: a class is not in the model; says which are.
+    """
+    found: list[nn.Module] = []
+    for wanted in classes:
+        members = [
+            child
+            for child in module.modules()
+            if child is not module
+            and (
+                type(child).__name__ == wanted if isinstance(wanted, str) else type(child) is wanted
+            )
+        ]
+        if not members:
+            there = sorted({type(child).__name__ for child in module.modules()} - {"ModuleList"})
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ValueError(
+                f"VeScaleFSDPStrategy({argument}=[{name!r}]): the model has no such module; "
+                f"accepted are {', '.join(there)}"
+            )
+        found += members
+    wanted_ids = {id(child) for child in found}
+    return [child for child in reversed(list(module.modules())) if id(child) in wanted_ids]
+
+
+_GRANULARITIES = (
+    "a Granularity, a policy (name, parameter) -> Granularity | None, elements:256, rows:128, "
+    "tile:32x32 or whole"
+)
+
+
+def parse_granularity(text: str) -> Granularity:
+    """The granularity of ``rows:32`` and the like, as the command line writes it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _SPEC.fullmatch(text)
+    if not found:
+        raise ValueError(
+            f"VeScaleFSDPStrategy(granularity={text!r}) does not work; accepted are "
+            f"{_GRANULARITIES}"
+        )
+    elements, rows, tile_rows, tile_columns = (int(each) if each else 0 for each in found.groups())
+    if text == "whole":
+        return Granularity.whole()
+    if tile_rows or tile_columns:
+        return Granularity.tile(tile_rows, tile_columns)
+    return Granularity.rows(rows) if rows else Granularity.elements(elements)
+
+
+def _are_classes(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset) or not value:
+        return False
+    return all(
+        isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))
+        for each in value
+    )
+
+
+def _are_sizes(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        return False
+    return all(type(each) is int and each >= 1 for each in value)
+
+
+def _check_names(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    data = [name for name in names if name != TENSOR]
+    if mesh.ndim > 1 and (not names or not 1 <= len(data) <= 2):
+        raise ValueError(
+            f"VeScaleFSDPStrategy(device_mesh={mesh}): its axes must have names: one to shard "
+            f"over, or one that replicates and one that shards, and {TENSOR!r} if there is tensor "
+            "parallelism"
+        )

@@ -1,0 +1,51 @@
+"""What Lightning's ``precision=`` means for sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vescale_fsdp import MixedPrecisionPolicy
+
+__all__ = ["check_precision", "policy_for"]
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed (on CUDA)")
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def check_precision(plugin: Any) -> None:
+    """Raise where a precision plug-in does not work with sharded parameters.
+
+    Raises:
+        ValueError: names the precisions that do.
+    """
+    accepted = [each.partition(" ")[0] for each in _PRECISIONS]
+    on_cpu = plugin.precision == "16-mixed" and plugin.device == "cpu"
+    if plugin.precision not in accepted or on_cpu:
+        refuse(plugin.precision, "cpu" if on_cpu else None)
+
+
+def refuse(precision: str, device: str | None = None) -> None:
+    """Raise that a precision does not work."""
+    where = "" if device is None else f', accelerator="{device}"'
+    raise ValueError(
+        f'strategy="vescale_fsdp", precision={precision!r}{where} does not work; choose one of '
+        f"{', '.join(_PRECISIONS)}"
+    )
+
+
+def policy_for(precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
+    """The dtypes of a unit.
+
+    Mixed: gather and compute in 16 bits, reduce gradients in fp32, under the plug-in's autocast.
+    The shards, and so the optimizer, stay in fp32. ``bf16-true`` and ``16-true`` have converted
+    the parameters themselves. The inputs of the root are the user's batch, and left alone.
+    """
+    if precision not in _MIXED:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=_MIXED[precision],
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=not is_root,
+    )

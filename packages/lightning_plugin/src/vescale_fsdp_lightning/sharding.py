@@ -1,0 +1,301 @@
+"""How a model becomes sharded: what the strategies of Trainer and of Fabric share."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+
+from vescale_fsdp import (
+    FSDPModule,
+    Granularity,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from vescale_fsdp_lightning.checkpoints import Checkpoints
+from vescale_fsdp_lightning.options import Classes, Options, Wrap, data_mesh
+from vescale_fsdp_lightning.precision import policy_for
+
+__all__ = ["MakeOptimizer", "Sharding", "check_optimizers", "gradient_sync", "owns"]
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Sharding:
+    """Fully-sharded data parallel by veScale-FSDP: ``strategy="vescale_fsdp"``.
+
+    The defaults need no thought: the model's repeated blocks become units, over all processes, in
+    the dtypes that ``precision=`` asks for, and checkpoints are sharded and sealed.
+
+    Args:
+        wrap: which submodules become units: ``"blocks"`` (the model's repeated blocks), ``"none"``
+            (one unit of all), a list of classes or of their names, or a function from the model to
+            a list, inner modules first. What the user has sharded stays as it is.
+        granularity: what must not be cut, as of ``vescale_fsdp.fully_shard``, or in words:
+            ``"rows:32"``, ``"elements:256"``, ``"tile:32x32"``, ``"whole"``.
+        reshard_after_forward: as of ``fully_shard``.
+        device_mesh: ``(replicas, shards)``: shard over groups and replicate between them (HSDP); or
+            a mesh with names, whose axis ``tensor_parallel``, if there is one, is the user's.
+        tensor_parallel_size: processes that get the same data. ``configure_model`` cuts the layers
+            over ``self.device_mesh["tensor_parallel"]``; they are sharded over the rest.
+        mp_policy: dtypes. Default: what ``precision=`` asks for. ``bf16-mixed`` gathers and
+            computes in bf16 and reduces gradients in fp32, under autocast; ``bf16-true`` and
+            ``16-true`` keep everything in that dtype.
+        cpu_offload: shards, gradients and the optimizer rest in the host's memory.
+        activation_checkpointing: compute activations again in backward: of the units, or of a list
+            of classes or of their names.
+        unused: as of ``fully_shard``.
+        in_flight: as of ``fully_shard``.
+        state_dict_type: what is saved: ``"sharded"``: a sealed directory, each process its part
+            (`vescale_fsdp.checkpoint`); ``"full"``: one file, as ``DDPStrategy`` saves it;
+            ``"dcp"``: the directory that Lightning's consolidation tool reads. All are loaded.
+        async_save: sharded checkpoints are written in the background.
+        save_rng: sharded checkpoints have the random number generators of all processes.
+        weights_only: loading a file unpickles nothing but tensors and plain values. False for
+            files that you trust: they can run code.
+        staging_dir: where a sharded checkpoint is made that goes to another file system, such as
+            ``s3://``; all processes must share it. Default: the machine's folder for such files.
+        process_group_backend, timeout: of ``torch.distributed``.
+
+    Raises:
+        ValueError: a value that is none of the accepted ones, which the message has.
+    """
+
+    def __init__(
+        self,
+        *,
+        wrap: Wrap = "blocks",
+        granularity: Granularity | Callable[..., Granularity | None] | str | None = None,
+        reshard_after_forward: bool | int | None = None,
+        device_mesh: DeviceMesh | Sequence[int] | None = None,
+        tensor_parallel_size: int = 1,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool | Classes = False,
+        unused: Literal["auto", "exchange", "zeros"] = "auto",
+        in_flight: int = 2,
+        state_dict_type: Literal["sharded", "full", "dcp"] = "sharded",
+        async_save: bool = False,
+        save_rng: bool = True,
+        weights_only: bool = True,
+        staging_dir: str | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+    ) -> None:
+        self.options = Options(
+            wrap=wrap,
+            granularity=granularity,
+            reshard_after_forward=reshard_after_forward,
+            device_mesh=device_mesh,
+            tensor_parallel_size=tensor_parallel_size,
+            mp_policy=mp_policy,
+            cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
+            unused=unused,
+            in_flight=in_flight,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            save_rng=save_rng,
+            weights_only=weights_only,
+            staging_dir=staging_dir,
+        )
+        self._checkpoints = Checkpoints(self.options)
+        self._to_save_too: dict[str, MakeOptimizer] = {}
+        self._companions: dict[str, torch.optim.Optimizer] = {}
+        super().__init__(  # type: ignore[call-arg]  # of Lightning's own strategy
+            **self._arguments_of_base(),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    def _arguments_of_base(self) -> dict[str, Any]:
+        """What Lightning's own strategy asks for, and does not use here."""
+        return {"save_distributed_checkpoint": self.options.state_dict_type != "full"}
+
+    # Processes
+
+    def _start_mesh(self) -> None:
+        """After ``torch.distributed`` has been started: the mesh, once."""
+        if getattr(self, "_device_mesh", None) is None:
+            self._device_mesh: DeviceMesh = self.options.make_mesh(
+                self.root_device.type,  # type: ignore[attr-defined]
+                self.world_size,  # type: ignore[attr-defined]
+            )
+            # gloo sometimes aborts at exit when a group is left to the interpreter's shutdown.
+            atexit.unregister(_destroy_process_group)
+            atexit.register(_destroy_process_group)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every process gets its own part of the data; those of tensor parallelism the same."""
+        mesh = data_mesh(self._device_mesh)
+        rank = 0
+        for axis in range(mesh.ndim):
+            rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
+        return {"num_replicas": mesh.size(), "rank": rank}
+
+    # Model
+
+    def _shard(
+        self, module: nn.Module, precision: str, *, methods: Iterable[str], roots: bool
+    ) -> None:
+        """Make units of a model that is not sharded, or not all of it.
+
+        Args:
+            methods: of the module, that are forwards too.
+            roots: submodules run on their own, with backwards in between.
+        """
+        refuse_other_engines(module)
+        options = self.options
+        common = {
+            **options.engine_options(),
+            "mesh": data_mesh(self._device_mesh),
+            "offload_policy": options.offload_policy(self.root_device.type),  # type: ignore[attr-defined]
+        }
+        is_users = any(isinstance(child, FSDPModule) for child in module.modules())
+        for child in options.modules_to_checkpoint(module):
+            recompute(child)
+        if not is_users:
+            for block in self._modules_to_shard(module, roots):
+                fully_shard(block, mp_policy=self._policy(precision, is_root=False), **common)
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mp_policy=self._policy(precision, is_root=True), **common)
+        materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)  # type: ignore[attr-defined]
+        for method in methods:
+            if callable(getattr(module, method, None)) and method not in vars(module):
+                register_fsdp_forward_method(module, method)
+
+    def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
+        blocks = self.options.modules_to_wrap(module)
+        if not roots:
+            return blocks
+        # A backward ends the pass of the root, and frees what it owns. So each child owns itself.
+        known = {id(block) for block in blocks}
+        children = [
+            child
+            for child in module.children()
+            if id(child) not in known
+            and type(child).forward is not nn.Module.forward
+            and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            and any(True for _ in child.parameters())
+        ]
+        return blocks + children
+
+    def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
+        return self.options.mp_policy or policy_for(precision, is_root=is_root)
+
+
+def refuse_other_engines(module: nn.Module) -> None:
+    """Raise where torch's own ``fully_shard`` or FSDP has taken a part of the model.
+
+    Raises:
+        TypeError: names the module.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for name, child in module.named_modules():
+        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
+        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or type(module).__name__} has been sharded by torch.distributed.fsdp; "
+                'with strategy="vescale_fsdp" use vescale_fsdp.fully_shard, which takes the same '
+                "arguments, or leave it to the strategy"
+            )
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give memory and first values to what is on the meta device.
+
+    Values come from ``reset_parameters()``, or from the model's own ``_init_weights(module)``, as
+    ``transformers`` has it. What has values keeps them. Each process fills its own shards, with the
+    numbers that the whole parameters would get.
+    """
+    lacking = [
+        each
+        for each in module.modules()
+        if any(
+            t.is_meta
+            for t in (*each._parameters.values(), *each._buffers.values())
+            if t is not None
+        )
+    ]
+    if not lacking:
+        return
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    module._apply(fill)
+    owners = [each for each in module.modules() if callable(getattr(each, "_init_weights", None))]
+    left: set[str] = set()
+    for each in lacking:
+        reset = getattr(each, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif owners:
+            owners[-1]._init_weights(each)  # type: ignore[operator]
+        else:
+            left.add(type(each).__name__)
+    if left:
+        warnings.warn(
+            f"{', '.join(sorted(left))} were made on the meta device and have no "
+            "reset_parameters(): what they own has no values yet; load a checkpoint, or initialize "
+            "it in configure_model",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Within it, backwards reduce gradients, or accumulate them without communication."""
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    for unit in units:
+        unit.set_requires_gradient_sync(enabled, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:
+    """Raise where an optimizer has parameters that are no longer the model's.
+
+    Raises:
+        ValueError: it was made before the model was sharded.
+    """
+    known = {id(param) for param in module.parameters()}
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        strangers = sum(id(param) not in known for param in params)
+        if strangers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {strangers} of {len(params)} parameters "
+                "that are not the model's: it was made before the model was sharded, and "
+                "would train nothing. Make it in configure_optimizers, from self.parameters(); "
+                "with Fabric after setup_module, from model.parameters()"
+            )
+
+
+def owns(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether all parameters of the optimizers are the module's."""
+    known = {id(param) for param in module.parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return all(id(param) in known for group in groups for param in group["params"])
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,237 @@
+"""The directory that Lightning's own strategies save: torch's DCP format beside ``meta.pt``.
+
+Lightning's consolidation tool reads it. Model tensors are under ``model``, where Lightning's FSDP
+strategy has them (its model-parallel strategy has ``state_dict``, with which the tool fails),
+states of optimizers under ``optimizer_0`` and so on, by names. Nothing in it has a checksum.
+
+DCP's metadata and ``meta.pt`` are pickles, and so is each item that is no tensor. Here the first
+are read by an unpickler that builds the classes of that format and calls nothing else, the others
+as ``weights_only`` says.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
+from vescale_fsdp_lightning import states
+from vescale_fsdp_lightning.places import Place, from_first
+
+__all__ = ["METADATA", "Directory", "read_file", "save"]
+
+METADATA = ".metadata"
+_VALUES = "meta.pt"
+
+
+def save(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Write the directory, and give it its name when it is whole. Collective.
+
+    Args:
+        state: model and optimizers, by names; tensors are sharded.
+        values: all else; the first process' are written.
+    """
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    from_first(lambda: Place(unfinished).remove())
+    state_dict_saver.save(dict(state), checkpoint_id=unfinished)
+
+    def finish() -> None:
+        torch.save(dict(values), unfinished / _VALUES)
+        unfinished.rename(folder)
+
+    from_first(finish)
+
+
+class Directory:
+    """What is in such a directory. All methods that load are collective.
+
+    Raises:
+        CheckpointCorruptError: the metadata are not those of this format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = _Reader(folder)
+        self._entries = self._reader.read_metadata()
+        self._paths: dict[str, tuple[Any, ...]] = dict(self._entries.planner_data or {})
+
+    def has(self, key: str) -> bool:
+        """Whether something was saved under ``key``."""
+        return any(path[0] == key for path in self._paths.values())
+
+    def first_of(self, keys: Sequence[str]) -> str:
+        """The first of some keys that is there.
+
+        Raises:
+            CheckpointIncompleteError: none is.
+        """
+        for key in keys:
+            if self.has(key):
+                return key
+        raise CheckpointIncompleteError(
+            f"{self._folder} has none of {', '.join(keys)}: it is no checkpoint of Lightning's"
+        )
+
+    def load_model(self, key: str, model: nn.Module, *, strict: bool) -> None:
+        """Load a model, in place. A load that fails half-way leaves a model that is half loaded.
+
+        Raises:
+            CheckpointIncompleteError: with ``strict``, entries are missing.
+        """
+        own = states.model_state(model)
+        saved = {name for name in own if f"{key}.{name}" in self._entries.state_dict_metadata}
+        missing = sorted(own.keys() - saved)
+        if missing and strict:
+            raise CheckpointIncompleteError(
+                f"{self._folder} lacks {len(missing)} entries of the model: "
+                f"{', '.join(missing[:5])}"
+            )
+        targets = {f"{key}.{name}": own[name] for name in saved}
+        state_dict_loader.load(targets, storage_reader=self._reader, planner=_Planner())
+        loaded = {name.removeprefix(f"{key}."): value for name, value in targets.items()}
+        set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
+
+    def load_optimizer(self, key: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Load an optimizer, in place: its own tensors are replaced."""
+        names = states.parameter_names(model, optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        param_of = dict(zip(names, params, strict=True))
+        targets: dict[str, Any] = {}
+        for name, path in self._paths.items():
+            if path[0] != key:
+                continue
+            entry = self._entries.state_dict_metadata[name]
+            param = param_of.get(str(path[2])) if path[1] == "state" else None
+            if isinstance(entry, BytesStorageMetadata):
+                targets[name] = None
+            elif isinstance(param, DTensor) and entry.size == param.shape and param.dim():
+                dtype = entry.properties.dtype
+                targets[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            else:
+                targets[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        state_dict_loader.load(targets, storage_reader=self._reader, planner=_Planner())
+        tree = _nested({self._paths[name][1:]: value for name, value in targets.items()})
+        states.load_optimizer(model, optimizer, {"state": tree.get("state", {}), **_groups(tree)})
+
+    def values(self, weights_only: bool) -> dict[str, Any]:
+        """What is in ``meta.pt``."""
+        file = self._folder / _VALUES
+        if not file.is_file():
+            return {}
+        return read_file(file, weights_only)
+
+
+def read_file(path: Path, weights_only: bool) -> dict[str, Any]:
+    """What is in a file of ``torch.save``. Tensors stay on the disk until they are used.
+
+    Raises:
+        CheckpointValueError: with ``weights_only``, it holds more than tensors and plain values.
+    """
+    try:
+        read: dict[str, Any] = torch.load(
+            path, mmap=True, map_location="cpu", weights_only=weights_only
+        )
+    except Exception as error:
+        if not weights_only or "weights_only" not in str(error):
+            raise
+        raise CheckpointValueError(
+            f"{path} holds objects that could run code when they are loaded: {error}\nIf you trust "
+            "the file, pass VeScaleFSDPStrategy(weights_only=False)"
+        ) from error
+    return read
+
+
+def _groups(tree: Mapping[str, Any]) -> dict[str, Any]:
+    groups = tree["param_groups"]
+    if isinstance(groups, dict):  # lists, as they were flattened
+        groups = [_lists(groups[index]) for index in sorted(groups)]
+    return {"param_groups": groups}
+
+
+def _lists(group: Any) -> Any:
+    if isinstance(group, dict) and group and all(isinstance(key, int) for key in group):
+        return [group[index] for index in sorted(group)]
+    return (
+        {key: _lists(value) for key, value in group.items()} if isinstance(group, dict) else group
+    )
+
+
+def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """The tree of values by paths; what was a list has numbers for keys."""
+    tree: dict[Any, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return tree
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what DCP's metadata are made of, and refuses every other name."""
+
+    _dtypes = frozenset(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))
+    _classes = frozenset(
+        (each.__module__, each.__qualname__)
+        for module in (metadata, filesystem)
+        for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == module.__name__
+        if module is metadata or each.__qualname__ == "_StorageInfo"
+    )
+    _others = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Called for every name in the pickle."""
+        is_dtype = module == "torch" and name in self._dtypes
+        if is_dtype or (module, name) in self._classes or (module, name) in self._others:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+class _Reader(filesystem.FileSystemReader):
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """The metadata, by the restricted unpickler."""
+        file = Path(self.path) / ".metadata"
+        try:
+            with open(file, "rb") as stream:
+                found = _Unpickler(stream).load()
+        except pickle.UnpicklingError as error:
+            raise CheckpointCorruptError(
+                f"{file} is refused: it wants {error}, which is no part of this format and could "
+                "run code"
+            ) from error
+        if not isinstance(found, Metadata):
+            raise CheckpointCorruptError(f"{file} holds a {type(found).__name__}, no metadata")
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read an item that is no tensor with torch's restricted unpickler only."""
+        plain = torch.load(value, weights_only=True)
+        again = io.BytesIO()  # of what was found harmless; the planner itself would read anything
+        torch.save(plain, again)
+        again.seek(0)
+        super().load_bytes(read_item, again)

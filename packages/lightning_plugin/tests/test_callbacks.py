@@ -1,0 +1,185 @@
+"""The sharded average of weights, and what a step costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from vescale_fsdp import Granularity
+from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import ShardedEMA, Throughput, VeScaleFSDPStrategy
+from vescale_fsdp_lightning.throughput import count_tokens, traffic_of
+
+from .lit import LitModel, full_parameters, loader, make_model, make_trainer
+
+EPOCH = {"limit_train_batches": 4, "limit_val_batches": 2}
+
+
+class Keeps(LitModel):
+    """Remembers its whole weights after each step, and those it is validated with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[torch.Tensor] = []
+        self.validated: list[torch.Tensor] = []
+
+    def whole(self) -> torch.Tensor:
+        return self.blocks[0].up.weight.full_tensor().detach().clone()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.weights.append(self.whole())
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(self.whole())
+        super().validation_step(batch, batch_idx)
+
+
+def averaged(root: Path) -> None:
+    def fit(epochs: int, path: Any = None) -> tuple[Keeps, Any]:
+        model = make_model(Keeps)
+        saver = ModelCheckpoint(dirpath=root, filename=f"ema-{epochs}", save_top_k=-1)
+        trainer = make_trainer(
+            "vescale_fsdp",
+            root,
+            max_steps=-1,
+            max_epochs=epochs,
+            callbacks=[ShardedEMA(decay=0.75), saver],
+            enable_checkpointing=True,
+            **EPOCH,
+        )
+        trainer.fit(model, loader(), loader(), ckpt_path=path)
+        return model, trainer
+
+    whole, trainer = fit(2)
+    # The weights before a step are those after the one before it.
+    after = [*whole.weights[1:], None]
+    average = after[0].clone()
+    for weight in after[1:4]:
+        average = 0.75 * average + 0.25 * weight
+    torch.testing.assert_close(whole.validated[0], average, rtol=0, atol=1e-6)
+    plain = make_model()
+    trainer_of_plain = make_trainer("vescale_fsdp", root, max_steps=-1, max_epochs=2, **EPOCH)
+    trainer_of_plain.fit(plain, loader(), loader())
+    assert whole.losses == plain.losses  # training does not see the averages
+    assert torch.equal(whole.whole(), whole.validated[1])  # and ends with them
+
+    fit(1)
+    resumed, _ = fit(2, root / "ema-1.ckpt")
+    assert resumed.losses == whole.losses[4:]
+    assert torch.equal(resumed.validated[-1], whole.validated[1])
+    other = make_model(Keeps)
+    trainer.test(other, loader(), ckpt_path=root / "ema-1.ckpt", verbose=False)
+    with pytest.raises(TypeError, match="DDPStrategy; use Lightning's EMAWeightAveraging"):
+        make_trainer("ddp", root, max_steps=1, callbacks=[ShardedEMA()]).fit(
+            make_model(), loader(), loader()
+        )
+
+
+def measured(root: Path) -> None:
+    columns = {}
+    for strategy in ("vescale_fsdp", "ddp"):
+        logger = CSVLogger(str(root), name=strategy)
+        trainer = make_trainer(
+            strategy,
+            root,
+            max_steps=8,
+            logger=logger,
+            log_every_n_steps=1,
+            callbacks=[Throughput(every_n_steps=3, skip_steps=1)],
+        )
+        trainer.fit(make_model(), loader(), loader())
+        columns[strategy] = dict(trainer.logged_metrics)
+    common = {"tokens_per_s", "peak_memory_gb"}
+    assert common < columns["vescale_fsdp"].keys()
+    assert columns["vescale_fsdp"].keys() - columns["ddp"].keys() == {
+        "padding_percent",
+        "comm_gb_per_step",
+    }
+    for name in common:
+        assert columns["ddp"][name] > 0
+
+
+def counted() -> None:
+    """Two blocks of 950 elements and a root of 300, in fp32, on two processes."""
+    trainer = make_trainer(
+        VeScaleFSDPStrategy(granularity=Granularity.rows(1)), "unused", max_steps=1
+    )
+    model = make_model()
+    trainer.fit(model, loader(), loader())
+    elements = {"block": 24 + 12 * 36 + 36 + 36 * 12 + 12, "root": 23 * 12 + 24}
+    traffic = traffic_of(model)
+    assert 0 <= traffic.padding_percent < 20
+    half = {name: count / 2 for name, count in elements.items()}
+    # A process receives the other half: blocks twice, the root once; and each half of gradients.
+    least = 4 * (2 * 2 * half["block"] + half["root"])
+    assert least <= traffic.gather_bytes < 1.2 * least
+    least = 4 * (2 * half["block"] + half["root"])
+    assert least <= traffic.reduce_bytes < 1.2 * least
+
+
+class Structured(LitModel):
+    """Matrices of the blocks with Muon, the rest with 8-bit AdamW, as one optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        matrices, others = split_named_params(self)
+        return OptimizerGroup(muon=Muon(matrices, lr=0.02), adamw=AdamW8bit(others, lr=1e-2))
+
+
+def structured(root: Path) -> None:
+    """Optimizers of ours, resumed."""
+    runs = []
+    for epochs, path in ((2, None), (1, None), (2, root / "muon-1.ckpt")):
+        model = make_model(Structured)
+        saver = ModelCheckpoint(dirpath=root, filename=f"muon-{epochs}", save_top_k=-1)
+        strategy = VeScaleFSDPStrategy(granularity="rows:16")
+        trainer = make_trainer(
+            strategy,
+            root,
+            max_steps=-1,
+            max_epochs=epochs,
+            callbacks=[saver],
+            enable_checkpointing=True,
+            gradient_clip_val=1.0,
+            **EPOCH,
+        )
+        trainer.fit(model, loader(), loader(), ckpt_path=path)
+        runs.append((model.losses, full_parameters(model)))
+    assert runs[2][0] == runs[0][0][4:]
+    assert runs[0][0][-1] < runs[0][0][0]
+    for name, param in runs[0][1].items():
+        assert torch.equal(runs[2][1][name], param), name
+
+
+def callback_scenarios(root: Path) -> None:
+    import warnings
+
+    for harmless in ("Checkpoint directory .* exists and is not empty", "The dirpath has changed"):
+        warnings.filterwarnings("ignore", harmless)
+    averaged(root)
+    measured(root)
+    counted()
+    structured(root)
+
+
+def test_average_of_weights_throughput_and_our_optimizers(tmp_path: Path) -> None:
+    run_ranks(callback_scenarios, 2, tmp_path, timeout_s=100)
+
+
+def test_tokens_of_a_batch() -> None:
+    tokens = torch.zeros(4, 9, dtype=torch.long)
+    assert count_tokens({"weight": torch.zeros(4), "input_ids": tokens}) == 36
+    assert count_tokens([torch.zeros(5, 3)]) == 5
+    assert count_tokens("text") == 0
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": 0.9, "update_every_n_steps": 0}])
+def test_wrong_values_of_the_average_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected at least"):
+        ShardedEMA(**options)

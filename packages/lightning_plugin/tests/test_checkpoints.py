@@ -1,0 +1,311 @@
+"""Checkpoints: three formats, on other numbers of processes, read by others and from others."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import runpy
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from vescale_fsdp import (
+    CheckpointExistsError,
+    CheckpointIncompleteError,
+    CheckpointValueError,
+    checkpoint,
+)
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning.plain import from_plain, to_plain
+
+from .lit import LitModel, full_parameters, loader, make_model, make_trainer
+
+FORMATS = ("sharded", "full", "dcp")
+EPOCH = {"limit_train_batches": 4, "limit_val_batches": 1}
+
+
+def ours(**options: Any) -> VeScaleFSDPStrategy:
+    return VeScaleFSDPStrategy(**options)
+
+
+class Scheduled(LitModel):
+    """Has a scheduler, hyper-parameters, and values of its own in checkpoints."""
+
+    def __init__(self, folder: str = "data", sizes: Any = (1, 2)) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.restored: dict[str, Any] = {}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"table": torch.arange(3), "pair": (1, None)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.restored = checkpoint
+
+
+def train(
+    strategy: Any,
+    folder: str | Path,
+    epochs: int,
+    ckpt_path: Any = None,
+    model: LitModel | None = None,
+    **options: Any,
+) -> tuple[Any, pl.Trainer]:
+    """Train to the end of an epoch of four steps, and save what Lightning saves."""
+    for harmless in ("Checkpoint directory .* exists and is not empty", "The dirpath has changed"):
+        warnings.filterwarnings("ignore", harmless)
+    model = make_model(Scheduled) if model is None else model
+    saver = ModelCheckpoint(
+        dirpath=folder,
+        filename="{epoch}",
+        monitor="val_loss",
+        save_last=True,
+        enable_version_counter=False,
+        **options,
+    )
+    trainer = make_trainer(
+        strategy,
+        "unused",
+        max_steps=-1,
+        max_epochs=epochs,
+        enable_checkpointing=True,
+        callbacks=[saver],
+        **EPOCH,
+    )
+    trainer.fit(model, loader(), loader(), ckpt_path=ckpt_path)
+    return model, trainer
+
+
+def resumed(strategy: Any, path: str | Path, folder: str | Path) -> list[float]:
+    """The losses of the second epoch, after the first has been loaded."""
+    model, trainer = train(strategy, folder, 2, path)
+    assert trainer.global_step == 8
+    assert model.restored["hyper_parameters"] == {"folder": "data", "sizes": (1, 2)}
+    assert model.restored["own"]["table"].tolist() == [0, 1, 2]
+    assert model.restored["own"]["pair"] == (1, None)
+    assert "ModelCheckpoint" in "".join(model.restored["callbacks"])
+    return model.losses
+
+
+def consolidate(folder: Path) -> Path:
+    """Lightning's own tool, in the first process."""
+    target = folder.with_suffix(".consolidated")
+    if dist.get_rank() == 0:
+        before, sys.argv = sys.argv, ["tool", str(folder), "--output_file", str(target)]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                runpy.run_module(
+                    "lightning.pytorch.utilities.consolidate_checkpoint", {}, "__main__"
+                )
+        finally:
+            sys.argv = before
+    dist.barrier()
+    return target
+
+
+def stock_directory(source: Path, target: Path) -> None:
+    """A directory as Lightning's model-parallel strategy saves it, by its own function."""
+    found = torch.load(source, weights_only=True)
+    names = list(dict(make_model().named_parameters()))
+    (of_numbers,) = found.pop("optimizer_states")
+    state = {
+        "state_dict": found.pop("state_dict"),
+        "optimizer_0": {
+            "state": {names[key]: each for key, each in of_numbers["state"].items()},
+            "param_groups": [{**of_numbers["param_groups"][0], "params": names}],
+        },
+    }
+    _distributed_checkpoint_save(state, target)
+    if dist.get_rank() == 0:
+        torch.save(found, target / "meta.pt")
+    dist.barrier()
+
+
+def resumes(root: Path) -> None:
+    whole, _ = train("ddp", root / "whole", 2)
+    expected = whole.losses[4:]
+    for kind in FORMATS:
+        model, _ = train(ours(state_dict_type=kind), root / kind, 1)
+        assert model.losses == whole.losses[:4]
+        path = root / kind / "last.ckpt"
+        assert path.is_file() == (kind == "full")
+        assert resumed(ours(state_dict_type=kind), path, root / f"{kind}-2") == expected
+    assert sorted(each.name for each in (root / "sharded").iterdir()) == [
+        "epoch=0.ckpt",
+        "last.ckpt",
+    ]
+    checkpoint.verify(root / "sharded" / "last.ckpt")
+
+    train("ddp", root / "ddp", 1)
+    assert resumed(ours(), root / "ddp" / "last.ckpt", root / "from-ddp") == expected
+    assert resumed("ddp", root / "full" / "last.ckpt", root / "to-ddp") == expected
+    stock_directory(root / "ddp" / "last.ckpt", root / "stock.ckpt")
+    assert resumed(ours(), root / "stock.ckpt", root / "from-stock") == expected
+    one_file = consolidate(root / "dcp" / "last.ckpt")
+    assert resumed("ddp", one_file, root / "tool-to-ddp") == expected
+    assert resumed(ours(), one_file, root / "tool-to-ours") == expected
+
+
+def test_every_format_resumes_bit_equal_also_from_and_in_other_strategies(tmp_path: Path) -> None:
+    run_ranks(resumes, 2, tmp_path, timeout_s=110)
+    run_ranks(on_one_process, 1, tmp_path)
+
+
+def on_one_process(root: Path) -> None:
+    """What two processes have saved; DDP's own file says what the weights are."""
+    reference = torch.load(root / "ddp" / "last.ckpt", weights_only=True)["state_dict"]
+    for kind in FORMATS:
+        model, trainer = train(ours(), root / "one", 1, root / kind / "last.ckpt")
+        assert trainer.global_step == 4  # nothing was left to train
+        for name, param in full_parameters(model).items():
+            assert torch.equal(param, reference[name]), name
+        step = next(iter(trainer.optimizers[0].state.values()))["step"]
+        assert step == 4
+
+
+# Parts of a run
+
+
+class Filters(Scheduled):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].pop("norm.bias", None)  # whole ones are in the first process only
+
+
+def best_and_weights_only(root: Path) -> None:
+    model, trainer = train(ours(), root / "weights", 1, save_weights_only=True)
+    before = full_parameters(model)
+    tested = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    assert tested[0]["test_loss"] == pytest.approx(trainer.callback_metrics["test_loss"].item())
+    other = make_model(Scheduled)
+    trainer.test(other, loader(), ckpt_path="best", verbose=False)
+    for name, param in full_parameters(other).items():
+        assert torch.equal(param, before[name])
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        train(ours(), root / "again", 2, root / "weights" / "last.ckpt")
+
+
+def overwritten(root: Path) -> None:
+    """A process killed between the two renames leaves the old one under another name."""
+    train(ours(), root / "killed", 1)
+    last = root / "killed" / "last.ckpt"
+    if dist.get_rank() == 0:
+        last.rename(f"{last}.old")
+    dist.barrier()
+    losses = resumed(ours(), last, root / "killed")
+    assert len(losses) == 4
+    if dist.get_rank() == 0:
+        assert sorted(each.name for each in last.parent.iterdir()) == ["epoch=1.ckpt", "last.ckpt"]
+        assert checkpoint.verify(last).seal.step == 8
+    dist.barrier()
+    with pytest.raises(CheckpointIncompleteError, match="no whole checkpoint"):
+        train(ours(), root / "x", 1, root / "nothing.ckpt")
+
+
+def in_the_background(root: Path) -> None:
+    _, trainer = train(ours(async_save=True), root / "async", 2, save_top_k=1)
+    dist.barrier()
+    saver = trainer.checkpoint_callback
+    assert isinstance(saver, ModelCheckpoint)
+    names = sorted(each.name for each in (root / "async").iterdir())
+    assert names == [Path(saver.best_model_path).name, "last.ckpt"]
+    for name in names:
+        checkpoint.verify(root / "async" / name)
+
+
+class Elsewhere(LocalFileSystem):
+    """A file system that is not this machine's, as far as anybody can see."""
+
+    protocol = "elsewhere"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(path).removeprefix("elsewhere://")
+
+    def unstrip_protocol(self, name: str) -> str:
+        return f"elsewhere://{self._strip_protocol(name)}"
+
+
+def elsewhere(root: Path) -> None:
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    for kind in FORMATS:
+        folder = f"elsewhere://{root}/far-{kind}"
+        model, _ = train(ours(state_dict_type=kind, staging_dir=str(root)), folder, 1)
+        losses = resumed(ours(state_dict_type=kind), f"{folder}/last.ckpt", folder)
+        assert losses[0] != model.losses[0]
+        names = sorted(each.name for each in (root / f"far-{kind}").iterdir())
+        assert names == ["epoch=1.ckpt", "last.ckpt"]
+
+
+def refusals(root: Path) -> None:
+    _, trainer = train(ours(), root / "filters", 1)
+    (root / "mine").mkdir(exist_ok=True)
+    (root / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises((CheckpointExistsError, OSError), match="is no checkpoint"):
+        trainer.save_checkpoint(root / "mine")
+    assert (root / "mine" / "notes.txt").exists()
+    with pytest.raises(CheckpointValueError, match=r"removed \['norm.bias'\]"):
+        train(ours(), root / "filters", 1, model=make_model(Filters))
+    train(ours(state_dict_type="full"), root / "filters", 1, model=make_model(Filters))
+    if dist.get_rank() == 0:
+        state = {"state_dict": {"norm.bias": torch.ones(12)}, "object": argparse.Namespace()}
+        torch.save(state, root / "foreign.ckpt")
+    dist.barrier()
+    with pytest.raises(CheckpointValueError, match=r"weights_only=False"):
+        train(ours(), root / "x", 1, root / "foreign.ckpt")
+    with pytest.raises(RuntimeError, match=r"Missing key"):
+        train(ours(weights_only=False), root / "x", 1, root / "foreign.ckpt")
+
+
+def parts(root: Path) -> None:
+    best_and_weights_only(root)
+    overwritten(root)
+    in_the_background(root)
+    elsewhere(root)
+    refusals(root)
+
+
+def test_best_weights_only_overwriting_background_and_other_file_systems(tmp_path: Path) -> None:
+    run_ranks(parts, 2, tmp_path, timeout_s=110)
+
+
+# Values
+
+
+def test_values_of_lightning_go_through_json_and_come_back() -> None:
+    given = {
+        "path": Path("a/b"),
+        "namespace": argparse.Namespace(lr=0.1, inner=argparse.Namespace(n=1)),
+        "set": {1, 2},
+        "span": datetime.timedelta(days=1, seconds=2),
+        "device": torch.device("cpu"),
+        "ordered": OrderedDict(a=[1, (2, 3)]),
+        "keys": {1: "one", None: "none"},
+        "nan": float("inf"),
+    }
+    assert from_plain(to_plain(given)) == given
+
+
+def test_a_hyper_parameter_that_could_only_be_pickled_is_left_out_with_a_warning() -> None:
+    given = {"hyper_parameters": {"lr": 0.1, "activation": nn.GELU()}}
+    with pytest.warns(UserWarning, match=r"\['hyper_parameters'\]\['activation'\].*GELU"):
+        assert to_plain(given) == {"hyper_parameters": {"lr": 0.1}}
+    with pytest.raises(CheckpointValueError, match=r"\['callbacks'\]\['mine'\] is a .*GELU"):
+        to_plain({"callbacks": {"mine": nn.GELU()}})

@@ -1,0 +1,397 @@
+"""Each row of what Lightning's own strategy leaves open, and the arguments of ours."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelSummary,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops import utilities as loops
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import VeScaleFSDPStrategy
+
+from .gan import gan_loader, make_gan
+from .lit import Block, LitModel, full_parameters, loader, make_model, make_trainer
+
+Run = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def fit(strategy: Any, root: Path, model: Any = None, **options: Any) -> Run:
+    model = make_model() if model is None else model
+    make_trainer(strategy, root, **{"max_steps": 6, **options}).fit(model, loader(), loader())
+    return model.losses, full_parameters(model)
+
+
+def assert_equal(run: Run, expected: Run, atol: float = 0.0) -> None:
+    assert run[0] == pytest.approx(expected[0], rel=0, abs=atol)
+    assert expected[0][-1] < expected[0][0]  # something was learned
+    assert run[1].keys() == expected[1].keys()
+    for name, param in expected[1].items():
+        torch.testing.assert_close(run[1][name], param, rtol=0, atol=atol, msg=name)
+
+
+# Numbers
+
+
+def gan_beside_ddp(root: Path) -> None:
+    runs = []
+    for strategy in ("vescale_fsdp", "ddp_find_unused_parameters_true"):
+        model = make_gan()
+        make_trainer(strategy, root, max_steps=16).fit(model, gan_loader())
+        runs.append((model.losses, full_parameters(model)))
+    assert len(runs[0][0]) == 16
+    assert runs[0][0] == runs[1][0]
+    for name, param in runs[1][1].items():
+        assert torch.equal(runs[0][1][name], param), name
+
+
+def value_clipping_beside_ddp(root: Path) -> None:
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    expected = fit("ddp", root, **options)
+    assert expected[0] != fit("ddp", root)[0]
+    assert_equal(fit("vescale_fsdp", root, **options), expected)
+
+
+class Looks(LitModel):
+    """Remembers what it sees in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_gradients: list[bool] = []
+        self.inference: list[bool] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.has_gradients.append(any(p.grad is not None for p in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.inference.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.inference.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.inference.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        return super().predict_step(batch, batch_idx)
+
+
+def accumulation_does_not_reduce(root: Path) -> None:
+    model = make_model(Looks)
+    fit("vescale_fsdp", root, model, accumulate_grad_batches=2, limit_train_batches=4, max_steps=2)
+    # Gradients are zeroed after the first forward of a step. The second micro-batch would find
+    # those of the first, had they been reduced; the third one finds those of the step before.
+    assert model.has_gradients == [False, False, True, False]
+
+
+def evaluation_leaves_inference_mode(root: Path) -> None:
+    """As on CUDA: Lightning leaves inference mode by itself only where the backend is gloo."""
+    stand_in = types.SimpleNamespace(get_backend=lambda: "nccl")
+    real, loops.dist = loops.dist, stand_in
+    try:
+        model = make_model(Looks)
+        trainer = make_trainer("vescale_fsdp", root, max_steps=2)
+        trainer.validate(model, loader(), verbose=False)
+        trainer.fit(model, loader(), loader())
+        trainer.test(model, loader(), verbose=False)
+        trainer.predict(model, loader())
+        assert len(model.losses) == 2
+        assert len(model.inference) > 6
+        assert not any(model.inference)
+        plain = make_model(Looks)
+        make_trainer("ddp", root, max_steps=2).validate(plain, loader(), verbose=False)
+        assert all(plain.inference)  # what happens without us
+    finally:
+        loops.dist = real
+
+
+class Overflows(LitModel):
+    """Its second step has gradients that are not finite, in the last process only."""
+
+    def on_after_backward(self) -> None:
+        super().on_after_backward()
+        if len(self.losses) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            grad = next(p.grad for p in self.parameters() if p.grad is not None)
+            local = grad.to_local() if isinstance(grad, RaggedTensor) else grad
+            local.fill_(float("inf"))
+
+
+def a_scaler_skips_as_one(root: Path) -> None:
+    """``16-mixed`` as on CUDA; the plug-in says that it is there while it is checked."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plugin = MixedPrecision("16-mixed", "cuda", scaler)
+    trainer = make_trainer("vescale_fsdp", root, plugins=[plugin], max_steps=6, gradient_clip_val=1)
+    plugin.device = "cpu"
+    model = make_model(Overflows)
+    trainer.fit(model, loader(), loader())
+    assert scaler.get_scale() == 128.0
+    assert trainer.optimizers[0].state[next(model.parameters())]["step"] == 5
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    plain = fit("vescale_fsdp", root)[0]
+    assert model.losses[:2] == pytest.approx(plain[:2], abs=0.02)
+    assert model.losses != plain
+
+
+def numbers(root: Path) -> None:
+    a_scaler_skips_as_one(root)
+    gan_beside_ddp(root)
+    value_clipping_beside_ddp(root)
+    accumulation_does_not_reduce(root)
+    evaluation_leaves_inference_mode(root)
+
+
+def test_manual_optimization_clipping_accumulation_and_evaluation(tmp_path: Path) -> None:
+    run_ranks(numbers, 2, tmp_path, timeout_s=100)
+
+
+# Arguments
+
+
+def units_of(model: nn.Module) -> list[str]:
+    return [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+
+
+def wrapping(root: Path, expected: Run) -> None:
+    wanted = {
+        "blocks": ["", "blocks.0", "blocks.1"],
+        "none": [""],
+        ("Block",): ["", "blocks.0", "blocks.1"],
+        (nn.Linear,): ["", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down"))],
+    }
+    for wrap, units in wanted.items():
+        model = make_model()
+        chosen = list(wrap) if isinstance(wrap, tuple) else wrap
+        if wrap == (nn.Linear,):  # its head is tied to the embedding, which the root has
+            chosen = lambda model: [m for b in model.blocks for m in (b.up, b.down)]  # noqa: E731
+        assert_equal(fit(VeScaleFSDPStrategy(wrap=chosen), root, model), expected)
+        assert units_of(model) == units
+    with pytest.raises(ValueError, match=r"wrap=\['Stage'\].*no such module; accepted are Block,"):
+        fit(VeScaleFSDPStrategy(wrap=["Stage"]), root)
+
+
+def granularity(root: Path, expected: Run) -> None:
+    model = make_model()
+    strategy = VeScaleFSDPStrategy(granularity="whole", reshard_after_forward=False)
+    assert_equal(fit(strategy, root, model), expected)
+    for param in model.parameters():
+        assert isinstance(param, RaggedTensor)
+        assert param.to_local().numel() in (0, param.numel())
+
+
+def offload(root: Path, expected: Run) -> None:
+    trainer = make_trainer("vescale_fsdp_cpu_offload", root, max_steps=6)
+    assert trainer.strategy.options.cpu_offload
+    model = make_model()
+    trainer.fit(model, loader(), loader())
+    assert_equal((model.losses, full_parameters(model)), expected)
+
+
+class Counts(LitModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+        self.blocks[0].norm.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.num_forwards += 1
+
+
+def recomputation(root: Path, expected: Run) -> None:
+    for wanted, per_step in ((False, 1), (True, 2), (["Block"], 2)):
+        model = make_model(Counts)
+        strategy = VeScaleFSDPStrategy(activation_checkpointing=wanted)
+        run = fit(strategy, root, model, limit_val_batches=0)
+        assert_equal(run, expected)
+        assert model.num_forwards == 6 * per_step
+
+
+def compiled(root: Path, expected: Run) -> None:
+    class Compiles(LitModel):
+        def configure_model(self) -> None:
+            for index, block in enumerate(self.blocks):
+                if isinstance(block, Block):
+                    self.blocks[index] = torch.compile(block, backend="eager")  # type: ignore
+
+    model = make_model(Compiles)
+    with warnings.catch_warnings():  # of Dynamo, which looks at gradients of what is no leaf
+        warnings.simplefilter("ignore", UserWarning)
+        losses, _ = fit("vescale_fsdp", root, model)
+    assert losses == expected[0]
+    assert "blocks.0._orig_mod" in units_of(model) or "blocks.0" in units_of(model)
+
+
+def materialization(root: Path) -> None:
+    trainer = make_trainer("vescale_fsdp", root, max_steps=8)
+    with trainer.init_module(empty_init=True):
+        model = LitModel()
+    assert all(param.is_meta for param in model.parameters())
+    torch.manual_seed(7 + dist.get_rank())
+    trainer.fit(model, loader(), loader())
+    assert model.losses[-1] < model.losses[0] < 4.5  # ln 23 is 3.1: they have sensible values
+    found = full_parameters(model)["blocks.0.up.weight"]
+    copies = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, found)
+    assert torch.equal(copies[0], copies[1])
+
+
+def callbacks(root: Path) -> None:
+    options = {
+        "logger": CSVLogger(str(root)),
+        "enable_model_summary": True,
+        "log_every_n_steps": 1,
+        "max_epochs": 3,
+        "max_steps": -1,
+        "limit_train_batches": 4,
+    }
+    watching: list[Any] = [
+        EarlyStopping("val_loss", patience=0, min_delta=100.0),
+        LearningRateMonitor(),
+        GradientAccumulationScheduler({0: 2}),
+        ModelSummary(),
+    ]
+    trainer = make_trainer("vescale_fsdp", root, callbacks=watching, **options)
+    trainer.fit(make_model(), loader(), loader())
+    assert trainer.current_epoch == 2  # stopped: no epoch is better by 100
+    assert trainer.global_step == 4  # two of four micro-batches each
+    swa = StochasticWeightAveraging(1e-2)
+    trainer = make_trainer("vescale_fsdp", root, callbacks=[swa], max_steps=1)
+    with pytest.raises(NotImplementedError, match=r"StochasticWeightAveraging.*ShardedEMA"):
+        trainer.fit(make_model(), loader(), loader())
+
+
+def synchronized_norms(root: Path) -> None:
+    class Normed(LitModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(4)
+
+    model = make_model(Normed)
+    trainer = make_trainer("vescale_fsdp", root, sync_batchnorm=True, max_steps=1)
+    trainer.validate(model, loader(), verbose=False)
+    assert isinstance(model.batch_norm, nn.SyncBatchNorm)
+
+
+def torch_engine_is_refused(root: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    class Shards(LitModel):
+        def configure_model(self) -> None:
+            fully_shard(self.blocks[0])
+
+    with pytest.raises(TypeError, match=r"blocks\.0 has been sharded by torch"):
+        fit("vescale_fsdp", root, make_model(Shards))
+
+
+def arguments(root: Path) -> None:
+    expected = fit("ddp", root)
+    for check in (wrapping, granularity, offload, recomputation, compiled):
+        check(root, expected)
+    materialization(root)
+    callbacks(root)
+    synchronized_norms(root)
+    torch_engine_is_refused(root)
+
+
+def test_arguments_do_what_they_say(tmp_path: Path) -> None:
+    run_ranks(arguments, 2, tmp_path, timeout_s=110)
+
+
+class Cut(LitModel):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.blocks:
+            if not isinstance(block, FSDPModule):
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
+def meshes(root: Path) -> None:
+    expected = fit("ddp", root)
+    model = make_model()
+    assert_equal(fit(VeScaleFSDPStrategy(device_mesh=(2, 2)), root, model), expected, atol=2e-5)
+    assert next(model.parameters()).device_mesh.mesh_dim_names == ("replicate", "shard")
+
+    # Two groups of two processes: those of a group get the same data.
+    model = make_model(Cut)
+    trainer = make_trainer(VeScaleFSDPStrategy(tensor_parallel_size=2), root, max_steps=6)
+    trainer.fit(model, loader(), loader())
+    assert trainer.strategy.distributed_sampler_kwargs == {
+        "num_replicas": 2,
+        "rank": dist.get_rank() // 2,
+    }
+    losses: list[list[float]] = [[] for _ in range(4)]
+    dist.all_gather_object(losses, model.losses)
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+    with pytest.raises(ValueError, match="is for 3 processes, and there are 4"):
+        fit(VeScaleFSDPStrategy(device_mesh=(3, 1)), root)
+    return losses
+
+
+def two_processes(root: Path) -> list[list[float]]:
+    losses: list[list[float]] = [[], []]
+    dist.all_gather_object(losses, fit("ddp", root)[0])
+    return losses
+
+
+def test_replicas_of_shards_and_tensor_parallelism(tmp_path: Path) -> None:
+    of_four = run_ranks(meshes, 4, tmp_path, timeout_s=100)[0]
+    of_two = run_ranks(two_processes, 2, tmp_path)[0]
+    assert of_four[0] == pytest.approx(of_two[0], abs=1e-5)
+    assert of_four[2] == pytest.approx(of_two[1], abs=1e-5)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"state_dict_type": "local"}, '"sharded", "full", "dcp"'),
+        ({"unused": "find"}, '"auto", "exchange", "zeros"'),
+        ({"wrap": "layers"}, '"blocks", "none", a list of classes'),
+        ({"granularity": "row:3"}, "elements:256, rows:128, tile:32x32 or whole"),
+        ({"granularity": 32}, "a Granularity, a policy"),
+        ({"device_mesh": (2, 2, 2)}, r"\(replicas, shards\) as two ints"),
+        ({"cpu_offload": "yes"}, "True or False"),
+        ({"activation_checkpointing": "blocks"}, "a list of classes or names"),
+        ({"tensor_parallel_size": 0}, "an int of at least 1"),
+        ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),
+        ({"reshard_after_forward": "yes"}, "True, False, None"),
+        ({"async_save": True, "state_dict_type": "full"}, 'only "sharded"'),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_accepted_ones(
+    option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        VeScaleFSDPStrategy(**option)
+    assert next(iter(option)) in str(error.value)
+
+
+def test_half_precision_with_a_scaler_is_refused_on_cpu_instead_of_replaced() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
+        pl.Trainer(strategy="vescale_fsdp", precision="16-mixed", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replaced = pl.Trainer(strategy="ddp", precision="16-mixed", **options)
+    assert replaced.precision == "bf16-mixed"  # what happens without us
