@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
-from vescale_fsdp import clip_grad_norm_, fully_shard
+from vescale_fsdp import RankMismatchError, clip_grad_norm_, fully_shard
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_gradients, full_parameters
@@ -114,6 +114,19 @@ def check_parts_on_two_meshes() -> None:
     weight = averaged(plain.layers[0].weight.grad, [0, 1, 2, 3])
     got = model.layers[0].weight.grad.full_tensor()
     torch.testing.assert_close(got, weight, rtol=1e-5, atol=1e-6)
+
+
+def another_mesh_on_one_rank() -> None:
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = fully_shard(nn.Linear(8, 8), mesh=square if dist.get_rank() == 3 else flat)
+    expected = r"rank 0 has a mesh of ranks \[0, 1, 2, 3\].* rank 3 has .*\[\[0, 1\], \[2, 3\]\]"
+    with pytest.raises(RankMismatchError, match=expected):
+        model(torch.ones(2, 8))
+
+
+def test_ranks_with_another_mesh_are_told_so() -> None:
+    run_ranks(another_mesh_on_one_rank, 4, timeout_s=20)
 
 
 def test_an_int_reshard_holds_where_it_divides_the_mesh() -> None:

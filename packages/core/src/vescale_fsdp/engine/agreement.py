@@ -26,12 +26,14 @@ LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size befor
 def exchange(
     topic: str,
     payload: str,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | list[int],
     merge: Callable[[list[str]], str],
     *,
     timeout_s: float = LONG_TIMEOUT_S,
 ) -> str:
     """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
+
+    ``group`` may be a list of global ranks, for which there is no group yet.
 
     Returns what ``merge`` returned, on every rank. Blocking; one write and one read per rank,
     one read per rank more on the first. Every rank must call it the same number of times. With the
@@ -40,9 +42,9 @@ def exchange(
     Raises:
         RankMismatchError: some rank did not come within ``timeout_s`` seconds.
     """
-    ranks = dist.get_process_group_ranks(group)
+    ranks = _ranks_of(group)
     me = dist.get_rank()
-    if len(ranks) == 1 or dist.get_backend(group) == "fake":
+    if len(ranks) == 1 or dist.get_backend() == "fake":
         return merge([payload])
     try:
         store = store_for(ranks, timeout_s)
@@ -62,7 +64,7 @@ def exchange(
 def agree(
     topic: str,
     entries: list[str],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | list[int],
     advice: str,
     *,
     timeout_s: float = LONG_TIMEOUT_S,
@@ -84,7 +86,7 @@ def agree(
     found = json.loads(exchange(topic, digest, group, first_other, timeout_s=timeout_s))
     if not found:
         return
-    ranks = dist.get_process_group_ranks(group)
+    ranks = _ranks_of(group)
     first, other = ranks[0], ranks[found[0]]
     speaks = dist.get_rank() in (first, other)
     payload = json.dumps(entries if speaks else None)
@@ -95,6 +97,10 @@ def agree(
 
     text = exchange(f"{topic} difference", payload, group, difference)
     raise RankMismatchError(f"ranks disagree about the {topic}: {text}. {advice}")
+
+
+def _ranks_of(group: dist.ProcessGroup | list[int]) -> list[int]:
+    return group if isinstance(group, list) else dist.get_process_group_ranks(group)
 
 
 def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> str:

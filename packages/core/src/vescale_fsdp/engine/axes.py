@@ -112,6 +112,16 @@ class Axes:
         axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
         return [compat.mesh_group(self.mesh, axis) for axis in axes]
 
+    @property
+    def ranks(self) -> list[int]:
+        """All global ranks that hold a part, ascending."""
+        return sorted(self.mesh.mesh.flatten().tolist())
+
+    def __repr__(self) -> str:
+        """What is the same on all of `ranks`."""
+        used = f"sharded over axis {self.shard}, replicated over {self.replicate}"
+        return f"a mesh of ranks {self.mesh.mesh.tolist()}, {used}"
+
     # What rests, between steps
 
     @property
