@@ -1,6 +1,8 @@
 """The same training step under each engine, and the two parts that no engine can do without.
 
 vescale, fsdp2, ddp    the whole step: forward, backward, AdamW
+vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
+                       travel in 8 bits too
 compute                a local model in the compute dtype; AdamW on this rank's share of it
 wire                   the collectives of our step, with nothing between them
 """
@@ -8,6 +10,7 @@ wire                   the collectives of our step, with nothing between them
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import QuantizedGather, QuantizedReduce, fully_shard
 
 __all__ = ["ENGINES", "Engine", "make_engine"]
 
@@ -97,6 +100,19 @@ def _vescale(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Par
     return _sharded(fully_shard, model, precision, n)
 
 
+def _int8(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+    return _sharded(partial(fully_shard, gather=QuantizedGather("int8")), model, precision, n)
+
+
+def _e4m3(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+    return _sharded(partial(fully_shard, gather=QuantizedGather("e4m3")), model, precision, n)
+
+
+def _int8_grads(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+    shard = partial(fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce())
+    return _sharded(shard, model, precision, n)
+
+
 def _fsdp2(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     return _sharded(torch_fully_shard, model, precision, n)
 
@@ -118,7 +134,16 @@ def _compute(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Par
     return (model if dtype is None else model.to(dtype)), shares
 
 
-ENGINES = {"vescale": _vescale, "fsdp2": _fsdp2, "ddp": _ddp, "compute": _compute, "wire": _vescale}
+ENGINES = {
+    "vescale": _vescale,
+    "vescale-int8": _int8,
+    "vescale-e4m3": _e4m3,
+    "vescale-int8-grads": _int8_grads,
+    "fsdp2": _fsdp2,
+    "ddp": _ddp,
+    "compute": _compute,
+    "wire": _vescale,
+}
 
 
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> Engine:
@@ -133,7 +158,7 @@ def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks:
     with recorder:
         training.step()
     sent = sum(each.sent_bytes(num_ranks) for each in recorder.collectives)
-    if name in ("vescale", "wire"):
+    if name.startswith("vescale") or name == "wire":
         planned = bytes_by_layout(model, num_ranks)
         assert sent == planned, f"the step sends {sent} bytes by its calls, {planned} by the plan"
     if name == "wire":

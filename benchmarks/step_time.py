@@ -173,7 +173,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--network", nargs="+", default=["loopback"], help="loopback, 1gbit, ...")
     parser.add_argument("--precision", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
-    parser.add_argument("--engines", nargs="+", default=DEFAULT, help="also: ddp")
+    parser.add_argument(
+        "--engines", nargs="+", default=DEFAULT, help="also: ddp, vescale-int8, ..."
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="of each engine in each round")
     parser.add_argument("--json", type=Path, help="where to write the results")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vescale_fsdp.dbuffer import BlockCodec, Coding
 from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Collective", "Recorder", "Replay", "bytes_by_layout"]
 
@@ -108,13 +111,27 @@ def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
 
     A unit is gathered in forward, and again in backward unless it was kept (as the root is), in
     the compute dtype; its gradients travel once in the same dtype. Each time a rank sends its part
-    to all others: ``(num_ranks - 1) * shard_size`` elements.
+    to all others: ``(num_ranks - 1) * shard_size`` elements, or a message of its codec.
     """
     total = 0
     for unit in units_in(model).values():
         num_gathers = 1 if unit.keeps_after_forward(wants_gradients=True) else 2
         for group in unit.groups:
-            itemsize = group.buffer.full_dtype.itemsize
-            shard_bytes = group.layout.shard_size * itemsize
-            total += (num_gathers + group.trainable) * (num_ranks - 1) * shard_bytes
+            layout, compute_dtype = group.layout, group.buffer.full_dtype
+            gathers, reductions = zip(*group.codings, strict=True)
+            gathered = _part_bytes(layout, gathers, compute_dtype, compute_dtype)
+            reduced = _part_bytes(layout, reductions, compute_dtype, group.gradients.sum_dtype)
+            total += (num_ranks - 1) * (num_gathers * gathered + group.trainable * reduced)
     return total
+
+
+def _part_bytes(
+    layout: ShardLayout,
+    codings: Sequence[Coding | None],
+    dtype: torch.dtype,
+    raw_dtype: torch.dtype,
+) -> int:
+    """What a rank sends to each other one: its part in ``dtype``, or a message."""
+    if any(codings):
+        return BlockCodec(layout, codings, raw_dtype).num_bytes(layout)
+    return layout.shard_size * dtype.itemsize

@@ -117,7 +117,7 @@ def train(name: str, lr: float, seed: int, steps: int, rank: int | None = None) 
         seconds += time.perf_counter() - started
         losses.append(loss / (RANKS if rank is None else 1))
         if (step + 1) % max(1, steps // EVALUATIONS) == 0 or step + 1 == steps:
-            validation.append((step + 1, _validate(model, text)))
+            validation.append((step + 1, validate(model, text)))
     return {"losses": losses, "validation": validation, "seconds": round(seconds, 2)}
 
 
@@ -129,7 +129,8 @@ def _optimizer(model: GPT, recipe: Recipe, lr: float, *, is_sharded: bool) -> to
 
 
 @torch.no_grad()
-def _validate(model: GPT, text: Text) -> float:
+def validate(model: GPT, text: Text) -> float:
+    """The mean loss over the held-out windows."""
     losses = [
         loss_of(model(part[:, :-1]), part[:, 1:]).item() for part in text.validation.split(16)
     ]

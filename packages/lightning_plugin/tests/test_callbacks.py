@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from vescale_fsdp import Granularity
+from vescale_fsdp import Granularity, MixedPrecisionPolicy
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import ShardedEMA, Throughput, VeScaleFSDPStrategy
@@ -82,6 +82,29 @@ def averaged(root: Path) -> None:
         )
 
 
+def saved_with_weights_alone(root: Path) -> None:
+    """What is saved when training ends has the weights that were trained, and the averages."""
+    model = make_model(Keeps)
+    saver = ModelCheckpoint(
+        dirpath=root / "weights", save_last=True, save_weights_only=True, every_n_train_steps=100
+    )
+    callbacks = [ShardedEMA(decay=0.75), saver]
+    options = {"max_steps": 3, "limit_val_batches": 1}
+    trainer = make_trainer(
+        "vescale_fsdp", root, callbacks=callbacks, enable_checkpointing=True, **options
+    )
+    trainer.fit(model, loader(), loader())
+    plain = make_model()
+    make_trainer("vescale_fsdp", root, **options).fit(plain, loader(), loader())
+    trained = full_parameters(plain)["blocks.0.up.weight"]
+    assert not torch.equal(model.whole(), trained)
+
+    other = make_model(Keeps)
+    trainer.validate(other, loader(), ckpt_path=saver.last_model_path, verbose=False)
+    assert torch.equal(other.validated[0], model.whole())
+    assert torch.equal(other.whole(), trained)
+
+
 def measured(root: Path) -> None:
     columns = {}
     for strategy in ("vescale_fsdp", "ddp"):
@@ -123,6 +146,12 @@ def counted() -> None:
     least = 4 * (2 * half["block"] + half["root"])
     assert least <= traffic.reduce_bytes < 1.2 * least
 
+    once = traffic_of(model, reshard_after_forward=False)
+    assert once.gather_bytes == traffic.reduce_bytes  # all once
+    halves = traffic_of(model, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert halves.gather_bytes == traffic.gather_bytes // 2
+    assert halves.reduce_bytes == traffic.reduce_bytes
+
 
 class Structured(LitModel):
     """Matrices of the blocks with Muon, the rest with 8-bit AdamW, as one optimizer."""
@@ -163,6 +192,7 @@ def callback_scenarios(root: Path) -> None:
     for harmless in ("Checkpoint directory .* exists and is not empty", "The dirpath has changed"):
         warnings.filterwarnings("ignore", harmless)
     averaged(root)
+    saved_with_weights_alone(root)
     measured(root)
     counted()
     structured(root)

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import runpy
 import sys
+import time
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
 from vescale_fsdp import (
@@ -189,6 +191,14 @@ class Filters(Scheduled):
         checkpoint["state_dict"].pop("norm.bias", None)  # whole ones are in the first process only
 
 
+class OddInFirst(Scheduled):
+    """Puts an object into the dictionary, in the first process only."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            checkpoint["odd"] = nn.GELU()
+
+
 def best_and_weights_only(root: Path) -> None:
     model, trainer = train(ours(), root / "weights", 1, save_weights_only=True)
     before = full_parameters(model)
@@ -230,6 +240,33 @@ def in_the_background(root: Path) -> None:
         checkpoint.verify(root / "async" / name)
 
 
+class Slow(AsyncCheckpointIO):
+    """Of Lightning; here each file takes its time."""
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self._ensure_setup()
+        self._executor.submit(time.sleep, 0.5)
+        super().save_checkpoint(*args, **options)
+
+
+def by_a_plug_in_in_the_background(root: Path) -> None:
+    trainer = make_trainer(
+        ours(state_dict_type="full"),
+        root,
+        max_steps=2,
+        plugins=[Slow()],
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=root / "plug-in", every_n_train_steps=2)],
+    )
+    model = make_model()
+    trainer.fit(model, loader(), loader())
+    dist.barrier()
+    (file,) = (root / "plug-in").iterdir()
+    saved = torch.load(file, weights_only=True)["state_dict"]
+    for name, param in full_parameters(model).items():
+        assert torch.equal(saved[name], param), name
+
+
 class Elsewhere(LocalFileSystem):
     """A file system that is not this machine's, as far as anybody can see."""
 
@@ -264,6 +301,8 @@ def refusals(root: Path) -> None:
     with pytest.raises(CheckpointValueError, match=r"removed \['norm.bias'\]"):
         train(ours(), root / "filters", 1, model=make_model(Filters))
     train(ours(state_dict_type="full"), root / "filters", 1, model=make_model(Filters))
+    with pytest.raises((CheckpointValueError, OSError), match=r"\['odd'\] is a .*GELU"):
+        train(ours(), root / "filters", 1, model=make_model(OddInFirst))
     if dist.get_rank() == 0:
         state = {"state_dict": {"norm.bias": torch.ones(12)}, "object": argparse.Namespace()}
         torch.save(state, root / "foreign.ckpt")
@@ -278,6 +317,7 @@ def parts(root: Path) -> None:
     best_and_weights_only(root)
     overwritten(root)
     in_the_background(root)
+    by_a_plug_in_in_the_background(root)
     elsewhere(root)
     refusals(root)
 

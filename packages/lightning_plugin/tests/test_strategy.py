@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from vescale_fsdp import FSDPModule, RaggedTensor
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
 
 from .gan import gan_loader, make_gan
 from .lit import Block, LitModel, full_parameters, loader, make_model, make_trainer
@@ -324,6 +324,16 @@ class Cut(LitModel):
                 parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
 
 
+class Ticks(Throughput):
+    """Its clock goes on by a second whenever it is read."""
+
+    seconds = 0.0
+
+    def _now(self, trainer: Any) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
 def meshes(root: Path) -> None:
     expected = fit("ddp", root)
     model = make_model()
@@ -332,12 +342,17 @@ def meshes(root: Path) -> None:
 
     # Two groups of two processes: those of a group get the same data.
     model = make_model(Cut)
-    trainer = make_trainer(VeScaleFSDPStrategy(tensor_parallel_size=2), root, max_steps=6)
+    strategy = VeScaleFSDPStrategy(tensor_parallel_size=2)
+    ticking = Ticks(tokens_of=lambda batch: 1, every_n_steps=1, skip_steps=0)
+    trainer = make_trainer(
+        strategy, root, max_steps=6, limit_val_batches=0, log_every_n_steps=1, callbacks=[ticking]
+    )
     trainer.fit(model, loader(), loader())
     assert trainer.strategy.distributed_sampler_kwargs == {
         "num_replicas": 2,
         "rank": dist.get_rank() // 2,
     }
+    assert trainer.progress_bar_metrics["tokens_per_s"] == 2  # one of each group
     losses: list[list[float]] = [[] for _ in range(4)]
     dist.all_gather_object(losses, model.losses)
     assert losses[0] == losses[1] != losses[2] == losses[3]

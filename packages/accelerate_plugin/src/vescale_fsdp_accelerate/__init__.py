@@ -1,28 +1,37 @@
-"""Placeholder for the adapter to Accelerate and ``transformers.Trainer``: it does nothing yet.
+"""veScale-FSDP for Accelerate and ``transformers.Trainer``.
 
-``VeScaleAccelerator`` and ``VeScaleFSDPPlugin`` will live here. Asking for either raises
-``NotImplementedError`` today; the message says what to use meanwhile. Importing this package is
-harmless: it imports neither torch nor Accelerate.
+``accelerate launch --config vescale.yaml train.py`` runs an unchanged script (see `_autoload`). By
+import, in one changed line::
+
+    from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
+    accelerator = VeScaleAccelerator(fsdp_plugin=VeScaleFSDPPlugin(granularity="rows:32"))
+
+What the files do, from the bottom up:
+
+* options and the yaml: `options`; the hook: `_autoload`, `launching`; without it: `run`
+* the plug-in: `plugin`
+* the model: `sharding`; optimizers: `switching`, `replacing`
+* checkpoints: `states`, `checkpoints`
+* `accelerator`, on top of all
+* the command line: `commands`, `yaml_file`
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-_PLANNED = ("VeScaleAccelerator", "VeScaleFSDPPlugin")
+if TYPE_CHECKING:
+    from vescale_fsdp_accelerate.accelerator import VeScaleAccelerator
+    from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+
+__version__ = "0.1.0.dev0"
+__all__ = ["VeScaleAccelerator", "VeScaleFSDPPlugin"]
+
+_HOME = {"VeScaleAccelerator": "accelerator", "VeScaleFSDPPlugin": "plugin"}
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Say of a planned name that it is not there yet, and of any other that it does not exist.
-
-    Raises:
-        NotImplementedError: ``name`` is one of the planned names.
-        AttributeError: ``name`` is anything else.
-    """
-    if name in _PLANNED:
-        raise NotImplementedError(
-            f"vescale_fsdp_accelerate.{name} is not there yet: this package is a placeholder. "
-            "Until it is, call vescale_fsdp.fully_shard in a loop of your own, or use Lightning "
-            'with Trainer(strategy="vescale_fsdp") from the package vescale-fsdp-lightning.'
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"vescale_fsdp_accelerate.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'vescale_fsdp_accelerate' has no attribute {name!r}")

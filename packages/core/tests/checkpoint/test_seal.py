@@ -106,6 +106,35 @@ def test_a_stage_that_nobody_holds_is_deleted_and_one_that_is_held_is_not(tmp_pa
     os.close(descriptor)
 
 
+def test_a_folder_that_a_crash_left_before_it_was_locked_is_deleted_too(tmp_path: Path) -> None:
+    left, held, other = (tmp_path / f".step-{i}.new-{str(i) * 32}" for i in (1, 2, 3))
+    for folder in (left, held, other):
+        folder.mkdir()
+    (other / "thesis.txt").write_text("not ours")
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    save_plain(tmp_path / "step-9")
+    assert names(tmp_path) == [held.name, other.name, "step-9"]
+    os.close(descriptor)
+
+
+def test_a_stage_is_made_again_if_another_job_deletes_it_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, is_first = seal._lock, [True]
+
+    def late(path: Path) -> int | None:
+        if is_first:
+            is_first.clear()
+            seal.clean(tmp_path)  # of the other job
+        return lock(path)
+
+    monkeypatch.setattr(seal, "_lock", late)
+    stage = seal.Stage(tmp_path / "step-1")
+    assert names(tmp_path) == [stage.path.name]
+    stage.abandon()
+
+
 def test_two_jobs_with_one_target_do_not_mix(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
     slow = seal.Stage(target)

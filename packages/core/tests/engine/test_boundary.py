@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method as register_with_torch
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import fully_shard, register_fsdp_forward_method
@@ -231,17 +232,20 @@ def test_registered_method_runs_as_forward_does_and_may_call_it() -> None:
     run_ranks(check_forward_method, 2, timeout_s=TIMEOUT_S)
 
 
-def check_method_without_forward() -> None:
+def check_method_without_forward(register: Callable[[nn.Module, str], None]) -> None:
     ours, plain = make(WithMethod), make(WithMethod)
     fully_shard(ours)
-    register_fsdp_forward_method(ours, "last_layer")
+    register(ours, "last_layer")
     for model in (ours, plain):
         model.last_layer(my_inputs()).backward()
     assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
 
 
-def test_registered_method_may_be_the_only_entry() -> None:
-    run_ranks(check_method_without_forward, 2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, register_with_torch])
+def test_registered_method_may_be_the_only_entry(
+    register: Callable[[nn.Module, str], None],
+) -> None:
+    run_ranks(check_method_without_forward, 2, register, timeout_s=TIMEOUT_S)
 
 
 def check_missing_method() -> None:

@@ -1,5 +1,6 @@
 """An exception that a rank catches: all leave the step, or it is an error."""
 
+import functools
 import os
 import time
 
@@ -61,12 +62,11 @@ def one_rank(place: str, resets: bool) -> None:
     if dist.get_rank() == 1:
         with pytest.raises(Oops):
             step(model, optimizer, 1, place)
+        assert isinstance(model, FSDPModule)
+        reset = functools.partial(model.reset_iter_state, timeout_s=1.0)
+        go_on = reset if resets else functools.partial(step, model, optimizer, 2)
         with pytest.raises(RankMismatchError, match=r"an exception has ended a step on this rank"):
-            if resets:
-                assert isinstance(model, FSDPModule)
-                model.reset_iter_state(timeout_s=1.0)
-            else:
-                step(model, optimizer, 2)
+            go_on()
         assert time.monotonic() - begun < 5
         os._exit(77)
     with pytest.raises(RuntimeError):  # the other one has gone

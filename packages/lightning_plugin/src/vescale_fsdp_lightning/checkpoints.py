@@ -21,7 +21,7 @@ from torch import nn
 from vescale_fsdp import CheckpointValueError, checkpoint
 from vescale_fsdp_lightning import states, torch_format
 from vescale_fsdp_lightning.options import Options
-from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.places import agree, from_first
 from vescale_fsdp_lightning.plain import from_plain, to_plain
 from vescale_fsdp_lightning.store import Store, is_first
 
@@ -79,7 +79,8 @@ class Checkpoints:
         if self.is_full:
             self._save_full(path, values, model, optimizers, write_file)
             return
-        rest = _without_states(values, model)
+        rest: dict[str, Any] = {}
+        agree(lambda: rest.update(_without_states(values, model)))
         if self.options.state_dict_type == "dcp":
             state = {"model": states.model_state(model)}
             for name, each in optimizers.items():
@@ -112,8 +113,8 @@ class Checkpoints:
             values[_ALSO] = also
         if write_file is None:
             self.store.publish_file(path, lambda stream: torch.save(values, stream))
-        elif is_first():
-            write_file(values, path)
+        else:
+            from_first(lambda: write_file(values, path))
 
     def load(
         self,
@@ -170,7 +171,8 @@ def save_sealed(
     may_wait: bool = False,
 ) -> checkpoint.SaveHandle | None:
     """Write a sealed directory. Collective. Returns what to wait for, if it is under way."""
-    extra: dict[str, Any] = {"lightning": to_plain(rest)}
+    extra: dict[str, Any] = {}
+    agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ from rank to rank
     if type(step) is int:
         extra["step"] = step
     is_async = may_wait and options.async_save

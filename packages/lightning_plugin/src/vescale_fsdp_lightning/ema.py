@@ -112,8 +112,8 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the averages in the model."""
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the averages in the model; what is saved when training ends has the weights."""
         trainer.strategy.saved_too(_NAME).put_into_parameters()
 
     def state_dict(self) -> dict[str, Any]:

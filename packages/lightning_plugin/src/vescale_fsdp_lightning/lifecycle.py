@@ -54,9 +54,13 @@ class Lifecycle(Sharding):
         self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """Wait for what is being saved in the background."""
-        self._checkpoints.store.finish()
-        super().teardown()  # type: ignore[misc]
+        """Wait for what is being saved in the background, by us or by a plug-in of Lightning's."""
+        try:
+            self._checkpoints.store.finish()
+            if self._checkpoint_io is not None:  # type: ignore[attr-defined]
+                self.checkpoint_io.teardown()  # type: ignore[attr-defined]
+        finally:
+            super().teardown()  # type: ignore[misc]
 
     # Precision
 
@@ -155,11 +159,11 @@ class Lifecycle(Sharding):
                 "path's protocol or the environment, as fsspec reads them"
             )
         target = str(self.broadcast(filepath))  # type: ignore[attr-defined]
-        optimizers: dict[str, torch.optim.Optimizer] = {}
+        optimizers = dict(self._companions)  # averages are weights: saved with weights alone, too
         if "optimizer_states" in checkpoint:
-            optimizers = {**self._own_optimizers(), **self._companions}
-        io = self._checkpoint_io  # type: ignore[attr-defined]
-        write = None if io is None else io.save_checkpoint
+            optimizers |= self._own_optimizers()
+        is_plugin = self._checkpoint_io is not None  # type: ignore[attr-defined]
+        write = self.checkpoint_io.save_checkpoint if is_plugin else None  # type: ignore[attr-defined]
         self._checkpoints.save(target, checkpoint, self.model, optimizers, write)
 
     def load_checkpoint(

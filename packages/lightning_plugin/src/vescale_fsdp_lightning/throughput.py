@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import FSDPModule
+from vescale_fsdp import FSDPModule, MixedPrecisionPolicy
 from vescale_fsdp_lightning._autoload import callback_base
+from vescale_fsdp_lightning.precision import policy_for
+from vescale_fsdp_lightning.sharding import Sharding
 
 __all__ = ["Throughput", "Traffic", "traffic_of"]
 
@@ -27,7 +29,9 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(
-    module: nn.Module, itemsize: int | None = None, root_is_kept: bool = True
+    module: nn.Module,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
 ) -> Traffic:
     """Padding and communication of a sharded model, for one process.
 
@@ -35,9 +39,12 @@ def traffic_of(
     reduction. Sums over replicas (HSDP) count twice, as a ring moves them.
 
     Args:
-        itemsize: bytes of an element that is gathered; by default those of the shard.
-        root_is_kept: what the root owns is gathered once, for forward and backward.
+        policy: dtypes of gathers and reductions; by default those of the shards.
+        reshard_after_forward: as of ``fully_shard``. What is kept is gathered once, for forward
+            and backward: with None what the root owns. An int counts as True.
     """
+    policy = policy or MixedPrecisionPolicy()
+    gathered_dtype, reduced_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
     shards: dict[int, tuple[int, int, bool, DTensor]] = {}
     used: dict[int, int] = {}
     root = {id(param) for param in _own_parameters(module)}
@@ -56,11 +63,13 @@ def traffic_of(
         axes = [cut.device_mesh.size(axis) for axis in range(cut.device_mesh.ndim)]
         others = axes[-1] - 1
         replicas = axes[0] if len(axes) > 1 else 1
-        passes = 1 if is_root and root_is_kept else 2
-        gathered += passes * others * elements * (itemsize or size)
+        is_kept = is_root if reshard_after_forward is None else reshard_after_forward is False
+        size_gathered = gathered_dtype.itemsize if gathered_dtype else size
+        gathered += (1 if is_kept else 2) * others * elements * size_gathered
         if cut.requires_grad:
-            reduced += others * elements * size
-            reduced += 2 * (replicas - 1) * elements * size // replicas
+            size_reduced = reduced_dtype.itemsize if reduced_dtype else size
+            reduced += others * elements * size_reduced
+            reduced += 2 * (replicas - 1) * elements * size_reduced // replicas
     empty = held - sum(used.values())
     return Traffic(100 * empty / max(held, 1), gathered, reduced)
 
@@ -114,9 +123,11 @@ class Throughput(callback_base()):  # type: ignore[misc]
         """Look at the layout, once."""
         self._last_step = trainer.global_step
         self._traffic = None
-        if any(isinstance(child, FSDPModule) for child in pl_module.modules()):
-            precision = trainer.strategy.precision_plugin.precision
-            self._traffic = traffic_of(pl_module, 2 if "mixed" in precision else None)
+        if isinstance(trainer.strategy, Sharding):
+            precision = trainer.strategy.precision_plugin.precision  # type: ignore[attr-defined]
+            options = trainer.strategy.options
+            policy = options.mp_policy or policy_for(precision, is_root=False)
+            self._traffic = traffic_of(pl_module, policy, options.reshard_after_forward)
         self._restart(trainer)
 
     def on_train_batch_end(
@@ -161,6 +172,9 @@ class Throughput(callback_base()):  # type: ignore[misc]
             figures = figures.to(device)
             dist.all_reduce(figures[:1])
             dist.all_reduce(figures[1:], op=dist.ReduceOp.MAX)
+            # Processes of tensor parallelism have the same tokens.
+            replicas = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+            figures[0] *= replicas / dist.get_world_size()
         logged = {
             "tokens_per_s": figures[0].item() / seconds,
             "peak_memory_gb": figures[1].item() / 1e9,
@@ -172,7 +186,8 @@ class Throughput(callback_base()):  # type: ignore[misc]
                 "padding_percent": self._traffic.padding_percent,
                 "comm_gb_per_step": moved / 1e9,
             }
-        pl_module.log_dict(logged, prog_bar=True, logger=True, on_step=True, on_epoch=False)
+        has_logger = bool(trainer.loggers)
+        pl_module.log_dict(logged, prog_bar=True, logger=has_logger, on_step=True, on_epoch=False)
 
 
 def count_tokens(batch: Any) -> int:

@@ -42,7 +42,6 @@ from vescale_fsdp.checkpoint.stop import StopOnSignal
 from vescale_fsdp.checkpoint.verify import verify
 from vescale_fsdp.engine.attempts import init_process_group
 
-
 __all__ = [
     "LoadedNames",
     "Manifest",

@@ -75,9 +75,10 @@ class StopOnSignal:
                     checkpoint.save(...)
                     sys.exit(stop.exit_code)
 
-    Collective: make it on every rank, after ``init_process_group``, in the main thread. It takes the place of
-    the handlers of its signals until it is closed: at the end of the ``with`` block, by ``close()``
-    or when the process exits. It does not matter which ranks a signal reaches, nor how often.
+    Collective: make it on every rank, after ``init_process_group``, in the main thread. It takes
+    the place of the handlers of its signals until it is closed: at the end of the ``with`` block,
+    by ``close()`` or when the process exits. It does not matter which ranks a signal reaches, nor
+    how often.
 
     Args:
         signals: SIGTERM, if none are named.

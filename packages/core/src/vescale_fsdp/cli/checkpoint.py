@@ -1,4 +1,4 @@
-"""``vescale-fsdp checkpoint``: verify, show and convert what `vescale_fsdp.checkpoint` has written."""
+"""``vescale-fsdp checkpoint``: verify, show and convert what `vescale_fsdp.checkpoint` writes."""
 
 from __future__ import annotations
 

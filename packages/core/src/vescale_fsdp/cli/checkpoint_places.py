@@ -21,7 +21,7 @@ _DATA = re.compile(r"rank-[0-9]{5,}\.bin")
 
 @dataclass(frozen=True)
 class Found:
-    """Checkpoints, whole or not, in the order in which they were made; those without a seal last."""
+    """Checkpoints, whole or not, in the order in which they were made; without a seal last."""
 
     checkpoints: list[Path]
     unfinished: list[Path]  # stages of saves

@@ -2,13 +2,16 @@
 
 `memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
 parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
-(`exchange` on CPUs, where `threads` keeps gloo's out of the way).
+(`exchange` on CPUs, where `threads` keeps gloo's out of the way). A `codec` writes what travels:
+`block_codec` has codes of `eight_bits`.
 """
 
+from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
-from vescale_fsdp.dbuffer.codec import Cast, Codec
+from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
+from vescale_fsdp.dbuffer.eight_bits import CodeDtype, is_offered
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.mapped import hand_back
@@ -17,12 +20,16 @@ from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, star
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
 __all__ = [
+    "BlockCodec",
     "Cast",
+    "CodeDtype",
     "Codec",
+    "Coding",
     "Comm",
     "DBuffer",
     "FlatBuffer",
     "GradientBuffer",
+    "Outbox",
     "PendingReduce",
     "SlabPool",
     "ThenCopy",
@@ -31,6 +38,7 @@ __all__ = [
     "copy_async",
     "hand_back",
     "has_streams",
+    "is_offered",
     "let_ranks_go_first",
     "plain_tensors",
     "pool_for",

@@ -7,7 +7,12 @@
 
 All messages have the same size, so the gather stays one even collective. Without a codec a shard
 travels as it is, cast to the dtype of the full buffer, and in place; `Cast` says the same in the
-form of a codec, for tests and as the example to copy.
+form of a codec, for tests and as the example to copy. `BlockCodec` has 8-bit codes.
+
+Gradients may be written as messages too: one for each rank, of the part that it is to have. The
+receiver reads all of them and sums in float32::
+
+    part k of the full buffer  --encode-->  message for rank k  --all-to-all-->  decode, add
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ from typing import Any, Protocol
 
 import torch
 
+from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.custom import ThenCopy
-from vescale_fsdp.dbuffer.memory import SlabPool
+from vescale_fsdp.dbuffer.memory import SlabPool, empty
 from vescale_fsdp.dbuffer.streams import Waitable, start_beside
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["Cast", "Codec", "start_encoded_gather"]
+__all__ = ["Cast", "Codec", "Outbox", "decoded_sum", "encode_parts", "start_encoded_gather"]
 
 
 class Codec(Protocol):
@@ -69,36 +75,117 @@ class Cast:
         part.copy_(message.view(self.dtype))
 
 
+class Outbox:
+    """This rank's message, kept to be sent again while the weights stay as they are.
+
+    Memory: one message, until `drop`.
+    """
+
+    def __init__(self) -> None:
+        self._message: torch.Tensor | None = None
+        self._version: object = None
+
+    def prepare(self, version: object, *, may_repeat: bool) -> None:
+        """Say which ``version`` of the weights comes next, and whether its message may be there."""
+        if not (may_repeat and version == self._version):
+            self.drop()
+        self._version = version
+
+    def message(self, num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:
+        """The message, and whether it is written."""
+        is_written = self._message is not None and self._message.device == device
+        if not is_written:
+            self._message = empty(num_bytes, torch.uint8, device)
+        assert self._message is not None, "there is one now"
+        return self._message, is_written
+
+    def drop(self) -> None:
+        """Forget it: the weights may have changed, or nobody will send it again."""
+        self._message = self._version = None
+
+
 def start_encoded_gather(
     codec: Codec,
-    layout: ShardLayout,
+    buffer: DBuffer,
     shard: torch.Tensor,
-    full: torch.Tensor,
     rank: int,
     pool: SlabPool,
     gather: Callable[[torch.Tensor, torch.Tensor], Any],
+    outbox: Outbox,
 ) -> ThenCopy:
-    """Start to fill ``full`` from the messages of all ranks, which ``gather`` gathers.
+    """Start to fill the full face from the messages of all ranks, which ``gather`` gathers.
+
+    The face has no memory before they have arrived.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
-    is waited for, one encoding and ``num_shards`` decodings.
+    is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings.
     """
+    layout = buffer.layout
     size = codec.num_bytes(layout)
     messages = pool.take(layout.num_shards * size, torch.uint8)
-    parts = messages.view(layout.num_shards, size)
+    own, is_written = outbox.message(size, messages.device)
 
     def start() -> Waitable:
-        codec.encode(layout, rank, shard, parts[rank])
-        work: Waitable = gather(messages, parts[rank])
+        if not is_written:
+            codec.encode(layout, rank, shard, own)
+        work: Waitable = gather(messages, own)
         return work
 
     work = start_beside(messages.device, start)
 
     def decode() -> None:
-        for k, (message, part) in enumerate(
-            zip(parts, full.view(layout.num_shards, -1), strict=True)
-        ):
-            codec.decode(layout, k, message, part)
+        arrived = messages.view(layout.num_shards, size)
+        buffer.full.materialize()
+        for k, part in enumerate(buffer.full.flat.view(layout.num_shards, -1)):
+            codec.decode(layout, k, own if k == rank else arrived[k], part)
         pool.give(messages)
 
     return ThenCopy(work, decode)
+
+
+def encode_parts(
+    codec: Codec,
+    layout: ShardLayout,
+    full: torch.Tensor,
+    messages: torch.Tensor,
+    pool: SlabPool,
+    errors: torch.Tensor | None,
+) -> None:
+    """Write one message for each rank, of its part of ``full``.
+
+    Args:
+        full: flat, ``layout.total_size`` elements.
+        messages: uint8, [ranks, bytes].
+        pool: lends memory for a part.
+        errors: what messages have lost so far, float32 and as long as ``full``. It is added
+            before the encoding, and is afterwards what the new messages lose. That of blocks with
+            infinity or NaN is forgotten.
+    """
+    parts = full.view(layout.num_shards, -1)
+    if errors is None:
+        for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
+            codec.encode(layout, rank, part, message)
+        return
+    arrives = pool.take(layout.shard_size, torch.float32)
+    lost = errors.view(layout.num_shards, -1)
+    for rank, (part, error, message) in enumerate(zip(parts, lost, messages, strict=True)):
+        error.add_(part)
+        codec.encode(layout, rank, error, message)
+        codec.decode(layout, rank, message, arrives)
+        error.sub_(arrives).nan_to_num_(0.0, 0.0, 0.0)
+    pool.give(arrives)
+
+
+def decoded_sum(
+    codec: Codec, layout: ShardLayout, rank: int, messages: list[torch.Tensor], pool: SlabPool
+) -> torch.Tensor:
+    """The sum of what all ranks have sent to ``rank``, in float32 and in the order of ranks."""
+    first, *others = messages
+    total = empty(layout.shard_size, torch.float32, first.device)
+    codec.decode(layout, rank, first, total)
+    scratch = pool.take(layout.shard_size, torch.float32)
+    for message in others:
+        codec.decode(layout, rank, message, scratch)
+        total.add_(scratch)
+    pool.give(scratch)
+    return total

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,11 +28,18 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer.buffer import DBuffer
-from vescale_fsdp.dbuffer.codec import Codec, start_encoded_gather
+from vescale_fsdp.dbuffer.codec import (
+    Codec,
+    Outbox,
+    decoded_sum,
+    encode_parts,
+    start_encoded_gather,
+)
 from vescale_fsdp.dbuffer.custom import memory_for, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
+from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Comm", "PendingReduce", "choose_reduction"]
 
@@ -97,6 +104,7 @@ class Comm:
         codec: Codec | None = None,
         pool: SlabPool | None = None,
         inner: torch.Tensor | None = None,
+        outbox: Outbox | None = None,
     ) -> Waitable | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
@@ -105,22 +113,23 @@ class Comm:
             codec: writes what travels (see `codec`).
             pool: lends the memory of its messages.
             inner: this rank's part in the full face's dtype, where it is more than the shard.
+            outbox: may have this rank's message, or keeps it.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
         """
         full = buffer.full.flat
+        own = buffer.shard if inner is None else inner
+        if codec is not None and full.numel():
+            assert pool is not None, "messages need memory"
+            gather, outbox = self.all_gather, outbox or Outbox()
+            return start_encoded_gather(codec, buffer, own, self.rank, pool, gather, outbox)
         with memory_for(custom, full.device):
             buffer.full.materialize()
         if full.numel() == 0:
             return None
-        own = buffer.shard if inner is None else inner
-        if self.size == 1 and codec is None:
+        if self.size == 1:
             return start_beside(full.device, lambda: copy_async(full, own))
-        if codec is not None:
-            assert pool is not None, "messages need memory"
-            gather = self.all_gather
-            return start_encoded_gather(codec, buffer.layout, own, full, self.rank, pool, gather)
         if custom is not None:
             return start_custom_gather(
                 custom,
@@ -231,6 +240,34 @@ class Comm:
         pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
 
+    def start_encoded_reduce(
+        self,
+        codec: Codec,
+        layout: ShardLayout,
+        full: torch.Tensor,
+        reduce_dtype: torch.dtype,
+        pool: SlabPool,
+        divisor: float | None = None,
+        errors: torch.Tensor | None = None,
+    ) -> PendingReduce:
+        """As `start_reduce`, but what travels is what ``codec`` writes.
+
+        What this rank has itself goes through the codec too, so that every rank's gradients count
+        alike. ``full`` is free when this returns.
+
+        Args:
+            errors: of the messages so far, to make good for (see `encode_parts`).
+
+        Cost: one all-to-all of ``size * codec.num_bytes(layout)`` bytes, and twice the memory.
+        """
+        pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
+        size = codec.num_bytes(layout)
+        messages = pending.borrow(self.size * size, torch.uint8)
+        encode_parts(codec, layout, full, messages.view(self.size, size), pool, errors)
+        self._start_all_to_all(pending, messages)
+        pending.sum_parts = lambda parts: decoded_sum(codec, layout, self.rank, list(parts), pool)
+        return pending
+
     def _start_all_to_all(self, pending: PendingReduce, full: torch.Tensor) -> None:
         sent = full.view(self.size, -1).unbind()
         if not is_worthwhile(sent[0], self.reduce_group):
@@ -275,6 +312,7 @@ class PendingReduce:
     pool: SlabPool | None = None
     work: Waitable | None = None
     parts: Sequence[torch.Tensor] | None = None  # all_to_all: from each rank, still to be summed
+    sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None  # if encoded
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False
     divisor: float = 1.0
@@ -298,14 +336,14 @@ class PendingReduce:
         if self.parts is not None:
             # Before it is divided a sum may be too large for fp16.
             wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
-            result = _sum(self.parts, wide)
+            result = self.sum_parts(self.parts) if self.sum_parts else _sum(self.parts, wide)
         assert result is not None, "a reduction has one of the two"
         if self.divisor != 1.0 and not self.is_average:
             result.mul_(1.0 / self.divisor)
         result = result.to(self.reduce_dtype)
         while self._borrowed and self.pool is not None:
             self.pool.give(self._borrowed.pop())
-        self.parts = self.done = None
+        self.parts = self.sum_parts = self.done = None
         return result
 
 

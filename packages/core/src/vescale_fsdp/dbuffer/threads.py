@@ -1,10 +1,10 @@
 """gloo's network threads must not push aside the rank that they wait for.
 
-Each gloo communicator has a thread that waits for the network. A rank that sends holds a lock for some
-microseconds; if data arrives just then, the thread wakes, and where every core computes the system lets
-it run in the rank's place. It then asks for the lock, over and over, until its time slice ends: 3 to 7 ms,
-several times in each step. As a batch thread it waits for its turn, as long as the rank has one
-(docs/design/performance.md, 5).
+Each gloo communicator has a thread that waits for the network. A rank that sends holds a lock for
+some microseconds; if data arrives just then, the thread wakes, and where every core computes the
+system lets it run in the rank's place. It then asks for the lock, over and over, until its time
+slice ends: 3 to 7 ms, several times in each step. As a batch thread it waits for its turn, as long
+as the rank has one (docs/design/performance.md, 5).
 """
 
 from __future__ import annotations

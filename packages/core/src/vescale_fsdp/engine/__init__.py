@@ -4,7 +4,8 @@ Read in this order; each file is one concept.
 
 - What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which
   parameters it takes), `placement`, `granularity` and `padding` (how they are cut), `zero_table`
-  and `axes` (over which axes of the mesh), `parallel` (DTensors already), `ties`, `blocks`.
+  and `axes` (over which axes of the mesh), `parallel` (DTensors already), `ties`, `blocks`;
+  `quantized` (what travels in 8 bits), by the `roles` of parameters.
 - What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
   or `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
   autograd and modules call a unit), `tree`, `root`.
@@ -29,6 +30,7 @@ from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, comb
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
 from vescale_fsdp.engine.pipelining import share_comm_ctx
+from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -38,6 +40,8 @@ __all__ = [
     "GranularityPolicy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "QuantizedGather",
+    "QuantizedReduce",
     "UnshardHandle",
     "check_gradients",
     "clip_grad_norm_",

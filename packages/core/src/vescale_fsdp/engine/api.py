@@ -27,6 +27,12 @@ from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
 from vescale_fsdp.engine.pipelining import register_state, state_of
+from vescale_fsdp.engine.quantized import (
+    Choice,
+    QuantizedGather,
+    QuantizedReduce,
+    check_quantized,
+)
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.zero_table import row_of
@@ -50,6 +56,8 @@ def fully_shard(
     granularity: Granularity | GranularityPolicy | None = None,
     unused: Literal["auto", "exchange", "zeros"] = "auto",
     in_flight: int = 2,
+    gather: QuantizedGather | None = None,
+    reduce: QuantizedReduce | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 
@@ -93,6 +101,10 @@ def fully_shard(
         in_flight: units gathered at a time (1: no prefetch, and each reduction is waited for). In a
             backward on CPU a reduction under way counts as one: with 2 the reduction of a unit
             and the gather of the next take turns beside the unit that runs. Set on the root.
+        gather: `QuantizedGather` lets weights travel, and be computed with, in 8 bits. Their blocks
+            become the granularity, where ``granularity`` asks for nothing. Embeddings and heads are
+            told by the names of their modules: call it on a head alone without this.
+        reduce: `QuantizedReduce` lets gradients travel in 8 bits.
 
     Returns:
         ``module`` itself.
@@ -112,6 +124,9 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
+        ValueError: ``gather`` or ``reduce`` with a granularity that cuts their blocks, with a dtype
+            that the device lacks, or chosen for a parameter that is smaller than a block, gathers
+            itself or is cut by ``Shard(d)``.
         NotImplementedError: a parameter is unevenly cut by tensor parallelism; or "hsdp_zero1" of
             one that is a DTensor, or that gathers itself.
         PlanError: the parameters cannot be laid out.
@@ -129,13 +144,17 @@ def fully_shard(
         reshard_after_forward = None if row.cuts_parameters else False
     device = _device(mesh)
     ignored = set(ignored_params or ())
-    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn)
+    check_quantized(gather, reduce, axes, device)
+    travel = Choice(modules, gather, reduce, device) if gather or reduce else None
+    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, travel)
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
     unit = Unit(modules, mp_policy, reshard, unused, in_flight, row)
     unit.num_parts = num_parts
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)
+        for group in unit.groups:
+            group.gradients.corrects = reduce is not None and reduce.error_feedback
     mark_taken(params, unit)
     for each in modules:
         register_hooks(each)

@@ -1,9 +1,9 @@
 """Keys of a store that no process before has used, and torch's ``init_process_group`` with them.
 
-In torch 2.13 torchrun keeps one store for all attempts, and the processes use it. After a
-restart they find in it what those before have left: addresses of gloo, to which they connect in vain or
-for which they wait half an hour, and counters that have gone on. So the ranks of an attempt agree
-on a name that nobody has used, and keep their keys under it::
+In torch 2.13 torchrun keeps one store for all attempts, and the processes use it. After a restart
+they find in it what those before have left: addresses of gloo, to which they connect in vain or for
+which they wait half an hour, and counters that have gone on. So the ranks of an attempt agree on a
+name that nobody has used, and keep their keys under it::
 
     rank 1   takes its next number -----------> | asked/1: 2     (1 was of a process that has died)
     rank 0   makes a name, answers every number | answer/1/1 = name, answer/1/2 = name
@@ -95,11 +95,11 @@ def store_for(ranks: list[int], timeout_s: float) -> compat.Store:
     known = _STORES.setdefault(world, {})
     key = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
     if key not in known:
-        store, place = compat.default_store(), f"{_PLACE}/of/{key}"
+        whole, place = compat.default_store(), f"{_PLACE}/of/{key}"
         me = ranks.index(dist.get_rank())
-        name = agree_on_name(store, place, me, len(ranks), timeout_s)
-        known[key] = PrefixStore(f"{place}/{name}", store)
-    store = known[key]
+        name = agree_on_name(whole, place, me, len(ranks), timeout_s)
+        known[key] = PrefixStore(f"{place}/{name}", whole)
+    store: compat.Store = known[key]
     return store
 
 

@@ -21,9 +21,11 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
         )
         for group in unit.groups:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
-            entries += [
-                f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
-                f"requires_grad={slot.sharded.requires_grad}, {plan})"
-                for slot in group.slots
-            ]
+            for slot, (gather, reduce) in zip(group.slots, group.codings, strict=True):
+                travels = f", gathered as {gather}" if gather else ""
+                travels += f", reduced as {reduce}" if reduce else ""
+                entries.append(
+                    f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
+                    f"requires_grad={slot.sharded.requires_grad}, {plan}{travels})"
+                )
     return entries

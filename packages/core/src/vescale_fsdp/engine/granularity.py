@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["Granularity", "GranularityPolicy", "block_of", "combine"]
+__all__ = ["Granularity", "GranularityPolicy", "asked_block", "block_of", "combine"]
 
 _Part = tuple[str, int]
 
@@ -100,8 +100,18 @@ def block_of(
 
     ``shape`` is what there is to cut of it, if an inner parallelism has cut it before.
     """
+    return asked_block(granularity, fqn, param, shape) or 1
+
+
+def asked_block(
+    granularity: Granularity | GranularityPolicy | None,
+    fqn: str,
+    param: nn.Parameter,
+    shape: Sequence[int] | None = None,
+) -> int | None:
+    """As `block_of`; None if nothing is asked for."""
     need = _need(granularity, fqn, param)
-    return 1 if need is None else need.block(param.shape if shape is None else shape)
+    return None if need is None else need.block(param.shape if shape is None else shape)
 
 
 def _need(

@@ -27,9 +27,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dbuffer import (
+    BlockCodec,
     Codec,
     Comm,
     DBuffer,
+    Outbox,
     Waitable,
     has_streams,
     pool_for,
@@ -39,6 +41,7 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
+from vescale_fsdp.engine.placement import even_chunks
 from vescale_fsdp.engine.reduce import Gradients, ParameterBuffer
 from vescale_fsdp.engine.slot import (
     ParamToShard,
@@ -49,7 +52,7 @@ from vescale_fsdp.engine.slot import (
     same_memory,
 )
 from vescale_fsdp.engine.steps import num_steps
-from vescale_fsdp.planner import ShardLayout, TensorSpec, lay_out
+from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 
 __all__ = ["Group", "GroupState"]
@@ -105,6 +108,8 @@ class Group:
         self._work: Waitable | None = None
         self.custom_gather: Any = None  # that the user supplies
         self.codec: Codec | None = None  # of what travels in a gather; None: the shard itself
+        self._outbox = Outbox()
+        self.codings = [(p.gather, p.reduce) for p in params]  # of gathers and of reductions
         self.frees_before_backward = False  # whether gradients come while nothing is gathered
         self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
         self._part_in_flight: torch.Tensor | None = None
@@ -119,6 +124,7 @@ class Group:
         self.gradients = Gradients(
             buffer, self.slots, reduce_dtype, self.pool, cuts_outside=axes.cuts_outside
         )
+        self.gradients.codings = [reduce for _, reduce in self.codings]
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
             self.slots.append(self._new_slot(p, placement, self._own_part(index, p.data)))
         self._make_gathered()
@@ -127,7 +133,7 @@ class Group:
         """Plan the buffer; return where each tensor lies."""
         self.sizes = [math.prod(spec.shape) for spec in specs]
         if dim is not None:
-            self.layout = _even_chunks(specs, self.num_shards)
+            self.layout = even_chunks(specs, self.num_shards)
             return [Shard(dim)]
         self.layout = lay_out(specs, self.num_shards, alignment=self._alignment)
         size = self.layout.shard_size
@@ -153,6 +159,8 @@ class Group:
             pin_memory=self._pin_memory,
         )
         self.pool = pool_for(self._compute_device)
+        codings = [gather for gather, _ in self.codings]
+        self.codec = BlockCodec(self.layout, codings, full_dtype) if any(codings) else None
         return self.buffer
 
     def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
@@ -241,8 +249,12 @@ class Group:
                     self.rebind()  # a submodule was converted: its parameters left the shard
                 self.start_outer_gather(comm)
                 inner = None if self._inner_shard is None else self._inner_shard.wait()
+                if self.codec is not None:
+                    # Where gradients wait for more, no optimizer has stepped since the backward.
+                    may_repeat = in_backward or self.gradients.are_waiting
+                    self._outbox.prepare(self._version(), may_repeat=may_repeat)
                 self._work = comm.start_gather(
-                    self.buffer, self.custom_gather, self.codec, self.pool, inner
+                    self.buffer, self.custom_gather, self.codec, self.pool, inner, self._outbox
                 )
             self._part_in_flight = part
             self.state = GroupState.GATHERING
@@ -253,9 +265,14 @@ class Group:
             self._inner_shard.start_gather(self.buffer, comm.among_replicas, self._version())
 
     def drop_copies(self) -> None:
-        """Forget what was gathered from shards that may have changed since."""
+        """Forget what was gathered, or written to send, of shards that may have changed since."""
+        self._outbox.drop()
         if self._inner_shard is not None:
             self._inner_shard.drop()
+
+    def drop_message(self) -> None:
+        """Forget what was written to send: no backward will send it again."""
+        self._outbox.drop()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and give the modules the gathered parameters."""
@@ -284,6 +301,7 @@ class Group:
             kept = torch.empty_like(part)  # not a view: the full buffer is freed
             kept.copy_(part)
             self.reshard()
+            self.drop_message()
             self._part = kept
 
     def reshard(self) -> None:
@@ -305,20 +323,21 @@ class Group:
         return {self.buffer.full.region.storage._cdata}
 
     def write_back(self) -> None:
-        """Copy what was changed in this rank's part of the full buffer into the shard.
-
-        Raises:
-            NotImplementedError: a codec is set; what it decodes differs from the shard anyway.
-        """
-        if self.codec is not None:
-            raise NotImplementedError(
-                "unsharded(writeback=True) of parameters that are gathered through a codec is not "
-                "there yet; change the sharded parameters in place"
-            )
+        """Copy what was changed in this rank's part of the full buffer into the shard."""
         shard, own = self.buffer.shard, self.buffer.own_slice().to(self.buffer.shard.device)
-        changed = own != shard.to(own.dtype)
+        was = shard.to(own.dtype) if self.codec is None else self._as_gathered(self.codec)
+        changed = (own != was) & ~(own.isnan() & was.isnan())
         shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         self.drop_copies()
+
+    def _as_gathered(self, codec: Codec) -> torch.Tensor:
+        """What a gather makes of this rank's shard."""
+        buffer, device = self.buffer, self._compute_device
+        message = torch.empty(codec.num_bytes(self.layout), dtype=torch.uint8, device=device)
+        values = torch.empty(self.layout.shard_size, dtype=buffer.full_dtype, device=device)
+        codec.encode(self.layout, self.rank, buffer.shard, message)
+        codec.decode(self.layout, self.rank, message, values)
+        return values.to(buffer.shard.device)
 
     def mark_kept(self) -> None:
         """Remember the weights that are gathered now, for `is_stale`."""
@@ -410,7 +429,7 @@ class Group:
         """
         assert self.is_sharded, "the unit has released it"
         twin = copy.copy(self)
-        twin.on_gradient, twin._work = on_gradient, None
+        twin.on_gradient, twin._work, twin._outbox = on_gradient, None, Outbox()
         twin._inner_shard = None if self._inner_shard is None else InnerShard()
         shapes = [slot.shape for slot in self.slots]
         twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)
@@ -435,6 +454,8 @@ class Group:
         """
         assert self.is_sharded, "before the first forward"
         gone = self.slots.pop(index)
+        self.codings.pop(index)
+        self.gradients.codings = [reduce for _, reduce in self.codings]
         if not self.slots:
             return gone
         specs = [spec for i, spec in enumerate(self.layout.specs) if i != index]
@@ -478,22 +499,6 @@ class Group:
             slot.local = local_of(slot.sharded)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
-
-
-def _even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
-    """The layout of one tensor as ``Shard`` has it: equal numbers of rows, the last ones fewer."""
-    (spec,) = specs
-    rows = spec.shape[0]
-    row = spec.numel // rows if rows else 0
-    return ShardLayout(
-        specs=(TensorSpec(spec.name, spec.shape, max(row, 1)),),
-        num_shards=num_shards,
-        alignment=1,
-        shard_size=-(-rows // num_shards) * row,
-        offsets=(0,),
-        order=(0,),
-        exact=True,
-    )
 
 
 def _redistributed(param: nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, block_of
+from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.parallel import local_data
 from vescale_fsdp.engine.placement import placement_of
+from vescale_fsdp.engine.quantized import Choice, checked_block
 from vescale_fsdp.engine.slot import ParamToShard, Site
 from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
 from vescale_fsdp.engine.unit import Unit, unit_of
@@ -43,6 +45,7 @@ def params_to_shard(
     granularity: Granularity | GranularityPolicy | None,
     axes: Axes,
     choose: Callable[[nn.Parameter], Any] | None,
+    travel: Choice | None = None,
 ) -> list[ParamToShard]:
     """The parameters to take now, each once, with every place where it is used.
 
@@ -73,14 +76,35 @@ def params_to_shard(
         sites = _merged(waiting_sites(param) or [], sites)
         if all(id(module()) in inside for module, _ in sites):
             stop_waiting(param)
-            block = block_of(granularity, fqn, param, local_data(param).shape)
             placed_on, dim = placement_of(choose, param, axes, fqn)
             extends = gathers_itself(param, dim, fqn)
             dim = 0 if extends else dim
-            taken.append(ParamToShard(fqn, param, sites, block, placed_on, dim, extends))
+            whole = ParamToShard(fqn, param, sites, 1, placed_on, dim, extends)
+            taken.append(_with_blocks(whole, granularity, travel))
         else:
             wait_at(param, sites)
     return taken
+
+
+def _with_blocks(
+    item: ParamToShard,
+    granularity: Granularity | GranularityPolicy | None,
+    travel: Choice | None,
+) -> ParamToShard:
+    """The item with what must not be cut of it, and how it travels."""
+    shape = local_data(item.param).shape
+    block = asked_block(granularity, item.fqn, item.param, shape)
+    if travel is None:
+        return replace(item, block=1 if block is None else block)
+    gather, reduce = travel.codings(item.fqn, item.param, item.sites, shape, item.inner)
+    if (gather or reduce) and item.dim is not None:
+        why = "gathers itself" if item.extends else f"shard_placement_fn wants as Shard({item.dim})"
+        raise ValueError(
+            f"fully_shard: {item.fqn!r}, which {why}, cannot travel in blocks of 8 bits; let the "
+            "policy of gather= and reduce= return False for it"
+        )
+    block = checked_block(item.fqn, shape, block, gather, reduce)
+    return replace(item, block=block, gather=gather, reduce=reduce)
 
 
 def mark_taken(params: Sequence[ParamToShard], unit: Unit) -> None:

@@ -1,4 +1,4 @@
-"""What ``shard_placement_fn`` may say of a parameter: FSDP2's answers, checked."""
+"""What ``shard_placement_fn`` may say of a parameter: FSDP2's answers, checked, and laid out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.planner import ShardLayout, TensorSpec
 
-__all__ = ["placement_of"]
+__all__ = ["even_chunks", "placement_of"]
 
 
 def placement_of(
@@ -50,3 +51,19 @@ def placement_of(
             f"{param.device_mesh}; return None for it, so that it is sharded in whole blocks"
         )
     return axes, dim
+
+
+def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
+    """The layout of one tensor as ``Shard`` has it: equal numbers of rows, the last ones fewer."""
+    (spec,) = specs
+    rows = spec.shape[0]
+    row = spec.numel // rows if rows else 0
+    return ShardLayout(
+        specs=(TensorSpec(spec.name, spec.shape, max(row, 1)),),
+        num_shards=num_shards,
+        alignment=1,
+        shard_size=-(-rows // num_shards) * row,
+        offsets=(0,),
+        order=(0,),
+        exact=True,
+    )

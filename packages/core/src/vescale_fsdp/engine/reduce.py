@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from vescale_fsdp.dbuffer import (
+    BlockCodec,
+    Coding,
     Comm,
     GradientBuffer,
     PendingReduce,
@@ -77,6 +79,10 @@ class Gradients:
         self.only_sums = False  # whether the collective must not average
         self.casts_first = False  # whether gradients are cast to the sum's dtype as they appear
         self.custom: Any = None  # a reduce-scatter that the user supplies
+        self.codings: Sequence[Coding | None] = ()  # how gradients travel, if not as they are
+        self.corrects = False  # whether what rounding takes from a gradient is added to the next
+        self._codec: BlockCodec | None = None
+        self._errors: torch.Tensor | None = None  # what rounding has taken, of all parameters
         self.hook: Callable[[torch.Tensor], None] | None = None  # on each reduced shard
         self.hook_stream: Any = None
         self._reduce_dtype = reduce_dtype
@@ -92,12 +98,14 @@ class Gradients:
     def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
         """Belong to another buffer from now on: the group was converted, moved or planned anew."""
         self._buffer, self._slots, self.pool = buffer, slots, pool
+        self._codec = self._errors = None
 
     def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
         """For a copy of the group: the same settings, and no gradients on their way."""
         twin = Gradients(buffer, slots, self._reduce_dtype, pool, cuts_outside=self._cuts_outside)
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
+        twin.codings, twin.corrects = self.codings, self.corrects
         twin.casts_first = self.casts_first
         return twin
 
@@ -156,16 +164,39 @@ class Gradients:
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._new_buffer()
         self._filling = None
-        pending = comm.start_reduce(
-            gradients.seal(),
-            self.sum_dtype,
-            self.pool,
-            self.divide_factor,
-            only_sums=self.only_sums,
-            custom=self.custom,
-        )
+        full = gradients.seal()
+        codec = self._codec_for(comm)
+        if codec is not None:
+            errors = self._errors_so_far(full)
+            pending = comm.start_encoded_reduce(
+                codec, codec.layout, full, self.sum_dtype, self.pool, self.divide_factor, errors
+            )
+            gradients.release()
+        else:
+            pending = comm.start_reduce(
+                full,
+                self.sum_dtype,
+                self.pool,
+                self.divide_factor,
+                only_sums=self.only_sums,
+                custom=self.custom,
+            )
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
+
+    def _codec_for(self, comm: Comm) -> BlockCodec | None:
+        """That of what travels; None: gradients travel as they are, or not at all."""
+        layout = self._buffer.layout
+        if comm.size == 1 or not any(self.codings) or not layout.total_size:
+            return None
+        if self._codec is None:
+            self._codec = BlockCodec(layout, self.codings, self.sum_dtype)
+        return self._codec
+
+    def _errors_so_far(self, full: torch.Tensor) -> torch.Tensor | None:
+        if self.corrects and self._errors is None:
+            self._errors = torch.zeros(full.shape, dtype=torch.float32, device=full.device)
+        return self._errors
 
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""

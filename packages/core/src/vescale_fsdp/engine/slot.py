@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.dbuffer import Coding
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.parallel import (
     as_gathered,
@@ -113,6 +114,8 @@ class ParamToShard:
     axes: Axes
     dim: int | None = None  # for Shard(dim)
     extends: bool = False  # whether it gathers itself (see `extension`)
+    gather: Coding | None = None  # how it travels, if not as it is
+    reduce: Coding | None = None  # and how its gradient does
 
     @property
     def inner(self) -> DTensorSpec | None:

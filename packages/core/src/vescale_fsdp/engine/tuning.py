@@ -171,18 +171,20 @@ class TuningMethods:
         What it allocates receives the shards; one copy takes them to where the parameters lie.
 
         Raises:
-            ValueError: the parameters are on several meshes.
+            ValueError: the parameters are on several meshes, or travel in 8 bits.
         """
         for group in self._groups_on_one_mesh("set_custom_all_gather"):
+            _refuse_coded(group, "set_custom_all_gather")
             group.custom_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce by ``comm``: FSDP2's ``ReduceScatter``, with ``allocate`` and ``__call__``.
 
         Raises:
-            ValueError: the parameters are on several meshes.
+            ValueError: the parameters are on several meshes, or travel in 8 bits.
         """
         for group in self._groups_on_one_mesh("set_custom_reduce_scatter"):
+            _refuse_coded(group, "set_custom_reduce_scatter")
             group.gradients.custom = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -193,6 +195,7 @@ class TuningMethods:
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_allocate_memory_from_process_group")
+            _refuse_coded(group, "set_allocate_memory_from_process_group_for_comm")
             gather, reduce = None, None
             if enable:
                 comm = comm_for(group.axes)
@@ -212,6 +215,7 @@ class TuningMethods:
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_symm_mem")
+            _refuse_coded(group, "set_symm_mem_for_comm")
             gather_group = comm_for(group.axes).gather_group
             group.custom_gather = compat.symmetric_memory_gather(gather_group, backend)
 
@@ -257,3 +261,11 @@ def _refuse_custom(group: Group, method: str) -> None:
             raise AssertionError(
                 f"cannot call {method}() when {what} comm is custom: {type(custom).__name__}"
             )
+
+
+def _refuse_coded(group: Group, method: str) -> None:
+    if any(gather or reduce for gather, reduce in group.codings):
+        raise ValueError(
+            f"{method}: parameters of this module travel in 8 bits (gather= or reduce= of "
+            "fully_shard), by messages that other collectives do not know; use one of the two"
+        )

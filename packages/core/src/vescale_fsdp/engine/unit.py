@@ -262,6 +262,9 @@ class Unit:
         """Release the parameters unless they are to be kept."""
         if compat.current_backward() != -1:
             return
+        if keep or not comes_back:
+            for group in self.groups:
+                group.drop_message()
         if not keep:
             self.release_after_forward(comes_back)
         elif self.reshard_after_forward is False:

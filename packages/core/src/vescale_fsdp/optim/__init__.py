@@ -11,10 +11,10 @@ blocks), `matrices` (whole matrices on owners) or `flat` (pieces of shards).
 """
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
-from vescale_fsdp.optim.matrices.assignment import CommunicationPlan
 from vescale_fsdp.optim.flat.flatten import flatten_
-from vescale_fsdp.optim.muon.muon import Muon
 from vescale_fsdp.optim.group import OptimizerGroup
+from vescale_fsdp.optim.matrices.assignment import CommunicationPlan
+from vescale_fsdp.optim.muon.muon import Muon
 from vescale_fsdp.optim.preconditioned.shampoo import Shampoo
 from vescale_fsdp.optim.preconditioned.soap import SOAP
 from vescale_fsdp.optim.split import split_named_params

@@ -38,8 +38,8 @@ from vescale_fsdp.optim.base import (
     zeros_placed,
 )
 from vescale_fsdp.optim.quantized.batches import Batch, Entry, batches
-from vescale_fsdp.optim.quantized.blocks import Blocks, BlockSize
 from vescale_fsdp.optim.quantized.codes import SMALLEST_SCALE, Codebook, codebook
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize
 from vescale_fsdp.ragged.holdings import remaining_box
 
 __all__ = ["AdamW8bit"]

@@ -11,19 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from vescale_fsdp.engine.roles import HEADS, may_be_hidden
 
 __all__ = ["split_named_params"]
 
 NamedParams = list[tuple[str, nn.Parameter]]
-
-_NOT_HIDDEN = (
-    *(nn.Embedding, nn.EmbeddingBag, _ConvNd),
-    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm),
-)
-_HEADS = frozenset(("classifier", "head", "lm_head", "logits", "output", "score", "unembed"))
 
 
 def split_named_params(
@@ -99,13 +92,7 @@ def _sites(
 
 
 def _may_be_hidden(site: _Site) -> bool:
-    param = site.param
-    if sum(extent > 1 for extent in param.shape) < 2 or not param.is_floating_point():
-        return False
-    if isinstance(site.module, _NOT_HIDDEN):
-        return False
-    words = [word for part in site.parts for word in part.lower().split("_")]
-    return not any(word.startswith(("emb", "position")) or word in ("wte", "wpe") for word in words)
+    return may_be_hidden(site.parts, site.param, site.module)
 
 
 def _heads(model: nn.Module, sites: list[_Site]) -> list[_Site]:
@@ -115,7 +102,7 @@ def _heads(model: nn.Module, sites: list[_Site]) -> list[_Site]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     outside = [site for site in sites if not site.is_in_block]
-    found = [site for site in outside if not _HEADS.isdisjoint(site.parts)]
+    found = [site for site in outside if not HEADS.isdisjoint(site.parts)]
     linear = [site for site in outside if isinstance(site.module, nn.Linear)]
     found += [site for site in linear if site.param.shape[0] in vocabularies]
     if found:

@@ -1,7 +1,8 @@
 """RaggedShard and RaggedTensor: shards in whole blocks, expressed as a DTensor placement.
 
 One file per concept. Layouts: `placement` (which rank holds which units), `regions` (a flat range
-as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape).
+as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape),
+`blocks` (of a tensor that is quantized, and where they lie).
 Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DTensor subclass),
 `saving`. Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `linear`,
 `views`, `reductions` with `aggregates` and `norms`, `random`, `scaling`, `gradients`.

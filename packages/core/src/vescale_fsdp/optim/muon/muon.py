@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
-from vescale_fsdp.optim.matrices.assignment import Assignment, CommunicationPlan
 from vescale_fsdp.optim.base import (
     Group,
     Params,
@@ -25,12 +24,13 @@ from vescale_fsdp.optim.base import (
     local_of,
     zeros_placed,
 )
+from vescale_fsdp.optim.matrices.assignment import Assignment, CommunicationPlan
 from vescale_fsdp.optim.matrices.layout import layout_of, split_heights
+from vescale_fsdp.optim.matrices.routes import Run
+from vescale_fsdp.optim.matrices.transport import Transport
 from vescale_fsdp.optim.muon.literal import step_by_redistribution, step_whole
 from vescale_fsdp.optim.muon.plan import Plan, Sharded, key_of
 from vescale_fsdp.optim.muon.rule import apply_update, direction, orthogonalized
-from vescale_fsdp.optim.matrices.routes import Run
-from vescale_fsdp.optim.matrices.transport import Transport
 
 __all__ = ["Muon"]
 

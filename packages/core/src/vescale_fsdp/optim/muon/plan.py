@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
+from vescale_fsdp.optim.base import local_of
 from vescale_fsdp.optim.matrices.assignment import (
     Assignment,
     CommunicationPlan,
@@ -19,11 +20,10 @@ from vescale_fsdp.optim.matrices.assignment import (
     assignments_of,
     communication_of,
 )
-from vescale_fsdp.optim.base import local_of
 from vescale_fsdp.optim.matrices.layout import layout_of
-from vescale_fsdp.optim.muon.newton_schulz import newton_schulz_cost
 from vescale_fsdp.optim.matrices.routes import routes_of
 from vescale_fsdp.optim.matrices.transport import Transport
+from vescale_fsdp.optim.muon.newton_schulz import newton_schulz_cost
 
 __all__ = ["WIRE_DTYPE", "Plan", "Sharded", "key_of"]
 

@@ -21,10 +21,10 @@ from vescale_fsdp.optim.base import (
     local_of,
     zeros_placed,
 )
-from vescale_fsdp.optim.preconditioned.courier import Courier
 from vescale_fsdp.optim.matrices.layout import layout_of, matrices_of
 from vescale_fsdp.optim.matrices.owners import Job, assign_owners
-from vescale_fsdp.optim.preconditioned.roots import apply_
+from vescale_fsdp.optim.matrices.routes import Run
+from vescale_fsdp.optim.preconditioned.courier import Courier
 from vescale_fsdp.optim.preconditioned.resting import (
     Line,
     counts_of,
@@ -33,7 +33,7 @@ from vescale_fsdp.optim.preconditioned.resting import (
     resting_line,
     zeros_resting,
 )
-from vescale_fsdp.optim.matrices.routes import Run
+from vescale_fsdp.optim.preconditioned.roots import apply_
 
 __all__ = ["MatrixPart", "Preconditioned", "check_options"]
 

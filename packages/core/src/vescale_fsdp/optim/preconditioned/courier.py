@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.optim.base import local_of
 from vescale_fsdp.optim.matrices.layout import Matrix, layout_of, matrices_of
-from vescale_fsdp.optim.preconditioned.resting import Line, counts_of
 from vescale_fsdp.optim.matrices.routes import routes_of
 from vescale_fsdp.optim.matrices.transport import Sink, Transport, from_tensors
+from vescale_fsdp.optim.preconditioned.resting import Line, counts_of
 
 __all__ = ["Courier"]
 

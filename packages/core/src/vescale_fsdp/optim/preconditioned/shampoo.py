@@ -25,6 +25,7 @@ from vescale_fsdp.errors import PlanError
 from vescale_fsdp.optim.base import Group, Params, State
 from vescale_fsdp.optim.matrices.layout import layout_of, spans_of
 from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, check_options
+from vescale_fsdp.optim.preconditioned.resting import Line, line_of
 from vescale_fsdp.optim.preconditioned.roots import (
     accumulate_,
     bias_corrections,
@@ -33,7 +34,6 @@ from vescale_fsdp.optim.preconditioned.roots import (
     is_due,
     update_moments_,
 )
-from vescale_fsdp.optim.preconditioned.resting import Line, line_of
 
 __all__ = ["Shampoo"]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.optim.quantized.blocks import Blocks, Region
+from vescale_fsdp.ragged.blocks import Blocks, Region
 
 __all__ = ["Batch", "Entry", "batches"]
 

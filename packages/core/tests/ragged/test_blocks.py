@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard
-from vescale_fsdp.optim.quantized.blocks import Blocks, BlockSize, CutBlockError
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
 from vescale_fsdp.ragged.holdings import holding_of, ragged_axis_of, remaining_box
 
 Mesh = tuple[int, ...]

@@ -85,6 +85,11 @@ class Blocks:
         return self._grid_of(self.shape)
 
     @property
+    def unit(self) -> int:
+        """Elements at whose multiples a cut goes between blocks; at most those of the tensor."""
+        return min(self._unit_of(self.shape)[0], math.prod(self.shape))
+
+    @property
     def _has_whole_rows(self) -> bool:
         """Whether flat blocks never go from one row to the next."""
         return bool(self.shape) and self.shape[-1] % self.numel == 0

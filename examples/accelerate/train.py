@@ -1,0 +1,67 @@
+"""Train a small GPT with Accelerate. There is nothing of veScale-FSDP in this file.
+
+accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py accelerate
+launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py --resume runs/state
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def make_model() -> nn.Module:
+    """A GPT-2 with 4 layers and its embedding tied to its head."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=4, n_head=4, n_embd=128, vocab_size=256, n_positions=64)
+    )
+
+
+def make_data(sentences: int = 512) -> TensorDataset:
+    """Sentences that count up, each from a start and with a step of its own."""
+    generator = torch.Generator().manual_seed(1)
+    start, step = torch.randint(1, 64, (2, sentences, 1), generator=generator)
+    return TensorDataset((start + step * torch.arange(32)) % 256)
+
+
+def main() -> None:
+    """Train, save and maybe go on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--save", default="runs/state")
+    parser.add_argument("--resume")
+    args = parser.parse_args()
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if args.resume:
+        accelerator.load_state(args.resume)
+
+    for epoch in range(args.epochs):
+        for (tokens,) in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        mean = accelerator.gather(loss.detach().view(1)).mean().item()
+        accelerator.print(f"epoch {epoch}: loss {mean:.4f}")
+    accelerator.save_state(args.save)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

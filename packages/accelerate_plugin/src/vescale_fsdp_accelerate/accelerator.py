@@ -1,0 +1,299 @@
+"""VeScaleAccelerator: Accelerate's ``Accelerator`` with veScale-FSDP as its engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from accelerate.accelerator import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
+from torch import nn
+from torch.optim import Optimizer
+
+from vescale_fsdp import FSDPModule, clip_grad_norm_
+from vescale_fsdp_accelerate import checkpoints, states
+from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+from vescale_fsdp_accelerate.replacing import Replacement, granularity_for, replacement_for
+from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
+from vescale_fsdp_accelerate.switching import Switch, granularities_of, is_ours
+
+__all__ = ["VeScaleAccelerator"]
+
+checkpoints.register()
+
+_log = logging.getLogger(__name__)
+
+
+class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` on veScale-FSDP; takes the same arguments.
+
+    ::
+
+        accelerator = VeScaleAccelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    Under ``accelerate launch --config vescale.yaml`` the name ``accelerate.Accelerator`` is this
+    class. ``prepare`` takes any number of models, with or without optimizers, in any order and
+    number of calls; optimizers may have been made before.
+
+    Args:
+        fsdp_plugin: a `VeScaleFSDPPlugin`, or one of Accelerate's, whose options are taken over.
+            Default: what the yaml says.
+
+    Raises:
+        ValueError: an option does not work with veScale-FSDP, or the processes of a job are not
+            connected.
+    """
+
+    def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        if fsdp_plugin is None:
+            if AcceleratorState._shared_state and getattr(AcceleratorState(), "fsdp_plugin", None):
+                fsdp_plugin = AcceleratorState().fsdp_plugin
+            else:
+                fsdp_plugin = VeScaleFSDPPlugin.from_environment()
+        plugin = VeScaleFSDPPlugin.upgraded(fsdp_plugin)
+        if kwargs.get("deepspeed_plugin") or kwargs.get("deepspeed_plugins"):
+            raise ValueError("VeScaleAccelerator takes no deepspeed_plugin: it is another engine")
+        if kwargs.get("megatron_lm_plugin"):
+            raise ValueError("VeScaleAccelerator takes no megatron_lm_plugin: it is another engine")
+        super().__init__(*args, fsdp_plugin=plugin, **kwargs)
+        self._become_fsdp(plugin)
+        self._models = _Models()
+        self._waiting: list[Optimizer] = []  # that come with the models being sharded
+        self._switch = Switch()
+        self._sharder = Sharder(self.state.fsdp_plugin, self.device, self._given_mesh())
+
+    def _become_fsdp(self, plugin: VeScaleFSDPPlugin) -> None:
+        """Have CPUs, and single processes, treated as what they are here: FSDP."""
+        if self.state.mixed_precision == "fp8":
+            raise ValueError("mixed_precision: fp8 does not work with veScale-FSDP; use bf16 or no")
+        if self.state.mixed_precision == "fp16" and self.device.type == "cpu":
+            raise ValueError("mixed_precision: fp16 works on GPUs only; use bf16 or no on CPUs")
+        kind = self.distributed_type
+        if kind is DistributedType.FSDP and getattr(self.state, "fsdp_plugin", None) is not None:
+            return
+        if kind is DistributedType.NO:
+            self._be_one_process()
+        elif kind not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            raise ValueError(
+                f"veScale-FSDP was asked for, and Accelerate has chosen {kind}; set "
+                "distributed_type: FSDP"
+            )
+        if self.state.mixed_precision != "no":
+            plugin.set_mixed_precision(self.state.mixed_precision)
+        for shared in (self.state, PartialState()):
+            shared.distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = plugin
+
+    def _be_one_process(self) -> None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            raise ValueError(
+                f"this is one of {world_size} processes, and none of them has found a device of "
+                "its own: each would train alone. On CPUs set use_cpu: true in the yaml"
+            )
+        if not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+            )
+        for shared in (self.state, PartialState()):
+            shared.backend = dist.get_backend()
+
+    def _given_mesh(self) -> Any:
+        config = self.parallelism_config
+        if config is None or config.total_size == 1:
+            return None
+        for what in ("tp", "cp", "sp"):
+            size = getattr(config, f"{what}_size")
+            if size > 1:
+                raise ValueError(
+                    f"parallelism_config: {what}_size={size} does not work with veScale-FSDP yet; "
+                    "dp_replicate_size and dp_shard_size do"
+                )
+        return self.torch_device_mesh[tuple(config.fsdp_dim_names)]
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard models, move optimizers to their parameters, and wrap data loaders and schedulers.
+
+        Returns:
+            The same objects or their wrappers, in the same order.
+        """
+        placements = device_placement or [None] * len(args)  # type: ignore[list-item]
+        if len(placements) != len(args):
+            raise ValueError(
+                f"prepare(device_placement=...) has {len(placements)} entries for {len(args)} "
+                "objects"
+            )
+        self._waiting = [each for each in args if isinstance(each, Optimizer)]
+        try:
+            models = {
+                id(each): self.prepare_model(each) for each in args if isinstance(each, nn.Module)
+            }
+        finally:
+            self._waiting = []
+        result = []
+        for each, placement in zip(args, placements, strict=True):
+            if isinstance(each, nn.Module):
+                result.append(models[id(each)])
+            else:
+                result.append(self._prepare_one(each, first_pass=True, device_placement=placement))
+        result = [
+            each if isinstance(each, nn.Module) else self._prepare_one(each) for each in result
+        ]
+        known = (self._dataloaders, self._models, self._optimizers, self._schedulers)
+        for each in result:
+            if any(each is other for container in known for other in container):
+                each._is_accelerate_prepared = True  # type: ignore[assignment]
+        return tuple(result) if len(result) != 1 else result[0]
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Shard a model, in place. Collective.
+
+        Args:
+            evaluation_mode: makes no difference: a sharded model can be trained later.
+        """
+        if self.verify_device_map(model):
+            raise ValueError(
+                "veScale-FSDP cannot shard a model that was loaded with device_map='auto'; load it "
+                "without device_map"
+            )
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        if isinstance(model, FSDPModule) or getattr(model, "_is_accelerate_prepared", False):
+            return model
+        last = weak_parameters(model)
+        optimizers = self._known_optimizers()
+        needs = [need for each in optimizers for need in granularities_of(each)]
+        plugin = self.state.fsdp_plugin
+        by_name = granularity_for(plugin.optimizer, plugin.optimizer_args or {})
+        needs += [] if by_name is None else [by_name]
+        for _ in self._sharder.shard(model, needs):
+            self._switch.record(model, last)
+            self._switch.move(optimizers)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        self._compile(model)
+        return model
+
+    def _known_optimizers(self) -> list[Optimizer]:
+        prepared = [each.optimizer for each in self._optimizers]
+        all_of_them = [*prepared, *(unwrapped(each) for each in self._waiting)]
+        return [each.inner if isinstance(each, Replacement) else each for each in all_of_them]
+
+    def _compile(self, model: nn.Module) -> None:
+        if self.state.dynamo_plugin.backend == DynamoBackend.NO:
+            return
+        kwargs = self.state.dynamo_plugin.to_kwargs()
+        # The forwards alone: gathers stay outside of the graphs.
+        blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        inner: list[Any] = [each for each in blocks if each is not model]
+        for each in inner or [model]:
+            each.forward = torch.compile(each.forward, **kwargs)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wrap an optimizer, after it has been given the sharded parameters.
+
+        With ``fsdp_vescale_optimizer``, wrap one that steps in its place; not if it is one of ours.
+        """
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            if not any(each is optimizer for each in self._optimizers):
+                self._optimizers.append(optimizer)
+            return optimizer
+        self._switch.move([optimizer])
+        plugin = self.state.fsdp_plugin
+        if plugin.optimizer is not None and not is_ours(optimizer):
+            args = plugin.optimizer_args or {}
+            optimizer = replacement_for(optimizer, list(self._models), plugin.optimizer, args)
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    # Steps
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients without communication."""
+        with _sync(model, False):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Reduce gradients in the backwards within it, also inside `no_sync`."""
+        with _sync(model, True):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all processes is at most ``max_norm``.
+
+        Returns:
+            The norm before, a plain tensor.
+        """
+        self.unscale_gradients()
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return clip_grad_norm_(params, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit each element of the gradients."""
+        self.unscale_gradients()
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # States
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole tensors, in the memory of the first process; {} in the others."""
+        found: dict[str, Any] = states.whole(states.model_state(model), keep=self.is_main_process)
+        return found
+
+
+class _Models(list[nn.Module]):
+    """The prepared models. Accelerate asks for the model at an optimizer's place, and there may be
+    more optimizers than models; our checkpoints look for the parameters themselves."""
+
+    def __getitem__(self, index: Any) -> Any:
+        is_beyond = isinstance(index, int) and index >= len(self)
+        return None if is_beyond else super().__getitem__(index)
+
+
+_switched_off: WeakSet[nn.Module] = WeakSet()
+
+
+@contextmanager
+def _sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+    was_enabled = model not in _switched_off
+    _set_sync(model, enabled)
+    try:
+        yield
+    finally:
+        _set_sync(model, was_enabled)
+
+
+def _set_sync(model: nn.Module, enabled: bool) -> None:
+    (_switched_off.discard if enabled else _switched_off.add)(model)
+    for unit in units_of(model):
+        unit.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The user's optimizer."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    found: Optimizer = optimizer
+    return found

@@ -1,0 +1,215 @@
+"""The options: one record for the yaml's keys, the plug-in's arguments and their documentation.
+
+A field ``granularity`` is the key ``fsdp_vescale_granularity`` under ``fsdp_config`` in the yaml,
+and the argument ``granularity=`` of `VeScaleFSDPPlugin`. What is wrong is refused by name, with
+what would be right; in the launcher, so before a process is started.
+
+Standard library only: the launcher and the command line read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = [
+    "ASKED",
+    "ENGINE_KEY",
+    "GUARD",
+    "PREFIX",
+    "Options",
+    "asked_for",
+    "engine_of",
+    "from_config",
+    "from_environment",
+    "real_environment",
+    "to_environment",
+]
+
+PREFIX = "fsdp_vescale_"
+ENGINE_KEY = "fsdp_engine"
+ASKED = "VESCALE_FSDP_ACCELERATE"  # in a worker's environment: it asked for us, with these options
+# At the top of a yaml: Accelerate refuses keys there that it does not know, and this one says why.
+GUARD = "needs_package_vescale_fsdp_accelerate_and_no_TORCH_DEVICE_BACKEND_AUTOLOAD_0"
+
+# Accelerate reads both when it makes its own plug-in, as an int and as a truth value.
+_SPOILED = {"FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false"}
+_HELP = (
+    "the yaml asks for veScale-FSDP, which does not run in this process: pip install "
+    "vescale-fsdp-accelerate and unset TORCH_DEVICE_BACKEND_AUTOLOAD, or launch with -m "
+    "vescale_fsdp_accelerate.run train.py"
+)
+_GRANULARITY = re.compile(r"elements:[1-9]\d*|rows:[1-9]\d*|tile:[1-9]\d*x[1-9]\d*|whole")
+
+
+def _option(default: Any, help: str, accepted: str, **more: Any) -> Any:
+    return field(
+        default=default, kw_only=True, metadata={"help": help, "accepted": accepted, **more}
+    )
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What veScale-FSDP has beyond the options of Accelerate's FSDP2.
+
+    Attributes:
+        granularity: what must not be cut: ``rows:32``, ``elements:256``, ``tile:32x32``, ``whole``.
+            None: what the optimizer needs.
+        sharding: which of parameters, gradients and optimizer states are sharded; a row of
+            `vescale_fsdp.engine.zero_table`.
+        replicas: groups that each hold the whole model; sharded within a group (HSDP).
+        reduce_dtype: in which gradients are summed under mixed precision.
+        unused: as of ``vescale_fsdp.fully_shard``.
+        in_flight: as of ``vescale_fsdp.fully_shard``.
+        sync_init: all processes start with the first one's values, as with DDP.
+        optimizer: train with this optimizer in the place of the script's.
+        optimizer_args: arguments of that optimizer.
+
+    Raises:
+        ValueError: a value that is none of the accepted ones, which the message has.
+    """
+
+    granularity: str | None = _option(
+        None,
+        "what must not be cut; left out: what the optimizer needs",
+        "elements:256, rows:32, tile:32x32 or whole",
+    )
+    sharding: str | None = _option(
+        None,
+        "what is sharded, by ZeRO's stages; left out: all (zero3; hsdp with replicas)",
+        "ddp, zero1, zero2, zero3, hsdp or hsdp_zero1",
+        choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"),
+    )
+    replicas: int = _option(
+        1, "groups of processes that each hold the whole model (HSDP)", "an int of at least 1"
+    )
+    reduce_dtype: str = _option(
+        "fp32",
+        "in which gradients are summed under mixed precision",
+        "fp32, bf16 or fp16",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    unused: str = _option(
+        "auto",
+        "how parameters that no process used are found",
+        "auto, exchange or zeros",
+        choices=("auto", "exchange", "zeros"),
+    )
+    in_flight: int = _option(2, "units gathered at a time", "an int of at least 1")
+    sync_init: bool = _option(
+        True, "start all processes with the first one's values, as DDP does", "true or false"
+    )
+    optimizer: str | None = _option(
+        None,
+        "train with this optimizer in the place of the script's",
+        "muon, shampoo, soap or adamw8bit",
+        choices=("muon", "shampoo", "soap", "adamw8bit"),
+    )
+    optimizer_args: dict[str, Any] | None = _option(  # noqa: RUF009  # None by default
+        None, "arguments of that optimizer, such as {momentum: 0.9}", "names and values"
+    )
+
+    def check_options(self) -> None:
+        """Raise for a value that is none of the accepted ones."""
+        for each in fields(Options):
+            value = getattr(self, each.name)
+            if value is None and each.default is None:
+                continue
+            if not _fits(each, value):
+                raise ValueError(
+                    f"{PREFIX}{each.name}: {value!r} does not work; accepted: "
+                    f"{each.metadata['accepted']}"
+                )
+        if self.optimizer_args and self.optimizer is None:
+            raise ValueError(
+                f"{PREFIX}optimizer_args has no meaning without {PREFIX}optimizer, which names one"
+            )
+
+    def options(self) -> dict[str, Any]:
+        """The options alone, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Options)}
+
+
+def _fits(each: Any, value: Any) -> bool:
+    if "choices" in each.metadata:
+        return value in each.metadata["choices"]
+    if each.name == "granularity":
+        return isinstance(value, str) and _GRANULARITY.fullmatch(value) is not None
+    if each.name == "optimizer_args":
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if isinstance(each.default, bool):
+        return isinstance(value, bool)
+    return type(value) is int and value >= 1
+
+
+def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:
+    """The engine that a yaml's ``fsdp_config`` asks for.
+
+    Raises:
+        ValueError: it is not vescale, or there are keys of ours without it.
+    """
+    engine = fsdp_config.get(ENGINE_KEY)
+    if engine is None:
+        ours = [key for key in fsdp_config if key.startswith(PREFIX)]
+        if ours:
+            raise ValueError(
+                f"fsdp_config has {', '.join(sorted(ours))} without '{ENGINE_KEY}: vescale', which "
+                "turns veScale-FSDP on"
+            )
+        return None
+    if engine != "vescale":
+        raise ValueError(f"{ENGINE_KEY}: {engine!r} does not work; accepted: vescale")
+    return "vescale"
+
+
+def from_config(fsdp_config: Mapping[str, Any]) -> Options:
+    """The options in a yaml's ``fsdp_config``.
+
+    Raises:
+        ValueError: a key of ours that is not known, or a value that is not accepted.
+    """
+    known = {PREFIX + each.name: each.name for each in fields(Options)}
+    found: dict[str, Any] = {}
+    for key, value in fsdp_config.items():
+        if not key.startswith(PREFIX):
+            continue
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"fsdp_config has the unknown key {key!r}; {hint}")
+        found[known[key]] = value
+    options = Options(**found)
+    options.check_options()
+    return options
+
+
+def to_environment(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher gives its workers, beside what Accelerate has put into ``environment``.
+
+    Two of Accelerate's variables get values that it refuses to read, until `real_environment` is
+    put back: a worker in which our hook does not run must not train on another engine.
+    """
+    real = {name: environment.get(name, default) for name, default in _SPOILED.items()}
+    payload = {"options": asdict(options), "environment": real}
+    return {ASKED: json.dumps(payload), **dict.fromkeys(_SPOILED, _HELP)}
+
+
+def asked_for() -> bool:
+    """Whether this process is a worker that asked for veScale-FSDP."""
+    return ASKED in os.environ
+
+
+def from_environment() -> Options:
+    """The options that the launcher has given; the defaults if there are none."""
+    return Options(**json.loads(os.environ.get(ASKED, "{}")).get("options", {}))
+
+
+def real_environment() -> dict[str, str]:
+    """The values of Accelerate's variables that the launcher has spoiled."""
+    found: dict[str, str] = json.loads(os.environ.get(ASKED, "{}")).get("environment", {})
+    return found

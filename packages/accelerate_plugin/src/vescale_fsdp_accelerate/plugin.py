@@ -1,0 +1,113 @@
+"""VeScaleFSDPPlugin: Accelerate's plug-in for FSDP2, with our options beside its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+
+from vescale_fsdp import MixedPrecisionPolicy
+from vescale_fsdp_accelerate.options import Options, from_environment
+
+__all__ = ["VeScaleFSDPPlugin"]
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+# FSDP1's strategies, and whether they free gathered parameters after forward.
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+
+
+@dataclass
+class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignore[misc]
+    """`Options`, beside those of ``FullyShardedDataParallelPlugin`` with ``fsdp_version=2``.
+
+    ::
+
+        accelerator = VeScaleAccelerator(fsdp_plugin=VeScaleFSDPPlugin(granularity="rows:32"))
+
+    Other defaults than Accelerate's: without ``auto_wrap_policy`` the model's repeated blocks
+    become units (Accelerate: one unit of all); gradients are reduced in fp32 under mixed precision
+    (Accelerate: in the dtype of compute).
+
+    Raises:
+        ValueError: an option has a value that is not accepted.
+    """
+
+    fsdp_version: Any = None
+    mixed_precision_policy: Any = None
+
+    def __post_init__(self) -> None:
+        self.check_options()
+        if self.fsdp_version not in (None, 2):
+            raise ValueError(
+                f"VeScaleFSDPPlugin(fsdp_version={self.fsdp_version}) does not work; leave it out"
+            )
+        self.fsdp_version = 2
+        policy = self.auto_wrap_policy
+        self.wraps_blocks = policy is None and "FSDP_AUTO_WRAP_POLICY" not in os.environ
+        # accelerate launch exports every key, those that are not in the yaml with FSDP1's values.
+        for name in ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_BACKWARD_PREFETCH"):
+            if os.environ.get(name, "").upper() in (*_RESHARDS, "NONE", "NO_PREFETCH"):
+                del os.environ[name]
+        super().__post_init__()
+
+    @classmethod
+    def from_environment(cls) -> VeScaleFSDPPlugin:
+        """The plug-in that the yaml describes."""
+        return cls(**from_environment().options())
+
+    @classmethod
+    def upgraded(cls, plugin: FullyShardedDataParallelPlugin) -> VeScaleFSDPPlugin:
+        """Of a plug-in of Accelerate's, as ``TrainingArguments(fsdp=...)`` makes one.
+
+        Raises:
+            ValueError: it is one of FSDP1 with a strategy that has no counterpart.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        made = cls.from_environment()
+        wraps_blocks = plugin.auto_wrap_policy is None
+        made.__dict__.update(vars(plugin))
+        made.wraps_blocks = wraps_blocks
+        if plugin.fsdp_version == 1:
+            strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+            name = getattr(strategy, "name", str(strategy))
+            if name not in _RESHARDS:
+                raise ValueError(
+                    f"veScale-FSDP has no counterpart of FSDP1's strategy {name}; set "
+                    "fsdp_version: 2, and fsdp_vescale_sharding or fsdp_vescale_replicas for what "
+                    "it did"
+                )
+            made.fsdp_version, made.reshard_after_forward = 2, _RESHARDS[name]
+            made.cpu_offload = bool(getattr(plugin.cpu_offload, "offload_params", False))
+            made.set_cpu_offload()
+            old = plugin.mixed_precision_policy
+            made.mixed_precision_policy = None
+            if old is not None:
+                made.set_mixed_precision(old.param_dtype)
+        return made
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Gather and compute in 16 bits, reduce as ``reduce_dtype`` says, return fp32."""
+        if isinstance(self.mixed_precision_policy, dict):
+            super().set_mixed_precision(mixed_precision, buffer_autocast, override)
+            return
+        if self.mixed_precision_policy is not None and not override:
+            return
+        dtype = _DTYPES.get(mixed_precision, mixed_precision)
+        if dtype not in _DTYPES.values():
+            raise ValueError(
+                f"mixed_precision: {mixed_precision!r} does not work with veScale-FSDP; accepted: "
+                "no, bf16, and fp16 on CUDA"
+            )
+        self.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=_DTYPES[self.reduce_dtype]
+        )

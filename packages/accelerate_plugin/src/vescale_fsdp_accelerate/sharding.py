@@ -1,0 +1,252 @@
+"""How a model becomes sharded as the plug-in says."""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from vescale_fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    Granularity,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    combine,
+    fully_shard,
+    repeated_blocks,
+)
+from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+
+__all__ = ["Sharder", "parse_granularity", "units_of"]
+
+_log = logging.getLogger(__name__)
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """The units of a model, itself included."""
+    return [each for each in model.modules() if isinstance(each, FSDPModule)]
+
+
+class Sharder:
+    """Shards models over the mesh of all processes.
+
+    Args:
+        device: of this process.
+        mesh: (replicas, shards) or (shards,); made at the first model if None. Collective then.
+    """
+
+    def __init__(
+        self, plugin: VeScaleFSDPPlugin, device: torch.device, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.plugin, self.device = plugin, device
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all processes."""
+        if self._mesh is None:
+            world_size, replicas = dist.get_world_size(), self.plugin.replicas
+            if world_size % replicas:
+                raise ValueError(
+                    f"fsdp_vescale_replicas: {replicas} does not divide the {world_size} processes"
+                )
+            sizes: tuple[int, ...] = (world_size,)
+            names: tuple[str, ...] = ("shard",)
+            if replicas > 1:
+                sizes, names = (replicas, world_size // replicas), ("replicate", "shard")
+            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return self._mesh
+
+    def shard(self, model: nn.Module, needs: Iterable[Any] = ()) -> Iterator[None]:
+        """Make units of a model, bottom-up; yields after each. Collective.
+
+        Args:
+            needs: granularities that optimizers have asked for.
+
+        Raises:
+            TypeError: torch's own engines have taken a part of it.
+            ValueError: a class to wrap is not in it.
+        """
+        refuse_other_engines(model)
+        plugin = self.plugin
+        if plugin.mixed_precision_policy is not None:
+            upcast(model)
+        ignored = self._ignored(model)
+        common = {
+            "mesh": self.mesh,
+            "offload_policy": self._offload_policy(),
+            "ignored_params": ignored,
+            "granularity": self._granularity(needs),
+            "unused": plugin.unused,
+            "in_flight": plugin.in_flight,
+        }
+        if plugin.sharding is not None:
+            common["sharding"] = plugin.sharding
+        else:
+            common["reshard_after_forward"] = None if plugin.reshard_after_forward else False
+        blocks = [] if units_of(model) else self.blocks(model)
+        if plugin.activation_checkpointing:
+            for block in blocks or [model]:
+                recompute(block)
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        for block in blocks:
+            self._sync(block, ignored)
+            fully_shard(block, mp_policy=policy, **common)
+            yield
+        if not isinstance(model, FSDPModule):
+            self._sync(model, ignored)
+            if policy.param_dtype is not None and policy.output_dtype is None:
+                # Accelerate's promise under mixed precision: what a model returns is in fp32.
+                policy = replace(policy, output_dtype=torch.float32)
+            fully_shard(model, mp_policy=policy, **common)
+            yield
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that become units, inner ones first, without the root.
+
+        Raises:
+            ValueError: a class to wrap is not in the model; says which are.
+        """
+        plugin = self.plugin
+        if plugin.wraps_blocks:
+            return repeated_blocks(model)
+        policy = plugin.auto_wrap_policy
+        if policy is None:
+            return []
+        name = getattr(getattr(policy, "func", policy), "__name__", "")
+        inner = [each for each in reversed(list(model.modules())) if each is not model]
+        inner = [each for each in inner if not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+        if name == "size_based_auto_wrap_policy":
+            least = plugin.min_num_params or 0
+            return [e for e in inner if sum(p.numel() for p in e.parameters()) > least]
+        if name != "transformer_auto_wrap_policy":
+            return [each for each in inner if policy(each)]
+        names = plugin.transformer_cls_names_to_wrap
+        if not names or names == ["None"]:
+            return repeated_blocks(model)
+        there = {type(each).__name__ for each in inner}
+        missing = sorted(set(names) - there)
+        if missing:
+            raise ValueError(
+                f"fsdp_transformer_layer_cls_to_wrap: the model has no {', '.join(missing)}; it "
+                f"has {', '.join(sorted(there))}"
+            )
+        return [each for each in inner if type(each).__name__ in names]
+
+    def _offload_policy(self) -> OffloadPolicy:
+        policy: OffloadPolicy = self.plugin.cpu_offload
+        if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
+            return CPUOffloadPolicy(pin_memory=False)  # there is no device to copy to
+        return policy
+
+    def _granularity(self, needs: Iterable[Any]) -> Any:
+        given = self.plugin.granularity
+        parts = [] if given is None else [parse_granularity(given)]
+        parts += list(needs)
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return combine(*parts)
+
+    def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
+        wanted = self.plugin.ignored_modules
+        if wanted is None:
+            return set()
+        if isinstance(wanted, str):
+            pattern = re.compile(wanted)
+            wanted = [each for name, each in model.named_modules() if pattern.fullmatch(name)]
+        modules = list(wanted)
+        for each in modules:
+            each.to(self.device)
+        return {param for each in modules for param in each.parameters()}
+
+    def _sync(self, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+        """Give all processes the first one's values of what becomes one unit. Collective.
+
+        What other processes do not have yet (``cpu_ram_efficient_loading``) they get so, one unit
+        at a time.
+        """
+        if not self.plugin.sync_init or dist.get_world_size() == 1:
+            return
+        taken = {id(p) for unit in units_of(module) for p in unit.parameters()}  # type: ignore[attr-defined]
+        tensors = [
+            t
+            for t in (*module.parameters(), *module.buffers())
+            if id(t) not in taken and t not in ignored
+        ]
+        # A model may be on the meta device everywhere: then nobody has values.
+        flags = [[tensor.is_meta for tensor in tensors]]
+        dist.broadcast_object_list(flags, src=0)
+        with torch.no_grad():
+            for tensor, first_lacks in zip(tensors, flags[0], strict=True):
+                if not first_lacks:
+                    self._broadcast(tensor)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        lacks = tensor.is_meta
+        here = torch.empty_like(tensor, device=self.device) if lacks else tensor.to(self.device)
+        here = here.contiguous()
+        dist.broadcast(here, src=0)
+        if lacks or here.data_ptr() != tensor.data_ptr():
+            tensor.data = here
+
+
+def upcast(model: nn.Module) -> None:
+    """Have trainable parameters in fp32 under mixed precision, and say so."""
+    found = []
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.is_floating_point() and param.dtype.itemsize < 4:
+            found.append(name)
+            param.data = param.data.float()
+    if found and dist.get_rank() == 0:
+        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        _log.warning(
+            "mixed precision: %d trainable parameters (%s) were in 16 bits and are now kept, and "
+            "optimized, in fp32; checkpoints will be in fp32. Set mixed_precision: no to train in "
+            "the dtype of the model",
+            len(found),
+            shown,
+        )
+
+
+def refuse_other_engines(model: nn.Module) -> None:
+    """Raise where torch's own ``fully_shard`` or FSDP has taken a part of the model.
+
+    Raises:
+        TypeError: names the module.
+    """
+    for name, child in model.named_modules():
+        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
+        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or type(model).__name__} has been sharded by torch.distributed.fsdp; with "
+                "fsdp_engine: vescale use vescale_fsdp.fully_shard, which takes the same "
+                "arguments, or leave it to accelerator.prepare"
+            )
+
+
+def weak_parameters(model: nn.Module) -> dict[str, Any]:
+    """Weak references to the parameters by names, tied ones under each of theirs."""
+    return {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def parse_granularity(text: str) -> Granularity:
+    """The granularity of ``rows:32`` and the like; `Options` has checked it."""
+    kind, _, amount = text.partition(":")
+    if kind == "whole":
+        return Granularity.whole()
+    if kind == "tile":
+        rows, columns = amount.split("x")
+        return Granularity.tile(int(rows), int(columns))
+    return Granularity.rows(int(amount)) if kind == "rows" else Granularity.elements(int(amount))

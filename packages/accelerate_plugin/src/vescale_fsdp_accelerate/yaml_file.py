@@ -1,0 +1,93 @@
+"""vescale.yaml: written with comments, and checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from vescale_fsdp_accelerate.launching import check_config
+from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
+
+__all__ = ["check_file", "text_of"]
+
+_HEAD = """\
+# veScale-FSDP under Accelerate: accelerate launch --config {name} train.py
+# "vescale-fsdp accelerate-config --check {name}" checks this file.
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP  # required
+num_machines: 1
+machine_rank: 0
+num_processes: {num_processes}  # of all machines together
+mixed_precision: '{mixed_precision}'  # no, bf16, or fp16 on GPUs
+use_cpu: {use_cpu}  # true: train on CPUs, with gloo
+main_training_function: main
+
+fsdp_config:
+  fsdp_version: 2  # required
+  {engine}: vescale  # turns veScale-FSDP on
+
+  # Accelerate's own keys mean what they mean with its FSDP2.
+  fsdp_state_dict_type: {state_dict_type}  # or FULL_STATE_DICT; what save_state writes
+  fsdp_reshard_after_forward: true  # free gathered parameters between forward and backward
+  fsdp_offload_params: false  # shards, gradients and the optimizer rest in the host's memory
+  fsdp_activation_checkpointing: false  # compute the units' activations again in backward
+  # fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # left out: the model's repeated blocks are units
+  # fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+
+  # veScale-FSDP's keys. Those behind a # have these values by default.
+"""
+
+_TAIL = """\
+
+# Where our plug-in is not there to read this file, Accelerate would train on its own FSDP. It does
+# not know this key either, and refuses the file.
+{guard}: true
+"""
+
+
+def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
+    """A whole yaml.
+
+    Args:
+        name: of the file, for its comments.
+        settings: num_processes, mixed_precision, use_cpu and state_dict_type.
+        options: keys with other values than the defaults are set.
+    """
+    head = _HEAD.format(
+        name=name,
+        engine=ENGINE_KEY,
+        **{**settings, "use_cpu": str(settings["use_cpu"]).lower()},
+    )
+    lines = []
+    for each in fields(Options):
+        value = getattr(options, each.name)
+        lines.append(f"  # {each.metadata['help']}: {each.metadata['accepted']}")
+        is_set = value != each.default
+        shown = yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
+        lines.append(f"  {'' if is_set else '# '}{PREFIX}{each.name}: {shown}")
+    return head + "\n".join(lines) + "\n" + _TAIL.format(guard=GUARD)
+
+
+def check_file(path: Path) -> Options:
+    """The options of an existing yaml.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: what is wrong in it.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no yaml: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no mapping of keys to values")
+    found = check_config(config)
+    if found is None:
+        raise ValueError(
+            f"{path} does not ask for veScale-FSDP: add '{ENGINE_KEY}: vescale' under fsdp_config"
+        )
+    return found

@@ -1,0 +1,146 @@
+"""save_state and load_state: both formats, other numbers of processes, Accelerate's own tools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import load_checkpoint_in_model
+from safetensors.torch import load_file
+from torch import nn
+
+from vescale_fsdp import CheckpointIncompleteError
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import VeScaleFSDPPlugin
+from vescale_fsdp_accelerate.checkpoints import load_model
+
+from .helpers import accelerator, full, loss_of, make_model
+
+FORMATS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+TOKENS = torch.arange(10).view(2, 5)
+
+
+class Script:
+    """Two models with two optimizers, one of them ours by name, as a script would have them."""
+
+    def __init__(self, acc: Any, seed: int) -> None:
+        self.acc = acc
+        model, other = make_model(seed), nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        also = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        found = acc.prepare(model, other, optimizer, also)
+        self.model, self.other, self.optimizer, self.also = found
+
+    def step(self) -> list[float]:
+        losses = []
+        for optimizer, loss in (
+            (self.optimizer, loss_of(self.model, TOKENS)),
+            (self.also, self.other(torch.ones(1, 3)).square().sum()),
+        ):
+            self.acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def plugin(kind: str, optimizer: str | None) -> VeScaleFSDPPlugin:
+    return VeScaleFSDPPlugin(state_dict_type=kind, optimizer=optimizer)
+
+
+def save(
+    folder: Path, kind: str, optimizer: str | None
+) -> tuple[list[list[float]], dict[str, Any]]:
+    torch.manual_seed(0)
+    with accelerator(fsdp_plugin=plugin(kind, optimizer)) as acc:
+        script = Script(acc, 0)
+        for again in (1, 2):
+            script.step()
+            acc.save_state(folder)  # the second replaces the first
+            assert again
+        acc.save_model(script.model, folder / "whole")
+        state = {name: full(p) for name, p in script.model.state_dict().items()}
+        return [script.step() for _ in range(2)], state
+
+
+def load(folder: Path, kind: str, optimizer: str | None) -> list[list[float]]:
+    torch.manual_seed(1)
+    with accelerator(fsdp_plugin=plugin(kind, optimizer)) as acc:
+        script = Script(acc, 1)
+        acc.load_state(folder)
+        return [script.step() for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("optimizer", [None, "muon"])
+def test_a_run_goes_on_from_its_state_at_another_number_of_processes(
+    tmp_path: Path, kind: str, optimizer: str | None
+) -> None:
+    expected, _ = run_ranks(save, 2, tmp_path, kind, optimizer)[0]
+    other = FORMATS[1 - FORMATS.index(kind)]
+    for size, wanted in ((2, kind), (1, other)):
+        for found, losses in zip(
+            run_ranks(load, size, tmp_path, wanted, optimizer)[0], expected, strict=True
+        ):
+            assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_accelerates_own_tools_read_what_is_saved(tmp_path: Path) -> None:
+    _, state = run_ranks(save, 2, tmp_path, "SHARDED_STATE_DICT", None)[0]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"pytorch_model_fsdp_0", "pytorch_model_fsdp_1", "optimizer_0", "optimizer_1"} <= names
+    merge = "from accelerate.utils import merge_fsdp_weights as m; import sys; m(*sys.argv[1:])"
+    source = tmp_path / "pytorch_model_fsdp_0"
+    command = [sys.executable, "-W", "ignore", "-c", merge, str(source), str(tmp_path / "merged")]
+    subprocess.run(command, check=True, timeout=100)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in state.items():
+        assert torch.equal(merged[name], value), name
+    model = make_model(5)
+    load_checkpoint_in_model(model, tmp_path / "whole", strict=False)
+    for name, value in state.items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def states_dicts() -> dict[str, Any]:
+    with accelerator() as acc:
+        model = acc.prepare(make_model())
+        state = acc.get_state_dict(model)
+        if not acc.is_main_process:
+            return {"others": state}
+        tied = state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        plain = {name: type(value).__name__ for name, value in state.items()}
+        return {"tied": tied, "names": set(plain), "types": set(plain.values())}
+
+
+def test_get_state_dict_is_whole_and_tied_in_the_first_process() -> None:
+    first, second = run_ranks(states_dicts, 2)
+    assert first["names"] == set(make_model().state_dict())
+    assert first["types"] == {"Tensor"}
+    assert first["tied"]
+    assert second == {"others": {}}
+
+
+def load_nothing(folder: Path) -> str:
+    with accelerator() as acc:
+        model = acc.prepare(make_model())
+        with pytest.raises(CheckpointIncompleteError) as error:
+            load_model(acc.state.fsdp_plugin, acc, model, str(folder))
+        return str(error.value)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    for message in run_ranks(load_nothing, 2, tmp_path):
+        assert "has neither pytorch_model_fsdp_0/ nor pytorch_model_fsdp.bin" in message
+
+
+def test_other_plug_ins_keep_accelerates_functions() -> None:
+    import accelerate.utils as utils
+
+    assert utils.save_fsdp_model.__wrapped__.__module__ == "accelerate.utils.fsdp_utils"
+    assert Accelerator.__module__ == "accelerate.accelerator"

@@ -1,0 +1,165 @@
+"""An unmodified ``transformers.Trainer``, against the same under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
+from vescale_fsdp_accelerate.options import Options, to_environment
+
+from .helpers import accelerator
+
+transformers = pytest.importorskip("transformers")
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Tokens that are their own labels."""
+
+    def __init__(self, count: int = 16) -> None:
+        self.tokens = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make_llama() -> Any:
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_trainer(folder: Path, **more: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, learning_rate=1e-2, disable_tqdm=True,
+        gradient_accumulation_steps=2, max_grad_norm=0.5, seed=0, **more,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model=make_llama(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8)
+    )
+
+
+def use(cls: type[accelerate.Accelerator]) -> None:
+    import transformers.trainer
+
+    transformers.trainer.Accelerator = cls
+
+
+def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: str | None = None,
+        evaluates_first: bool = False, **more: Any) -> dict[str, Any]:  # fmt: skip
+    import os
+
+    with accelerator(accelerate.PartialState):
+        if ours is not None:
+            os.environ |= to_environment(Options(), {})
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **ours}
+            del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+        use(cls)
+        try:
+            trainer = make_trainer(folder, **more)
+            found = {"before": trainer.evaluate()["eval_loss"]} if evaluates_first else {}
+            trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+            logs = [log for log in trainer.state.log_history if "loss" in log]
+            found["losses"] = [log["loss"] for log in logs]
+            found["norms"] = [float(log["grad_norm"]) for log in logs]
+            found["after"] = trainer.evaluate()["eval_loss"]
+            found["predictions"] = torch.tensor(trainer.predict(Sentences(4)).predictions)
+            model = trainer.model
+            found["tokens"] = model.generate(
+                torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False
+            ).tolist()
+            trainer.save_model(str(folder / "final"))
+            found["plug-in"] = type(
+                getattr(trainer.accelerator.state, "fsdp_plugin", None)
+            ).__name__
+            return found
+        finally:
+            use(accelerate.Accelerator)
+
+
+FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def run_all(root: Path) -> dict[str, dict[str, Any]]:
+    ours = VeScaleAccelerator
+    first = run(ours, root / "full", ours=FULL, evaluates_first=True)
+    return {
+        "ddp": run(accelerate.Accelerator, root / "ddp"),
+        "ours": first,
+        "resumed": run(ours, root / "full", ours=FULL, resume="checkpoint-2"),
+        "sharded": run(ours, root / "sharded", ours=SHARDED, activation_checkpointing=True),
+        "resumed sharded": run(ours, root / "sharded", ours=SHARDED, resume="checkpoint-2"),
+        "arguments": run(ours, root / "args", ours={}, fsdp=True,
+                         fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}),
+        "bf16": run(ours, root / "bf16", ours=FULL, bf16=True),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    root = tmp_path_factory.mktemp("trainer")
+    return run_ranks(run_all, 2, root, timeout_s=110)[0], root
+
+
+KINDS = ["ours", "resumed", "sharded", "resumed sharded", "arguments"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainer_trains_evaluates_predicts_and_generates_as_under_ddp(
+    runs: tuple[dict[str, Any], Path], kind: str
+) -> None:
+    found, expected = runs[0][kind], runs[0]["ddp"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert found["after"] == pytest.approx(expected["after"], rel=1e-6)
+    torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=0, atol=1e-5)
+    assert found["tokens"] == expected["tokens"]
+    assert found["plug-in"] == "VeScaleFSDPPlugin"
+
+
+def test_it_can_evaluate_before_it_trains(runs: tuple[dict[str, Any], Path]) -> None:
+    sentences = Sentences(8).tokens
+    with torch.no_grad():
+        loss = make_llama()(input_ids=sentences, labels=sentences).loss.item()
+    assert runs[0]["ours"]["before"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_bf16_is_near_fp32(runs: tuple[dict[str, Any], Path]) -> None:
+    found, expected = runs[0]["bf16"], runs[0]["ddp"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+    assert found["losses"] != expected["losses"]
+
+
+def test_from_pretrained_reads_what_save_model_wrote(runs: tuple[dict[str, Any], Path]) -> None:
+    found, root = runs
+    model = transformers.LlamaForCausalLM.from_pretrained(root / "full" / "final")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    sentences = Sentences(8).tokens
+    with torch.no_grad():
+        loss = model(input_ids=sentences, labels=sentences).loss.item()
+    assert loss == pytest.approx(found["ours"]["after"], rel=1e-6)
+
+
+def test_an_old_plug_in_of_fsdp1_is_upgraded() -> None:
+    stock = accelerate.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
+    made = VeScaleFSDPPlugin.upgraded(stock)
+    assert (made.fsdp_version, made.reshard_after_forward) == (2, False)
+    stock = accelerate.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
+    with pytest.raises(ValueError, match="HYBRID_SHARD; set fsdp_version: 2, and fsdp_vescale_"):
+        VeScaleFSDPPlugin.upgraded(stock)

@@ -1,0 +1,292 @@
+"""The same losses and gradient norms as Accelerate's own DDP, to fp32 accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
+
+from .helpers import accelerator, full, loss_of, make_loader, make_model
+
+Run = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def train(cls: type[Accelerator], seed: int = 0, **options: Any) -> Run:
+    with accelerator(cls, **options) as acc:
+        model: Any = make_model(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, loader, scheduler = acc.prepare(
+            model, optimizer, make_loader(), scheduler
+        )
+        losses, norms = [], []
+        for (tokens,) in loader:
+            with acc.accumulate(model):
+                loss = loss_of(model, tokens)
+                acc.backward(loss)
+                if acc.sync_gradients:
+                    norms.append(acc.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        bare = acc.unwrap_model(model)
+        return losses, norms, {name: full(p) for name, p in bare.named_parameters()}
+
+
+def train_both(options: dict[str, Any], ours: dict[str, Any]) -> tuple[Run, Run]:
+    plugin = VeScaleFSDPPlugin(**ours)
+    return train(VeScaleAccelerator, fsdp_plugin=plugin, **options), train(Accelerator, **options)
+
+
+def assert_equal_runs(runs: tuple[Run, Run]) -> None:
+    (losses, norms, params), (expected_losses, expected_norms, expected) = runs
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert params.keys() == expected.keys()
+    for name, param in expected.items():
+        torch.testing.assert_close(params[name], param, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        ({}, {}),
+        ({"gradient_accumulation_steps": 2}, {"granularity": "rows:2"}),
+        ({}, {"activation_checkpointing": True, "cpu_offload": True}),
+        ({}, {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": False,
+              "transformer_cls_names_to_wrap": ["Linear"]}),
+        ({}, {"sharding": "zero2"}),
+    ],
+    ids=["plain", "accumulation", "offload", "wrapped", "zero2"],
+)  # fmt: skip
+def test_training_equals_ddp(options: dict[str, Any], ours: dict[str, Any]) -> None:
+    for runs in run_ranks(train_both, 2, options, ours):
+        assert_equal_runs(runs)
+
+
+def test_hybrid_sharding_of_2_by_2_equals_ddp() -> None:
+    for runs in run_ranks(train_both, 4, {"gradient_accumulation_steps": 2}, {"replicas": 2}):
+        assert_equal_runs(runs)
+
+
+def start_from_own_seeds() -> tuple[dict[str, torch.Tensor], float]:
+    _, _, params = train(VeScaleAccelerator, seed=dist.get_rank())
+    losses, _, _ = train(VeScaleAccelerator, seed=0)
+    again, _, _ = train(VeScaleAccelerator, seed=dist.get_rank())
+    return params, abs(losses[0] - again[0])
+
+
+def test_all_processes_start_with_the_first_ones_values() -> None:
+    (first, difference), (second, _) = run_ranks(start_from_own_seeds, 2)
+    assert difference == 0
+    for name in first:
+        assert torch.equal(first[name], second[name])
+
+
+def prepare_in_any_order() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with accelerator() as acc:
+        model, frozen, late = make_model(), make_model(1).requires_grad_(False), make_model(2)
+        both = torch.optim.SGD([*model.parameters(), *late.parameters()], lr=0.1, momentum=0.9)
+        model, frozen = acc.prepare(model, frozen)
+        both = acc.prepare(both)
+        found["model before optimizer"] = isinstance(
+            both.param_groups[0]["params"][0], RaggedTensor
+        )
+        late = acc.prepare_model(late)
+        params = [p for group in both.param_groups for p in group["params"]]
+        own = {id(p) for each in (model, late) for p in each.parameters()}
+        found["all are the models'"] = {id(p) for p in params} == own
+        found["tied"] = model.head.weight is model.embed.weight
+        found["classes"] = [type(model).__name__, type(acc.unwrap_model(model)).__name__]
+        found["sharded"] = [isinstance(each, FSDPModule) for each in (model, frozen, late)]
+        before = full(late.scale)
+        (tokens,) = next(iter(make_loader(1)))
+        acc.backward(loss_of(late, tokens) + loss_of(frozen, tokens))
+        both.step()
+        found["trains"] = not torch.equal(before, full(late.scale))
+        found["again"] = acc.prepare(model) is model
+    return found
+
+
+def test_models_and_optimizers_are_prepared_in_any_order() -> None:
+    found = run_ranks(prepare_in_any_order, 2)[0]
+    assert found.pop("classes") == ["FSDPModel", "FSDPModel"]
+    assert found.pop("sharded") == [True] * 3
+    assert all(found.values()), found
+
+
+def step_before_sharding() -> list[torch.Tensor]:
+    (tokens,) = next(iter(make_loader(1)))
+    results = []
+    for shards in (False, True):
+        with accelerator() as acc:
+            model: Any = make_model()
+            optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if shards:
+                model, optimizer = acc.prepare(model, optimizer)
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            results.append(full(model.embed.weight))
+    return results
+
+
+def test_states_that_an_optimizer_had_before_go_on() -> None:
+    expected, found = run_ranks(step_before_sharding, 2)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def train_with_own_optimizers() -> tuple[list[float], bool, str]:
+    with accelerator() as acc:
+        model: Any = make_model()
+        hidden, rest = split_named_params(model)
+        group: Any = OptimizerGroup(
+            muon=Muon(hidden, lr=0.02),
+            adamw=AdamW8bit(rest, lr=1e-2, block_size=8, min_8bit_size=8),
+        )
+        model, optimizer = acc.prepare(model, group)
+        (tokens,) = next(iter(make_loader(1)))
+        losses = []
+        for _ in range(4):
+            loss = loss_of(model, tokens)
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        moment = group.state[model.embed.weight]["exp_avg"]
+        return losses, isinstance(moment, RaggedTensor), str(moment.dtype)
+
+
+def test_our_optimizers_made_before_prepare_are_cut_as_they_need_it() -> None:
+    losses, is_sharded, dtype = run_ranks(train_with_own_optimizers, 2)[0]
+    assert losses[-1] < losses[0]
+    assert (is_sharded, dtype) == (True, "torch.uint8")
+
+
+def train_mixed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    seen: list[torch.dtype] = []
+    with accelerator(mixed_precision="bf16") as acc:
+        model: Any = make_model().to(torch.bfloat16)
+        model.blocks[0].register_forward_hook(lambda m, args, out: seen.append(m.weight.dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = acc.prepare(model, optimizer)
+        (tokens,) = next(iter(make_loader(1)))
+        found["output"] = model(tokens).dtype
+        acc.backward(loss_of(model, tokens))
+        found["computes"] = seen[0]
+        found["trains"] = {p.dtype for p in model.parameters()}
+        found["gradient"] = model.embed.weight.grad.dtype
+        policy = acc.state.fsdp_plugin.mixed_precision_policy
+        found["reduces"] = policy.reduce_dtype
+    return found
+
+
+def test_bf16_gathers_in_bf16_and_reduces_and_optimizes_in_fp32() -> None:
+    assert run_ranks(train_mixed, 2)[0] == {
+        "output": torch.float32,
+        "computes": torch.bfloat16,
+        "trains": {torch.float32},
+        "gradient": torch.float32,
+        "reduces": torch.float32,
+    }
+
+
+def refuse() -> list[str]:
+    messages = []
+    for options in ({"mixed_precision": "fp8"}, {"fsdp_plugin": VeScaleFSDPPlugin(replicas=3)}):
+        try:
+            with accelerator(**options) as acc:  # type: ignore[arg-type]
+                acc.prepare(nn.Linear(2, 2))
+        except (ValueError, ImportError, RuntimeError) as error:
+            messages.append(str(error))
+    with accelerator() as acc:
+        model = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2))
+        try:
+            acc.prepare(model)
+        except TypeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_does_not_work_is_refused_by_name() -> None:
+    fp8, replicas, engine = run_ranks(refuse, 2)[0]
+    assert "fp8" in fp8.lower()
+    assert "fsdp_vescale_replicas: 3 does not divide the 2 processes" in replicas
+    assert "sharded by torch.distributed.fsdp" in engine
+
+
+def trigger() -> tuple[torch.Tensor, torch.Tensor]:
+    grads = []
+    for inside in (True, False):
+        with accelerator() as acc:
+            model: Any = acc.prepare(make_model())
+            (one,), (two,) = list(make_loader(2))[:2]
+            one, two = one + dist.get_rank(), two + dist.get_rank()
+            one, two = one % 16, two % 16
+            if inside:
+                with acc.no_sync(model):
+                    acc.backward(loss_of(model, one))
+                    with acc.trigger_sync_in_backward(model):
+                        acc.backward(loss_of(model, two))
+            else:
+                acc.backward(loss_of(model, one) + loss_of(model, two))
+            grads.append(full(model.embed.weight.grad))
+    return grads[0], grads[1]
+
+
+def test_sync_can_be_triggered_within_no_sync() -> None:
+    found, expected = run_ranks(trigger, 2)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def train_by_name(by_name: bool, steps: int) -> tuple[torch.Tensor, list[float]]:
+    args = {"momentum": 0.9}
+    plugin = VeScaleFSDPPlugin(
+        optimizer="muon" if by_name else None, optimizer_args=args if by_name else None
+    )
+    with accelerator(fsdp_plugin=plugin) as acc:
+        model: Any = make_model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        if not by_name:
+            hidden, rest = split_named_params(model)
+            muon = Muon(
+                hidden, lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", momentum=0.9
+            )
+            adamw = torch.optim.AdamW([p for _, p in rest], lr=1e-2, weight_decay=0.0)
+            optimizer = OptimizerGroup(muon=muon, adamw=adamw)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, scheduler = acc.prepare(model, optimizer, scheduler)
+        (tokens,) = next(iter(make_loader(1)))
+        rates = []
+        for _ in range(steps):
+            acc.backward(loss_of(model, tokens))
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return full(model.blocks[0].weight), rates
+
+
+def train_by_name_and_by_import() -> list[Any]:
+    return [train_by_name(True, 3), train_by_name(False, 3)]
+
+
+def test_muon_by_name_is_muon_by_import_and_follows_the_schedule() -> None:
+    (found, rates), (expected, expected_rates) = run_ranks(train_by_name_and_by_import, 2)[0]
+    assert torch.equal(found, expected)
+    assert rates == expected_rates
+    assert rates[2] < rates[1] < rates[0]

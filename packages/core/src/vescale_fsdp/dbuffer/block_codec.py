@@ -1,0 +1,200 @@
+"""BlockCodec: some tensors of a group travel as 8-bit codes in blocks, the others as they are.
+
+A message has three sections, each from a multiple of 16 bytes on::
+
+    shard    | a a a a a a | b | . | c c c |        a and c are coded, b is not, `.` is a gap
+    message  | scales of a, of c | b | codes of a, of c | unused |
+
+Codes lie as the elements do, so nothing is moved. Messages are as long as the longest one needs:
+the ranks hold equally many elements, but not equally many coded ones. No block is ever cut, so
+each scale is that of a block of the whole tensor, and is known from the shard alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
+from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
+
+__all__ = ["BlockCodec", "Coding"]
+
+_ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
+_SCALE_BYTES = 4
+# Elements that are coded at once: on a CPU what lies in its cache, elsewhere what keeps a device
+# busy.
+_AT_ONCE_CPU, _AT_ONCE = 2**18, 2**26
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one tensor travels: the dtype of its codes, and its blocks."""
+
+    dtype: CodeDtype
+    blocks: Blocks
+
+    def __str__(self) -> str:
+        return f"{self.dtype} in blocks of {self.blocks.size}"
+
+    @property
+    def size(self) -> BlockSize:
+        """Of a block, as this tensor has them."""
+        return self.blocks.tile or self.blocks.numel
+
+
+class _Piece(NamedTuple):
+    """A rank's part of one tensor."""
+
+    start: int  # in the shard, elements
+    numel: int
+    coding: Coding | None
+    byte: int  # of its codes, or of itself, in the message
+    first_scale: int
+
+    def regions(self, device: torch.device) -> Iterator[tuple[Region, int]]:
+        """What is coded at once, and the number of its first scale."""
+        assert self.coding is not None, "only what is coded has regions"
+        at_most = _AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE
+        first = self.first_scale
+        blocks = self.coding.blocks
+        for region in blocks.regions(blocks.shape, self.numel, at_most):
+            yield region, first
+            first += region.num_blocks
+
+
+class _Plan(NamedTuple):
+    """What lies where in the shard and in the message of a rank."""
+
+    coded: list[_Piece]
+    raw: list[_Piece]
+    gaps: list[tuple[int, int]]  # start and stop in the shard
+    num_scales: int
+    num_bytes: int
+
+
+class BlockCodec:
+    """The codec of one layout.
+
+    Args:
+        layout: of the group.
+        codings: of each tensor, in the order of the layout's specs; None: it travels as it is.
+        raw_dtype: of what is not coded, on the wire.
+
+    Cost: per message, a handful of operators for each tensor that the rank holds a part of.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, codings: Sequence[Coding | None], raw_dtype: torch.dtype
+    ) -> None:
+        assert len(codings) == len(layout.specs), "one for each tensor"
+        self.layout, self.codings, self.raw_dtype = layout, tuple(codings), raw_dtype
+        self._plans: dict[int, _Plan] = {}
+
+    def num_bytes(self, layout: ShardLayout) -> int:
+        """The size of a message: what the rank that needs most needs."""
+        assert layout is self.layout, "a codec is made for one layout"
+        return self._num_bytes
+
+    @cached_property
+    def _num_bytes(self) -> int:
+        return max(self._plan(rank).num_bytes for rank in range(self.layout.num_shards))
+
+    def encode(
+        self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
+    ) -> None:
+        """Write ``shard`` to ``message``; where it rests elsewhere it goes there first."""
+        if shard.device != message.device:
+            shard = shard.to(message.device, non_blocking=True)
+        plan = self._plan(rank)
+        scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
+        for piece in plan.coded:
+            assert piece.coding is not None, "it is coded"
+            numbers = shard.narrow(0, piece.start, piece.numel)
+            codes = message.narrow(0, piece.byte, piece.numel)
+            for region, first in piece.regions(message.device):
+                place = codes.narrow(0, region.start, math.prod(region.shape))
+                own = scales.narrow(0, first, region.num_blocks)
+                encode(region.of(numbers), piece.coding.dtype, piece.coding.size, place, own)
+        if plan.raw:
+            sources = [shard.narrow(0, piece.start, piece.numel) for piece in plan.raw]
+            torch._foreach_copy_(self._raw_parts(plan, message), sources)
+
+    def decode(
+        self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
+    ) -> None:
+        """Read the message of ``rank`` into its ``part`` of the full buffer; gaps become zero."""
+        plan = self._plan(rank)
+        scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
+        for piece in plan.coded:
+            assert piece.coding is not None, "it is coded"
+            numbers = part.narrow(0, piece.start, piece.numel)
+            codes = message.narrow(0, piece.byte, piece.numel)
+            for region, first in piece.regions(message.device):
+                place = codes.narrow(0, region.start, math.prod(region.shape))
+                own = scales.narrow(0, first, region.num_blocks)
+                decode(place, piece.coding.dtype, piece.coding.size, own, region.of(numbers))
+        if plan.raw:
+            targets = [part.narrow(0, piece.start, piece.numel) for piece in plan.raw]
+            torch._foreach_copy_(targets, self._raw_parts(plan, message))
+        for start, stop in plan.gaps:
+            part[start:stop].zero_()
+
+    def _raw_parts(self, plan: _Plan, message: torch.Tensor) -> list[torch.Tensor]:
+        itemsize = self.raw_dtype.itemsize
+        return [
+            message.narrow(0, piece.byte, piece.numel * itemsize).view(self.raw_dtype)
+            for piece in plan.raw
+        ]
+
+    def _plan(self, rank: int) -> _Plan:
+        if rank not in self._plans:
+            self._plans[rank] = self._made_plan(rank)
+        return self._plans[rank]
+
+    def _made_plan(self, rank: int) -> _Plan:
+        held = self._held_by(rank)
+        coded = [each for each in held if each.coding is not None]
+        raw = [each for each in held if each.coding is None]
+        num_scales = 0
+        for k, piece in enumerate(coded):
+            assert piece.coding is not None, "it is coded"
+            coded[k] = piece._replace(first_scale=num_scales)
+            num_scales += sum(region.num_blocks for region, _ in piece.regions(_CPU))
+        byte = _aligned(num_scales * _SCALE_BYTES)
+        for pieces, itemsize in ((raw, self.raw_dtype.itemsize), (coded, 1)):
+            for k, piece in enumerate(pieces):
+                pieces[k] = piece._replace(byte=byte)
+                byte += piece.numel * itemsize
+            byte = _aligned(byte)
+        return _Plan(coded, raw, _gaps(held, self.layout.shard_size), num_scales, byte)
+
+    def _held_by(self, rank: int) -> list[_Piece]:
+        """What a rank holds, in order, without its place in the message."""
+        layout = self.layout
+        found = []
+        for index in layout.order:
+            start, stop = layout.local_range(index, rank)
+            if stop > start:
+                place = layout.offsets[index] + start - rank * layout.shard_size
+                found.append(_Piece(place, stop - start, self.codings[index], 0, 0))
+        return found
+
+
+_CPU = torch.device("cpu")
+
+
+def _gaps(held: list[_Piece], size: int) -> list[tuple[int, int]]:
+    ends = [0, *(piece.start + piece.numel for piece in held)]
+    starts = [*(piece.start for piece in held), size]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

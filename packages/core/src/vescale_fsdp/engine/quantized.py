@@ -1,0 +1,346 @@
+"""Which parameters travel in 8 bits, in gathers and in reductions, and what that asks of a layout.
+
+A parameter that travels in blocks must not be cut inside of one. So its blocks become its
+granularity, and a granularity that the user gives has to keep them whole too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.dbuffer import CodeDtype, Coding, is_offered
+from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
+from vescale_fsdp.engine.roles import HEADS, may_be_hidden
+from vescale_fsdp.engine.slot import Site
+from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
+
+__all__ = [
+    "Choice",
+    "QuantizedGather",
+    "QuantizedReduce",
+    "check_quantized",
+    "checked_block",
+]
+
+_ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
+
+
+@dataclass(frozen=True)
+class QuantizedGather:
+    """Weights travel as 8-bit codes, one scale for each block, and are rounded to them in forward.
+
+    The sharded parameters, and so the optimizer and checkpoints, keep their precision. Forward and
+    backward see ``code * scale``, in the dtype that they would have without; gradients are those of
+    the rounded weights, and are applied to the exact ones (straight-through). All of it is the same
+    bit for bit as gathering first and rounding each block of the whole tensor then, on any number
+    of ranks.
+
+    ::
+
+        gather = QuantizedGather()
+        for block in model.blocks:
+            fully_shard(block, gather=gather)
+        fully_shard(model, gather=gather)
+
+    Args:
+        dtype: "int8", evenly spaced codes, or "e4m3", which are denser near zero: better where a
+            few numbers in a block are much larger than the others.
+        block: (rows, columns) of a tile of each matrix in the last two dimensions, or n consecutive
+            elements. Vectors, and what has more than three dimensions, have blocks of
+            rows * columns elements in place of tiles.
+        policy: ``(fqn, param)`` -> True, False, another ``QuantizedGather`` for this parameter, or
+            None for the rule below. The fqn is relative to the module.
+
+    Without a policy matrices of hidden layers travel so, and stacks of them, if they have as many
+    elements as a block. Biases, norms, embeddings, heads (by the rules of
+    ``optim.split_named_params``, as far as the module shows them) and small tensors travel in the
+    dtype of forward.
+
+    Raises:
+        ValueError: another dtype, or no such block.
+    """
+
+    dtype: CodeDtype = "int8"
+    block: BlockSize = (128, 128)
+    policy: Callable[[str, nn.Parameter], bool | QuantizedGather | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("int8", "e4m3"):
+            raise ValueError(f"QuantizedGather: dtype must be 'int8' or 'e4m3', got {self.dtype!r}")
+        _check_block("QuantizedGather", self.block)
+
+    def granularity(self) -> GranularityPolicy:
+        """What must not be cut, for ``combine`` with other policies."""
+        return _granularity(self, least_dims=2)
+
+
+@dataclass(frozen=True)
+class QuantizedReduce:
+    """Gradients travel as int8 codes, one scale for each block, and are summed in float32.
+
+    Each rank rounds its own gradients, in blocks of the whole tensor, and sends every rank its
+    part; that one adds what all have sent, itself included, in the order of ranks, and divides.
+    The sum over replicas (HSDP) that follows is exact. On one rank nothing is rounded.
+
+    Rounding errors of different steps and ranks are independent, but they are noise in the
+    gradients: measure the loss. With ``error_feedback`` a rank adds to its next gradients what
+    rounding took from these.
+
+    Args:
+        block: n consecutive elements; or (rows, columns) of a tile.
+        error_feedback: costs 4 bytes for each element of the whole parameters, on every rank; is
+            not saved in checkpoints.
+        policy: ``(fqn, param)`` -> True, False, another ``QuantizedReduce`` for this parameter
+            (its ``error_feedback`` is not looked at), or None for the rule: whatever is no vector
+            and has as many elements as a block.
+
+    Raises:
+        ValueError: no such block.
+    """
+
+    block: BlockSize = 256
+    error_feedback: bool = False
+    policy: Callable[[str, nn.Parameter], bool | QuantizedReduce | None] | None = None
+
+    dtype: ClassVar[CodeDtype] = "int8"  # of the codes
+
+    def __post_init__(self) -> None:
+        _check_block("QuantizedReduce", self.block)
+
+    def granularity(self) -> GranularityPolicy:
+        """What must not be cut, for ``combine`` with other policies."""
+        return _granularity(self, least_dims=2)
+
+
+_Option: TypeAlias = QuantizedGather | QuantizedReduce
+
+
+def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.device) -> None:
+    """Raise for values that are no such options, or that do not go with the rest.
+
+    Raises:
+        TypeError: they are something else.
+        ValueError: ``device`` lacks the dtype; or no axis cuts the gradients.
+        NotImplementedError: two axes cut what rests.
+    """
+    for name, kind, option in (
+        ("gather", QuantizedGather, gather),
+        ("reduce", QuantizedReduce, reduce),
+    ):
+        if option is not None and not isinstance(option, kind):
+            raise TypeError(
+                f"fully_shard: {name} must be a {kind.__name__}, got {option!r}; write "
+                f"{name}={kind.__name__}(...)"
+            )
+    if isinstance(gather, QuantizedGather):
+        _check_device(gather, device)
+    if reduce is not None and axes.shard is None:
+        raise ValueError(
+            "fully_shard: reduce=QuantizedReduce(...) is about sums of which each rank keeps its "
+            "part, and sharding='ddp' cuts nothing; use sharding='zero1'"
+        )
+    if (gather is not None or reduce is not None) and axes.cuts_outside:
+        raise NotImplementedError(
+            "fully_shard: gather= and reduce= with sharding='hsdp_zero1' are not there yet; use "
+            "sharding='hsdp'"
+        )
+
+
+def _check_device(gather: QuantizedGather, device: torch.device) -> None:
+    if not is_offered(gather.dtype, device):
+        other = "int8" if gather.dtype == "e4m3" else "e4m3"
+        raise ValueError(
+            f"fully_shard: gather={gather.dtype!r} needs numbers of that dtype, which "
+            f"{device.type} does not have in this torch; use QuantizedGather(dtype={other!r})"
+        )
+
+
+class Choice:
+    """Says for each parameter of some modules how it travels.
+
+    Args:
+        modules: of one unit.
+        gather, reduce: as of ``fully_shard``.
+        device: of the gathered parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        gather: QuantizedGather | None,
+        reduce: QuantizedReduce | None,
+        device: torch.device,
+    ) -> None:
+        self._gather, self._reduce, self._device = gather, reduce, device
+        embeddings = [
+            child
+            for module in modules
+            for child in module.modules()
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        ]
+        self._vocabularies = {child.num_embeddings for child in embeddings}
+        inside = (child for module in modules for child in module.modules())
+        # Names of heads are those of other layers too, deep inside of a block.
+        self._may_have_head = bool(embeddings) or any(unit_of(child) for child in inside)
+
+    def codings(
+        self,
+        fqn: str,
+        param: nn.Parameter,
+        sites: Sequence[Site],
+        shape: Sequence[int],
+        inner: DTensorSpec | None,
+    ) -> tuple[Coding | None, Coding | None]:
+        """How it travels in gathers and in reductions; None: as it is.
+
+        Args:
+            shape: of what this rank has to shard.
+            inner: what an inner parallelism has made of the parameter.
+
+        Raises:
+            ValueError: a policy wants what cannot be; or the inner parallelism cuts blocks.
+            TypeError: a policy returns something else.
+        """
+        gather = self._chosen(self._gather, fqn, param, sites)
+        reduce = self._chosen(self._reduce, fqn, param, sites)
+        if isinstance(gather, QuantizedGather) and gather is not self._gather:
+            _check_device(gather, self._device)
+        return _coding(gather, fqn, shape, inner), _coding(reduce, fqn, shape, inner)
+
+    def _chosen(
+        self, option: _Option | None, fqn: str, param: nn.Parameter, sites: Sequence[Site]
+    ) -> _Option | None:
+        if option is None:
+            return None
+        kind = type(option)
+        answer: Any = None if option.policy is None else option.policy(fqn, param)
+        if answer is None:
+            wants = self._is_usual(option, fqn, param, sites)
+            return option if wants and param.numel() >= _numel(option.block) else None
+        if answer is False:
+            return None
+        if answer is True:
+            answer = replace(option, policy=None)
+        if not isinstance(answer, kind):
+            raise TypeError(
+                f"the policy of {kind.__name__} returned {answer!r} for {fqn!r}; expected a bool, "
+                f"None or a {kind.__name__}"
+            )
+        _check_fits(answer, fqn, param)
+        return answer
+
+    def _is_usual(
+        self, option: _Option, fqn: str, param: nn.Parameter, sites: Sequence[Site]
+    ) -> bool:
+        if isinstance(option, QuantizedReduce):
+            return param.is_floating_point() and sum(extent > 1 for extent in param.shape) > 1
+        parts = fqn.split(".")
+        is_outside = self._may_have_head and not any(part.isdigit() for part in parts)
+        has_rows = bool(param.shape) and param.shape[0] in self._vocabularies
+        if is_outside and (has_rows or not HEADS.isdisjoint(parts)):
+            return False
+        modules = (module for ref, _ in sites if (module := ref()) is not None)
+        return all(may_be_hidden(parts, param, module) for module in modules)
+
+
+def checked_block(
+    fqn: str,
+    shape: Sequence[int],
+    block: int | None,
+    gather: Coding | None,
+    reduce: Coding | None,
+) -> int:
+    """The planner's block of a parameter, in elements, that keeps all of its blocks whole.
+
+    Args:
+        shape: of what there is to cut.
+        block: what the user's granularity asks for; None if it asks for nothing.
+
+    Raises:
+        ValueError: the user's granularity lets a cut go through a block.
+    """
+    numel = math.prod(shape)
+    for option, coding in (("QuantizedGather", gather), ("QuantizedReduce", reduce)):
+        unit = 1 if coding is None else coding.blocks.unit
+        if block is not None and block < numel and block % unit:
+            assert coding is not None, "1 divides everything"
+            raise ValueError(
+                f"fully_shard: the granularity of {fqn!r}, of shape {tuple(shape)}, lets cuts go "
+                f"between any two blocks of {block} elements, but it travels as {coding}: those "
+                f"are whole at multiples of {unit} elements. {_ADVICE.format(option=option)}; or "
+                "leave out granularity=, and it will be what is needed"
+            )
+    if block is not None:
+        return block
+    units = [coding.blocks.unit for coding in (gather, reduce) if coding is not None]
+    return min(math.lcm(*units), max(numel, 1))
+
+
+def _granularity(option: _Option, least_dims: int) -> GranularityPolicy:
+    def policy(fqn: str, param: nn.Parameter) -> Granularity | None:
+        answer: Any = None if option.policy is None else option.policy(fqn, param)
+        chosen = answer if isinstance(answer, QuantizedGather | QuantizedReduce) else option
+        is_usual = param.dim() >= least_dims and param.numel() >= _numel(chosen.block)
+        if answer is False or (answer is None and not is_usual) or not param.is_floating_point():
+            return None
+        return Granularity.elements(Blocks(chosen.block, tuple(param.shape)).unit)
+
+    return policy
+
+
+def _numel(block: BlockSize) -> int:
+    return math.prod(block) if isinstance(block, tuple) else block
+
+
+def _check_block(option: Literal["QuantizedGather", "QuantizedReduce"], block: object) -> None:
+    extents = block if isinstance(block, tuple) else (block,)
+    is_size = len(extents) in (1, 2) and isinstance(block, tuple) == (len(extents) == 2)
+    if not is_size or any(type(n) is not int or n < 1 for n in extents):
+        raise ValueError(
+            f"{option}: block must be a positive int, or (rows, columns), got {block!r}"
+        )
+
+
+def _check_fits(option: _Option, fqn: str, param: nn.Parameter) -> None:
+    kind = type(option).__name__
+    if not param.is_floating_point():
+        raise ValueError(
+            f"the policy of {kind} chose {fqn!r}, which is of {param.dtype}: only floating-point "
+            "numbers can be rounded. Return False for it"
+        )
+    if _numel(option.block) > param.numel():
+        raise ValueError(
+            f"the policy of {kind} chose {fqn!r}, but its shape {tuple(param.shape)} has fewer "
+            f"elements than a block of {option.block}. Return False, or a {kind} with smaller "
+            "blocks"
+        )
+
+
+def _coding(
+    option: _Option | None, fqn: str, shape: Sequence[int], inner: DTensorSpec | None
+) -> Coding | None:
+    if option is None:
+        return None
+    if inner is not None:
+        _check_inner(option, fqn, inner)
+    return Coding(option.dtype, Blocks(option.block, tuple(shape)))
+
+
+def _check_inner(option: _Option, fqn: str, inner: DTensorSpec) -> None:
+    try:
+        Blocks(option.block, tuple(inner.shape)).placements(inner.placements, inner.mesh.shape)
+    except CutBlockError as error:
+        raise ValueError(
+            f"fully_shard: {fqn!r}, of shape {tuple(inner.shape)}, is a DTensor with "
+            f"{inner.placements}, which cuts blocks of {option.block}: {error}. Choose blocks that "
+            "it does not cut, or a policy that leaves the parameter out"
+        ) from error
