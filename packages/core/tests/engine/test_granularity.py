@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_policy_must_return_a_granularity(returned: object) -> None:
         ((), (10, 6), 1),
         ((combine(Granularity.rows(2), only_matrices), Granularity.rows(5)), (20, 6), 60),
     ],
-    ids=lambda value: str(value)[:60],
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value))[:60],
 )
 def test_combine_is_the_least_common_multiple(
     policies: tuple[object, ...], shape: tuple[int, ...], block: int
