@@ -147,7 +147,8 @@ def say(folder: Path, rank: int, line: str) -> None:
 
 def last_words(folder: Path, rank: int) -> str:
     path = folder / f"{rank}.log"
-    return path.read_text().splitlines()[-1] if path.exists() else "start"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return lines[-1] if lines else "start"
 
 
 def acknowledged(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -48,7 +49,6 @@ def launch(out: Path, fault: str = "", kill_after_s: float = 0.0) -> Launch:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     said: list[str] = []
     killer = threading.Thread(target=kill_a_rank, args=(process, out, kill_after_s, said))
@@ -57,11 +57,23 @@ def launch(out: Path, fault: str = "", kill_after_s: float = 0.0) -> Launch:
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = "(it was killed)"
+    finally:
+        end(process)
     if kill_after_s:
         killer.join()
     return Launch(process.returncode, "".join(said) + output)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End torchrun and its processes, which are in sessions of their own, if they have not."""
+    if process.poll() is None:
+        children = children_of(process.pid)
+        process.kill()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def kill_a_rank(process: subprocess.Popen[str], out: Path, after_s: float, said: list[str]) -> None:

@@ -56,7 +56,10 @@ _SAME_ORDER = (
 _MAX_BACKWARDS = 3  # after one forward, with orders of their own; later ones follow the last
 MEETING_TIMEOUT_S = 10.0  # ranks that have caught an exception in the same step come soon
 _SHORT_TIMEOUT_S = 120.0  # for ranks that are in the same step
-_NUM_MODELS: Counter[tuple[object, ...]] = Counter()  # that ran so far, by the ranks they are on
+# Models that ran so far in a world, by the ranks they are on.
+_NUM_MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Schedule:
@@ -80,14 +83,17 @@ class Schedule:
         self._group_index = {id(group): index for index, group in enumerate(groups)}
         # By the ranks they are over, in one order on every rank.
         self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
-        ranks = tuple(self._axes)
-        _NUM_MODELS[ranks] += 1
-        self._number = _NUM_MODELS[ranks]
         described = fingerprint_of(units)
         for axes in self._axes.values():
             agree("mesh", [repr(axes)], axes.ranks, _SAME_MESH)
             for group in axes.groups:
                 agree("model", described, group, _SAME_MODEL)
+        # Counted by those alone that agree: the others may have counted another mesh.
+        world = dist.group.WORLD
+        assert world is not None, "a device mesh has initialised torch.distributed"
+        models = _NUM_MODELS.setdefault(world, Counter())
+        models[tuple(self._axes)] += 1
+        self._number = models[tuple(self._axes)]
         self._comms = {id(group): comm_for(group.axes) for group in groups}
         # Whether all ranks that share a unit share all of them, and so can agree on an order.
         self._can_settle = len(self._axes) == 1
