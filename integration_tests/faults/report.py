@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -65,9 +64,9 @@ def write(results: Results, minutes: float) -> None:
         "cores": os.cpu_count(),
         "minutes": minutes,
     }
+    raw = json.dumps({**facts, "results": [as_json(*each) for each in results]}, indent=1)
     PAGE.write_text(FRAME.format(**facts) + sections(results))
-    raw = {**facts, "results": [as_json(*each) for each in results]}
-    PAGE.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    PAGE.with_suffix(".json").write_text(raw + "\n")
 
 
 def commit() -> str:
@@ -152,9 +151,11 @@ def as_json(scenario: Scenario, each: dict[str, Result]) -> dict[str, Any]:
         "good": sorted(scenario.good),
     }
     for engine, result in each.items():
-        found[engine] = dataclasses.asdict(result)
-        found[engine]["examples"] = {
-            key: plain(text)[:400] for key, text in result.examples.items()
+        found[engine] = {
+            **vars(result),
+            "outcomes": dict(result.outcomes),
+            "survivors": dict(result.survivors),
+            "examples": {key: plain(text)[:400] for key, text in result.examples.items()},
         }
     return found
 

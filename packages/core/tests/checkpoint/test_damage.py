@@ -23,8 +23,9 @@ from vescale_fsdp import (
     VeScaleError,
     checkpoint,
 )
-from vescale_fsdp.checkpoint import jsons, targets
-from vescale_fsdp.checkpoint.manifest import NAME, Span, Variant
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.manifest import NAME, Span, Variant
+from vescale_fsdp.checkpoint.state import targets
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import fingerprint, flip_bit, make, manifest_of, train

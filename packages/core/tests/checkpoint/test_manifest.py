@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vescale_fsdp import CheckpointCorruptError
-from vescale_fsdp.checkpoint.manifest import Manifest, Seal
+from vescale_fsdp.checkpoint.disk.manifest import Manifest, Seal
 
 from .helpers import small_manifest
 

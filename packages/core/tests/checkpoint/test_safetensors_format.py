@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
-from vescale_fsdp.checkpoint.geometry import runs_of
-from vescale_fsdp.checkpoint.placing import Place, PlacedWriter, make_files
-from vescale_fsdp.checkpoint.safetensors import File, index_of, lay_out, read_files
+from vescale_fsdp.checkpoint.disk.geometry import runs_of
+from vescale_fsdp.checkpoint.safetensors.format import File, index_of, lay_out, read_files
+from vescale_fsdp.checkpoint.safetensors.placing import Place, PlacedWriter, make_files
 
 GOOD = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
@@ -172,7 +172,7 @@ def written(folder: Path, values: dict[str, torch.Tensor]) -> File:
 def test_the_safetensors_package_reads_each_dtype(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors")
     reader = pytest.importorskip("safetensors.torch")
-    from vescale_fsdp.checkpoint import safetensors as ours
+    from vescale_fsdp.checkpoint.safetensors import format as ours
 
     values = {
         name: torch.arange(6, dtype=torch.uint8).view(2, 3).to(dtype)

@@ -26,8 +26,9 @@ from vescale_fsdp import (
     CheckpointWriteError,
     checkpoint,
 )
-from vescale_fsdp.checkpoint import files, planning, seal
-from vescale_fsdp.checkpoint.manifest import NAME
+from vescale_fsdp.checkpoint.disk import files, seal
+from vescale_fsdp.checkpoint.disk.manifest import NAME
+from vescale_fsdp.checkpoint.transfer import planning
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import everything, flip_bit, make, train

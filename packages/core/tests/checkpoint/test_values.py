@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vescale_fsdp import CheckpointCorruptError
-from vescale_fsdp.checkpoint import jsons
-from vescale_fsdp.checkpoint.values import decode, encode
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.state.values import decode, encode
 from vescale_fsdp.errors import CheckpointValueError
 
 

@@ -13,33 +13,33 @@ A checkpoint is a directory::
       rank-00000.bin     what rank 0 has written: boxes of tensors, row-major, and JSON texts,
       rank-00001.bin     ...                      one after the other
 
-What the files here do, from the bottom up:
+What the folders here do, from the bottom up:
 
-* bytes: `jsons`, `geometry`, `manifest`, `files`, `seal`
-* what is saved: `values`, `tensors`, `rng`, `optimizer`, `contents`
-* who does what: `ranks`, `planning`, `reading`
-* what is loaded: `targets`, and all of it or nothing: `change`
-* what users call: `save`, `load`, `latest`, `verify`
-* safetensors: `safetensors` (the format), `placing`, `save_safetensors`, `load_safetensors`
-* DCP's format: `stock` and `stock_names` (in), `stock_files` (out), `import_dcp`, `export_dcp`
-* exports by all ranks: `staged`; by one process: `sources`, `convert`
-* to end: `stop`; and to begin again: `engine.attempts`
+* `disk`: what lies there, byte by byte, and the seal
+* `state`: what models and optimizers have, and where it goes when it is loaded; `state.full` is the
+  way to whole tensors in one process
+* `transfer`: who writes and reads what, and all of it or nothing
+* `sealed`: the format above
+* `safetensors`, `dcp`: formats of others, in and out
+* `convert`: from one to another by one process (`sources` reads)
+* `stop`: to end; and to begin again, `engine.attempts`
 
-Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`; `stock`
-says how.
+Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`;
+`dcp.directory` says how.
 """
 
 from vescale_fsdp.checkpoint.convert import convert
-from vescale_fsdp.checkpoint.export_dcp import export_dcp
-from vescale_fsdp.checkpoint.import_dcp import import_dcp
-from vescale_fsdp.checkpoint.latest import latest
-from vescale_fsdp.checkpoint.load import load
-from vescale_fsdp.checkpoint.load_safetensors import LoadedNames, load_safetensors
-from vescale_fsdp.checkpoint.manifest import Manifest
-from vescale_fsdp.checkpoint.save import SaveHandle, save
-from vescale_fsdp.checkpoint.save_safetensors import save_safetensors
+from vescale_fsdp.checkpoint.dcp.read import import_dcp
+from vescale_fsdp.checkpoint.dcp.write import export_dcp
+from vescale_fsdp.checkpoint.disk.manifest import Manifest
+from vescale_fsdp.checkpoint.safetensors.load import LoadedNames, load_safetensors
+from vescale_fsdp.checkpoint.safetensors.save import save_safetensors
+from vescale_fsdp.checkpoint.sealed.latest import latest
+from vescale_fsdp.checkpoint.sealed.load import load
+from vescale_fsdp.checkpoint.sealed.save import SaveHandle, save
+from vescale_fsdp.checkpoint.sealed.verify import verify
+from vescale_fsdp.checkpoint.state import full
 from vescale_fsdp.checkpoint.stop import StopOnSignal
-from vescale_fsdp.checkpoint.verify import verify
 from vescale_fsdp.engine.attempts import init_process_group
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "StopOnSignal",
     "convert",
     "export_dcp",
+    "full",
     "import_dcp",
     "init_process_group",
     "latest",

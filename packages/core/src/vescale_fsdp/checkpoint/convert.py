@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint import jsons, seal, tensors, values
-from vescale_fsdp.checkpoint.export_dcp import flat_state, merged
-from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
-from vescale_fsdp.checkpoint.latest import next_sequence
-from vescale_fsdp.checkpoint.manifest import (
+from vescale_fsdp.checkpoint.dcp.directory import METADATA
+from vescale_fsdp.checkpoint.dcp.files import StockWriter, write_metadata
+from vescale_fsdp.checkpoint.dcp.write import flat_state, merged
+from vescale_fsdp.checkpoint.disk import jsons, seal
+from vescale_fsdp.checkpoint.disk.files import DataWriter, bytes_of
+from vescale_fsdp.checkpoint.disk.manifest import (
     DTYPES,
     Chunk,
     Manifest,
@@ -25,13 +26,13 @@ from vescale_fsdp.checkpoint.manifest import (
     TensorEntry,
     Variant,
 )
-from vescale_fsdp.checkpoint.placing import Place, PlacedWriter, make_files
-from vescale_fsdp.checkpoint.safetensors import lay_out
-from vescale_fsdp.checkpoint.save import software
-from vescale_fsdp.checkpoint.save_safetensors import MAX_FILE_BYTES, check_no_weights, finish_files
+from vescale_fsdp.checkpoint.safetensors.format import lay_out
+from vescale_fsdp.checkpoint.safetensors.placing import Place, PlacedWriter, make_files
+from vescale_fsdp.checkpoint.safetensors.save import MAX_FILE_BYTES, check_no_weights, finish_files
+from vescale_fsdp.checkpoint.sealed.latest import next_sequence
+from vescale_fsdp.checkpoint.sealed.save import software
 from vescale_fsdp.checkpoint.sources import Source, open_source
-from vescale_fsdp.checkpoint.stock import METADATA
-from vescale_fsdp.checkpoint.stock_files import StockWriter, write_metadata
+from vescale_fsdp.checkpoint.state import tensors, values
 from vescale_fsdp.errors import (
     CheckpointIncompleteError,
     CheckpointMismatchError,

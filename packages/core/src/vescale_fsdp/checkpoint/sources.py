@@ -14,15 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint import jsons, values
-from vescale_fsdp.checkpoint.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.import_dcp import plain_values
-from vescale_fsdp.checkpoint.latest import read_manifest
-from vescale_fsdp.checkpoint.load_safetensors import manifest_of
-from vescale_fsdp.checkpoint.manifest import DTYPES, NAME, Chunk, Span, TensorEntry
-from vescale_fsdp.checkpoint.safetensors import INDEX, SINGLE, read_files
-from vescale_fsdp.checkpoint.stock import METADATA, StockDirectory
-from vescale_fsdp.checkpoint.stock_names import StockNames
+from vescale_fsdp.checkpoint.dcp.directory import METADATA, StockDirectory
+from vescale_fsdp.checkpoint.dcp.names import StockNames
+from vescale_fsdp.checkpoint.dcp.read import plain_values
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, NAME, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.safetensors.format import INDEX, SINGLE, read_files
+from vescale_fsdp.checkpoint.safetensors.load import manifest_of
+from vescale_fsdp.checkpoint.sealed.latest import read_manifest
+from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 __all__ = ["Source", "open_source"]

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vescale_fsdp.checkpoint.manifest import Manifest, TensorEntry, Variant
+from vescale_fsdp.checkpoint.disk.manifest import Manifest, TensorEntry, Variant
+from vescale_fsdp.checkpoint.state.contents import PER_RANK
 from vescale_fsdp.cli.amounts import binary, count, plain, several
 
 __all__ = ["Manifests", "as_json", "list_as_json", "show", "show_list"]
@@ -158,7 +159,7 @@ def _parts_table(manifest: Manifest) -> Table:
 
 
 def _kept(name: str, variants: Sequence[Variant]) -> str:
-    if name.partition(".")[0] not in ("rng", "stateful"):
+    if name.partition(".")[0] not in PER_RANK:
         return "once"
     return f"per rank, {several(len(variants), 'kind') if len(variants) > 1 else 'all equal'}"
 

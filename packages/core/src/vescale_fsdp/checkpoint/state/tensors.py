@@ -6,10 +6,13 @@ import torch
 from torch import nn
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint.manifest import DTYPES
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["check", "dtype_name", "is_float", "on_host", "plain", "ties_of"]
+__all__ = ["check", "dtype_name", "exchange", "is_float", "on_host", "plain", "ties_of"]
+
+
+_PIECE = 1 << 16  # elements: at most 1 MiB, and so in the processor's cache
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,6 +56,25 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
             break
         tensor = inner
     return tensor
+
+
+def exchange(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Give each the other's elements, piece by piece. Where that takes no casts, and no copies
+    between devices; else nothing is done, and the result is False.
+
+    It needs no memory, which a copy of the old elements would: new pages cost more than the copy.
+    """
+    if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+        return False
+    is_plain = a.is_contiguous() and b.is_contiguous() and a.shape == b.shape
+    if not is_plain or a.dtype != b.dtype or a.device.type != "cpu" or b.device.type != "cpu":
+        return False
+    spare = torch.empty(min(_PIECE, a.numel()), dtype=a.dtype)
+    for mine, others in zip(a.view(-1).split(_PIECE), b.view(-1).split(_PIECE), strict=True):
+        kept = spare[: mine.numel()].copy_(mine)
+        mine.copy_(others)
+        others.copy_(kept)
+    return True
 
 
 def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:

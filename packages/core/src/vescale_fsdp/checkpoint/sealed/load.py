@@ -13,16 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from vescale_fsdp.checkpoint import jsons
-from vescale_fsdp.checkpoint.change import Change
-from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, named
-from vescale_fsdp.checkpoint.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.latest import read_manifest
-from vescale_fsdp.checkpoint.manifest import Manifest
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.reading import read
-from vescale_fsdp.checkpoint.save import finish_saves
-from vescale_fsdp.checkpoint.targets import (
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.disk.manifest import Manifest
+from vescale_fsdp.checkpoint.sealed.latest import read_manifest
+from vescale_fsdp.checkpoint.sealed.save import finish_saves
+from vescale_fsdp.checkpoint.state.contents import PER_RANK, Optimizers, Stateful, Weights, named
+from vescale_fsdp.checkpoint.state.targets import (
+    FeedbackTarget,
     ModelTarget,
     OptimizerTarget,
     RngTarget,
@@ -30,6 +28,9 @@ from vescale_fsdp.checkpoint.targets import (
     StatefulTarget,
     ValueTarget,
 )
+from vescale_fsdp.checkpoint.transfer.change import Change
+from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
+from vescale_fsdp.checkpoint.transfer.reading import read
 from vescale_fsdp.errors import CheckpointCorruptError
 
 __all__ = ["load"]
@@ -43,6 +44,7 @@ def load(
     strict: bool = True,
     stateful: Mapping[str, Stateful] | None = None,
     rng: bool | None = None,
+    weights: Weights = "all",
 ) -> dict[str, Any]:
     """Load a checkpoint into model and optimizers, in place. Collective.
 
@@ -57,6 +59,8 @@ def load(
         stateful: as at the save. What differed between ranks loads on as many ranks only.
         rng: give the random number generators of each rank the states they had; by default if an
             optimizer is loaded. On more ranks than have saved, those without a state get seeds.
+        weights: of the model, as at the save. "trained" and "none" leave the rest as it is, also
+            where all was saved.
 
     Returns:
         The ``extra`` of the save, the same on every rank.
@@ -83,11 +87,13 @@ def load(
         with DataReader(folder, manifest.files) as reader:
             texts = _read_texts(reader, manifest, ranks.rank)
             saved = Saved(str(folder), manifest, texts, ranks.rank, strict)
-            change.targets.append(ModelTarget(model, saved))
+            change.targets.append(ModelTarget(model, saved, weights=weights))
             for name, each in named(optimizer).items():
                 change.targets.append(OptimizerTarget(name, each, model, saved))
             for name, other in (stateful or {}).items():
                 change.targets.append(StatefulTarget(name, other, saved))
+            if optimizer is not None:
+                change.targets.append(FeedbackTarget(model, saved, ranks.size))
             extra = ValueTarget("extra", saved)
             change.targets.append(extra)
             if with_rng:
@@ -109,7 +115,7 @@ def _read_texts(
     texts: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
     for name, variants in manifest.values.items():
         texts[name] = []
-        is_own = name.partition(".")[0] in ("rng", "stateful")
+        is_own = name.partition(".")[0] in PER_RANK
         for variant in variants:
             if is_own and len(variants) > 1 and rank not in variant.ranks:
                 texts[name].append((variant.ranks, None))

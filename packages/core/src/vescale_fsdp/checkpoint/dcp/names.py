@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vescale_fsdp.checkpoint import values
-from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.manifest import TensorEntry
-from vescale_fsdp.checkpoint.stock import StockDirectory
+from vescale_fsdp.checkpoint.dcp.directory import StockDirectory
+from vescale_fsdp.checkpoint.disk.files import DataReader
+from vescale_fsdp.checkpoint.disk.manifest import TensorEntry
+from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 __all__ = ["StockNames", "put"]
@@ -34,6 +34,7 @@ class StockNames:
         model_key: what the model's keys begin with; "" if with nothing. None: look for it.
         optimizer_key: the same for the optimizers.
         strict: refuse a directory without a wanted optimizer.
+        with_model: there is a model, and it is wanted.
 
     Attributes:
         tensors: by the names of `save`.
@@ -54,13 +55,16 @@ class StockNames:
         optimizer_key: str | None = None,
         *,
         strict: bool = True,
+        with_model: bool = True,
     ) -> None:
         self._directory, self._reader = directory, reader
         self.tensors: dict[str, TensorEntry] = {}
         self.texts: dict[str, Any] = {}
         found = self._found(_OPTIMIZERS if optimizer_key is None else (optimizer_key,), "")
         taken = set(found)
-        model = self._found(_MODELS if model_key is None else (model_key,), "model", taken)
+        model: dict[str, Path] = {}
+        if with_model:
+            model = self._found(_MODELS if model_key is None else (model_key,), "model", taken)
         self._names = {".".join(map(str, rest)) for rest in model.values()}
         self.texts["model"] = {}
         for key, rest in model.items():

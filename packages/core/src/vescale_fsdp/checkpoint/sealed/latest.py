@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from vescale_fsdp.checkpoint import seal
-from vescale_fsdp.checkpoint.manifest import NAME, Manifest, Seal
+from vescale_fsdp.checkpoint.disk import seal
+from vescale_fsdp.checkpoint.disk.manifest import NAME, Manifest, Seal
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 __all__ = ["latest", "next_sequence", "prune", "read_manifest", "sealed"]

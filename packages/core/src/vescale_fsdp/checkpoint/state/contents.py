@@ -5,7 +5,7 @@ Three kinds of items, by what ranks have of them:
 * ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
   the same on the ranks that have them; DCP's planner says who writes which part.
 * ``extra``: the first rank's.
-* ``rng``, ``stateful.<name>``: each rank's own. What is the same on several ranks is kept once.
+* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several ranks is kept once.
 """
 
 from __future__ import annotations
@@ -13,22 +13,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint import jsons, rng, tensors, values
-from vescale_fsdp.checkpoint.files import bytes_of
-from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.files import bytes_of
+from vescale_fsdp.checkpoint.state import rng, tensors, values
+from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer
+from vescale_fsdp.engine.feedback import ErrorFeedback
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["Contents", "OwnItem", "Stateful", "collect", "named", "read_stateful"]
+__all__ = [
+    "PER_RANK",
+    "Contents",
+    "OwnItem",
+    "Stateful",
+    "Weights",
+    "collect",
+    "named",
+    "read_stateful",
+    "weights_of",
+]
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
+Weights = Literal["all", "trained", "none"]  # of the model; "trained": what is frozen is left out
+PER_RANK = ("error_feedback", "rng", "stateful")  # of these each rank has its own
 
 
 class Stateful(Protocol):
@@ -94,6 +108,7 @@ def collect(
     extra: Mapping[str, Any] | None,
     stateful: Mapping[str, Stateful],
     with_rng: bool,
+    weights: Weights = "all",
 ) -> Contents:
     """This rank's items. Tensors are those of model and optimizers, not copies.
 
@@ -102,11 +117,13 @@ def collect(
         CheckpointMismatchError: an optimizer has parameters that the model has not.
     """
     contents = Contents()
-    contents.add("model", dict(get_model_state_dict(model)))  # first: puts shards in place
+    contents.add("model", weights_of(model, weights))  # first: puts shards in place
     for name, each in named(optimizer).items():
         contents.add(f"optimizer.{name}", NamedOptimizer(name, each, model).tree())
     for name, other in stateful.items():
         contents.add_own(f"stateful.{name}", read_stateful(name, other))
+    if optimizer is not None and (feedback := ErrorFeedback(model)):
+        contents.add_own("error_feedback", feedback.tensors())
     if with_rng:
         contents.add_own("rng", rng.capture())
     given = dict(extra or {})
@@ -114,6 +131,13 @@ def collect(
     step = given.get("step")
     contents.step = step if type(step) is int else None
     return contents
+
+
+def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
+    """A model's state dict, or that part of it."""
+    options = StateDictOptions(ignore_frozen_params=weights == "trained")
+    state = dict(get_model_state_dict(model, options=options))
+    return {} if weights == "none" else state
 
 
 def read_stateful(name: str, other: Stateful) -> dict[str, Any]:

@@ -8,6 +8,7 @@ object the rest, by its own ``load_state_dict``; ``undo`` takes that back.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,16 +16,16 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint import rng, tensors, values
-from vescale_fsdp.checkpoint.contents import Stateful, read_stateful
-from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
-from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Manifest
+from vescale_fsdp.checkpoint.state import rng, tensors, values
+from vescale_fsdp.checkpoint.state.contents import Stateful, Weights, read_stateful, weights_of
+from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.engine.feedback import ErrorFeedback
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -32,6 +33,7 @@ from vescale_fsdp.errors import (
 )
 
 __all__ = [
+    "FeedbackTarget",
     "ModelTarget",
     "OptimizerTarget",
     "RngTarget",
@@ -40,6 +42,8 @@ __all__ = [
     "Target",
     "ValueTarget",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class Target(Protocol):
@@ -136,15 +140,24 @@ class ModelTarget:
 
     Args:
         tensors_only: the format has no extra states; those of the model are left alone.
+        weights: which part of the model is loaded.
 
     Attributes:
         names: of all tensors that the model saves.
         lacking: what the checkpoint has not. Of tied names one is enough.
     """
 
-    def __init__(self, model: nn.Module, saved: Saved, *, tensors_only: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        saved: Saved,
+        *,
+        tensors_only: bool = False,
+        weights: Weights = "all",
+    ) -> None:
         self._model, self._saved = model, saved
-        self._state = get_model_state_dict(model)
+        self._strict = saved.strict and weights == "all"
+        self._state = weights_of(model, weights)
         self.live: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.Tensor] = {}
         self._before: dict[str, Any] = {}
@@ -185,7 +198,7 @@ class ModelTarget:
 
     def apply(self) -> None:
         """Run ``load_state_dict``: tensors have their elements; hooks and extra states do not."""
-        options = StateDictOptions(strict=self._saved.strict)
+        options = StateDictOptions(strict=self._strict)
         set_model_state_dict(self._model, dict(self._state), options=options)
 
     def undo(self) -> None:
@@ -352,6 +365,54 @@ class ValueTarget:
 
     def undo(self) -> None:
         """Nothing."""
+
+
+class FeedbackTarget:
+    """What rounding took from this rank's gradients; forgotten where it was another rank's.
+
+    Args:
+        model: that the optimizers are for.
+        num_ranks: that load.
+    """
+
+    def __init__(self, model: nn.Module, saved: Saved, num_ranks: int) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
+        self._feedback, self._saved = ErrorFeedback(model), saved
+        self._before: list[torch.Tensor | None] | None = None
+        self._found: dict[str, torch.Tensor] = {}
+        self._lost = ""  # why it is forgotten
+        num_saved = saved.manifest.world_size
+        if not self._feedback:
+            return
+        if not saved.variants("error_feedback"):
+            self._lost = "it was saved without"
+        elif num_saved != num_ranks:
+            self._lost = f"it is that of {num_saved} ranks, and {num_ranks} load it"
+        else:
+            value = ValueTarget("error_feedback", saved)
+            saved.check_form("error_feedback", value.value, {})
+            shapes = {name: each.shape for name, each in value.value.items()}
+            if self._feedback.fits(shapes):
+                self._found, self.fresh = value.value, value.fresh
+            else:
+                self._lost = "it is that of other parts of the parameters"
+
+    def apply(self) -> None:
+        """Hand it to the gradients. Says so where it is forgotten."""
+        if self._feedback:
+            if self._lost and self._saved.rank == 0:
+                _log.warning(
+                    "%s: error feedback of gradients starts anew, as %s",
+                    self._saved.place,
+                    self._lost,
+                )
+            self._before = self._feedback.replace(self._found)
+
+    def undo(self) -> None:
+        """Have what there was again."""
+        if self._before is not None:
+            self._feedback.restore(self._before)
 
 
 class RngTarget(ValueTarget):

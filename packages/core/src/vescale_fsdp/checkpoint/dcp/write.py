@@ -10,18 +10,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint import tensors, values
-from vescale_fsdp.checkpoint.contents import Contents, Optimizers, named
-from vescale_fsdp.checkpoint.manifest import Chunk, Span, TensorEntry
-from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.planning import LocalPlan, Task
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.staged import export
-from vescale_fsdp.checkpoint.stock import METADATA
-from vescale_fsdp.checkpoint.stock_files import StockWriter, write_metadata
+from vescale_fsdp.checkpoint.dcp.directory import METADATA
+from vescale_fsdp.checkpoint.dcp.files import StockWriter, write_metadata
+from vescale_fsdp.checkpoint.disk.manifest import Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.sealed.staged import export
+from vescale_fsdp.checkpoint.state import tensors, values
+from vescale_fsdp.checkpoint.state.contents import (
+    Contents,
+    Optimizers,
+    Weights,
+    named,
+    weights_of,
+)
+from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer
+from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task
+from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.errors import CheckpointValueError
 
 __all__ = ["export_dcp", "flat_state", "merged", "nest"]
@@ -35,6 +40,7 @@ def export_dcp(
     extra: Mapping[str, Any] | None = None,
     model_key: str = "model",
     optimizer_key: str = "optimizer",
+    weights: Weights = "all",
 ) -> None:
     """Write a directory in the format of ``torch.distributed.checkpoint``. Collective.
 
@@ -58,6 +64,8 @@ def export_dcp(
         extra: the first rank's plain values, beside the model: ``{"step": 100}``.
         model_key: what the model's keys begin with; dots nest: "app.model".
         optimizer_key: the same for the optimizer.
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for the
+            optimizer alone.
 
     Cost: as a `save`; memory for one box of a tensor twice.
 
@@ -69,7 +77,7 @@ def export_dcp(
         CheckpointIncompleteError: another rank has died.
         Nothing is left behind then.
     """
-    exporting = _Export(model, optimizer, extra, model_key, optimizer_key)
+    exporting = _Export(model, optimizer, extra, model_key, optimizer_key, weights)
     export(
         Path(path),
         exporting.collect,
@@ -90,7 +98,9 @@ class _Export:
         extra: Mapping[str, Any] | None,
         model_key: str,
         optimizer_key: str,
+        weights: Weights,
     ) -> None:
+        self._weights = weights
         self._model, self._optimizers = model, named(optimizer)
         self._rank = all_ranks().rank
         self._extra = {} if self._rank else dict(extra or {})
@@ -101,7 +111,9 @@ class _Export:
     def collect(self) -> Contents:
         """What this rank holds, by DCP's keys."""
         state = self._extra
-        nest(state, self._keys[0], dict(get_model_state_dict(self._model)))
+        of_model = weights_of(self._model, self._weights)
+        if of_model:
+            nest(state, self._keys[0], of_model)
         if self._optimizers:
             trees = [NamedOptimizer(n, o, self._model).tree() for n, o in self._optimizers.items()]
             nest(state, self._keys[1], merged(trees))

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from vescale_fsdp.checkpoint import jsons
-from vescale_fsdp.checkpoint.geometry import spans_fault
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.geometry import spans_fault
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,

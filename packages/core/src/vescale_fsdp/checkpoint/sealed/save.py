@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint import seal, tensors
-from vescale_fsdp.checkpoint.contents import Contents, Optimizers, Stateful, collect
-from vescale_fsdp.checkpoint.files import DataWriter, bytes_of, write_errors
-from vescale_fsdp.checkpoint.latest import FEWEST, next_sequence, prune
-from vescale_fsdp.checkpoint.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
-from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
-from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
+from vescale_fsdp.checkpoint.disk import seal
+from vescale_fsdp.checkpoint.disk.files import DataWriter, bytes_of, write_errors
+from vescale_fsdp.checkpoint.disk.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
+from vescale_fsdp.checkpoint.sealed.latest import FEWEST, next_sequence, prune
+from vescale_fsdp.checkpoint.state import tensors
+from vescale_fsdp.checkpoint.state.contents import Contents, Optimizers, Stateful, Weights, collect
+from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task, divide
+from vescale_fsdp.checkpoint.transfer.ranks import Ranks, all_ranks
 from vescale_fsdp.errors import CheckpointWriteError
 
 __all__ = ["SaveHandle", "finish_saves", "save", "software"]
@@ -100,6 +101,7 @@ def save(
     rng: bool = True,
     keep_last: int | None = None,
     async_: bool = False,
+    weights: Weights = "all",
 ) -> SaveHandle:
     """Save model, optimizers and all that training goes on with into a new directory. Collective.
 
@@ -121,6 +123,8 @@ def save(
         async_: return when all is copied to the host's memory, and write in the background. The
             next save or load waits for it, and raises what went wrong. Wait for the last one
             before you destroy the process group.
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
+            alone. The model gives their parameters names all the same.
 
     Returns:
         A handle; ``wait()`` returns when the checkpoint is whole.
@@ -144,7 +148,7 @@ def save(
 
     def collected() -> Contents:
         check_last()
-        return collect(model, optimizer, extra, stateful or {}, rng)
+        return collect(model, optimizer, extra, stateful or {}, rng, weights)
 
     writing.plan(collected, copies=async_)
     handle = SaveHandle(target)

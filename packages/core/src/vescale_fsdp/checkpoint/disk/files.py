@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest import Span
+from vescale_fsdp.checkpoint.disk.manifest import Span
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -27,7 +27,7 @@ from vescale_fsdp.errors import (
 __all__ = ["DataReader", "DataWriter", "bytes_of", "flush_folder", "write_errors", "write_file"]
 
 Progress = Callable[[int], None]  # is told of bytes that have been read
-_PIECE = 1 << 22  # bytes that are read at once to be checked only
+_PIECE = 1 << 20  # bytes that are read at once and checked while the cache has them
 _MOST_OPEN = 64  # files
 
 
@@ -179,8 +179,8 @@ class DataReader:
             CheckpointCorruptError: they are not those that were saved.
             CheckpointIncompleteError: the file is not there.
         """
-        found = self.read_part(span, 0, span.length, label)
-        self._check(zlib.crc32(bytes_of(found)), span, label)
+        found = torch.empty(span.length, dtype=torch.uint8)
+        self._check(self._fill_by_pieces(bytes_of(found), span, label), span, label)
         return found
 
     def read_part(self, span: Span, first: int, length: int, label: str) -> torch.Tensor:
@@ -198,20 +198,30 @@ class DataReader:
 
     def check(self, span: Span, label: str) -> None:
         """Check a span, with little memory. Raises as `read` does."""
-        crc32, done = 0, 0
-        buffer = torch.empty(min(_PIECE, span.length), dtype=torch.uint8)
-        if span.length:
-            self._open(span.file, label).seek(span.offset)
-        while done < span.length:
-            piece = bytes_of(buffer)[: span.length - done]
-            self._fill(self._open(span.file, label), piece, span, label)
-            crc32 = zlib.crc32(piece, crc32)
-            done += len(piece)
-        self._check(crc32, span, label)
+        self._check(self._fill_by_pieces(None, span, label), span, label)
 
     def check_size(self, file: str, label: str) -> None:
         """Raise unless a file is there with the size that it must have."""
         self._open(file, label)
+
+    def _fill_by_pieces(self, into: memoryview | None, span: Span, label: str) -> int:
+        """The CRC32 of a span, each piece while the processor's cache has it.
+
+        Args:
+            into: gets the bytes; without it they are dropped.
+        """
+        crc32 = 0
+        if not span.length:
+            return crc32
+        stream = self._open(span.file, label)
+        stream.seek(span.offset)
+        spare = torch.empty(min(_PIECE, span.length) if into is None else 0, dtype=torch.uint8)
+        for done in range(0, span.length, _PIECE):
+            end = min(done + _PIECE, span.length)
+            piece = bytes_of(spare)[: end - done] if into is None else into[done:end]
+            self._fill(stream, piece, span, label)
+            crc32 = zlib.crc32(piece, crc32)
+        return crc32
 
     def _fill(self, stream: BinaryIO, into: memoryview, span: Span, label: str) -> None:
         try:

@@ -27,8 +27,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from vescale_fsdp.checkpoint import manifest
-from vescale_fsdp.checkpoint.files import flush_folder, write_errors, write_file
+from vescale_fsdp.checkpoint.disk import manifest
+from vescale_fsdp.checkpoint.disk.files import flush_folder, write_errors, write_file
 from vescale_fsdp.errors import CheckpointExistsError, CheckpointWriteError
 
 __all__ = ["Stage", "clean", "data_name", "is_stage", "remove", "stages_of"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest import DTYPES
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, VeScaleError
 
 __all__ = ["Json", "decode", "encode"]

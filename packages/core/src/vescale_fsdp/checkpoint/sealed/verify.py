@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.latest import read_manifest
-from vescale_fsdp.checkpoint.manifest import Manifest, Span
+from vescale_fsdp.checkpoint.disk.files import DataReader
+from vescale_fsdp.checkpoint.disk.manifest import Manifest, Span
+from vescale_fsdp.checkpoint.sealed.latest import read_manifest
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 __all__ = ["verify"]

@@ -1,4 +1,4 @@
-"""Writing what `stock` reads: the data files and the metadata of a DCP directory.
+"""Writing what `directory` reads: the data files and the metadata of a DCP directory.
 
 Items are written one after the other, as ``torch.save`` writes them, so that memory is needed for
 one of them. The metadata are pickled: they are made of our own names and numbers.
@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.files import DataWriter, write_file
-from vescale_fsdp.checkpoint.manifest import DTYPES, Span, TensorEntry
-from vescale_fsdp.checkpoint.stock import METADATA
+from vescale_fsdp.checkpoint.dcp.directory import METADATA
+from vescale_fsdp.checkpoint.disk.files import DataWriter, write_file
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Span, TensorEntry
+from vescale_fsdp.checkpoint.state import tensors
 
 __all__ = ["StockWriter", "write_metadata"]
 

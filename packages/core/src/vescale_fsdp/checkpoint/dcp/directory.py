@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vescale_fsdp.checkpoint import values
-from vescale_fsdp.checkpoint.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.geometry import boxes_fault
-from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Span, TensorEntry
-from vescale_fsdp.checkpoint.tensors import dtype_name
+from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.disk.geometry import boxes_fault
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.state import values
+from vescale_fsdp.checkpoint.state.tensors import dtype_name
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,

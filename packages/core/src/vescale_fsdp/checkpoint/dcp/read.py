@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint import values
-from vescale_fsdp.checkpoint.change import Change
-from vescale_fsdp.checkpoint.contents import Optimizers, named
-from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.manifest import Manifest, Seal
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.reading import Arrival, parts_of
-from vescale_fsdp.checkpoint.save import finish_saves
-from vescale_fsdp.checkpoint.stock import StockDirectory
-from vescale_fsdp.checkpoint.stock_names import StockNames, put
-from vescale_fsdp.checkpoint.targets import ModelTarget, OptimizerTarget, Saved
+from vescale_fsdp.checkpoint.dcp.directory import StockDirectory
+from vescale_fsdp.checkpoint.dcp.names import StockNames, put
+from vescale_fsdp.checkpoint.disk.files import DataReader
+from vescale_fsdp.checkpoint.disk.manifest import Manifest, Seal
+from vescale_fsdp.checkpoint.sealed.save import finish_saves
+from vescale_fsdp.checkpoint.state import values
+from vescale_fsdp.checkpoint.state.contents import Optimizers, Weights, named
+from vescale_fsdp.checkpoint.state.targets import ModelTarget, OptimizerTarget, Saved
+from vescale_fsdp.checkpoint.transfer.change import Change
+from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
+from vescale_fsdp.checkpoint.transfer.reading import Arrival, parts_of
 from vescale_fsdp.errors import CheckpointCorruptError
 
 __all__ = ["import_dcp", "plain_values"]
@@ -38,6 +38,7 @@ def import_dcp(
     strict: bool = True,
     model_key: str | None = None,
     optimizer_key: str | None = None,
+    weights: Weights = "all",
 ) -> dict[str, Any]:
     """Load a directory that ``torch.distributed.checkpoint`` has written, in place. Collective.
 
@@ -53,6 +54,8 @@ def import_dcp(
         model_key: what the model's keys begin with: "model", "app.model"; "" if with nothing. By
             default it is looked for.
         optimizer_key: the same for the optimizers: "optimizer", "optim", "app.optim".
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
+            alone.
 
     Returns:
         What else is there, if it is plain data: ``{"step": 100}``. Other objects are left out, and
@@ -79,13 +82,15 @@ def import_dcp(
         with DataReader(directory.folder, directory.files, advice="; nothing was loaded") as reader:
             optimizers = named(optimizer)
             keys = (model_key, optimizer_key)
-            found = StockNames(directory, reader, optimizers, *keys, strict=strict)
+            found = StockNames(
+                directory, reader, optimizers, *keys, strict=strict, with_model=weights != "none"
+            )
             manifest = Manifest(
                 Seal(directory.digest, 0, None, ""), 1, {}, directory.files, found.tensors, {}
             )
             texts: Texts = {name: [((0,), text)] for name, text in found.texts.items()}
             saved = Saved(str(path), manifest, texts, ranks.rank, strict)
-            change.targets.append(ModelTarget(model, saved))
+            change.targets.append(ModelTarget(model, saved, weights=weights))
             for name, each in optimizers.items():
                 change.targets.append(OptimizerTarget(name, each, model, saved))
             change.arrived = list(_arrivals(directory, reader, manifest, change.wanted))

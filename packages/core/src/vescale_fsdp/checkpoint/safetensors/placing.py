@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.files import bytes_of, write_errors
-from vescale_fsdp.checkpoint.geometry import runs_of
-from vescale_fsdp.checkpoint.safetensors import File
+from vescale_fsdp.checkpoint.disk.files import bytes_of, write_errors
+from vescale_fsdp.checkpoint.disk.geometry import runs_of
+from vescale_fsdp.checkpoint.safetensors.format import File
+from vescale_fsdp.checkpoint.state import tensors
 
 __all__ = ["Place", "PlacedWriter", "make_files"]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint import seal
-from vescale_fsdp.checkpoint.contents import Contents
-from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.save import finish_saves
+from vescale_fsdp.checkpoint.disk import seal
+from vescale_fsdp.checkpoint.sealed.save import finish_saves
+from vescale_fsdp.checkpoint.state.contents import Contents
+from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task, divide
+from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 __all__ = ["export"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.ranks import Ranks
-from vescale_fsdp.checkpoint.reading import Arrival
-from vescale_fsdp.checkpoint.targets import OptimizerTarget, Target
+from vescale_fsdp.checkpoint.state.targets import OptimizerTarget, Target
+from vescale_fsdp.checkpoint.transfer.ranks import Ranks
+from vescale_fsdp.checkpoint.transfer.reading import Arrival
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = ["Change"]

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Span
-from vescale_fsdp.checkpoint.seal import data_name
+from vescale_fsdp.checkpoint.disk.files import DataReader
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Chunk, Manifest, Span
+from vescale_fsdp.checkpoint.disk.seal import data_name
+from vescale_fsdp.checkpoint.state import tensors
 
 __all__ = ["Arrival", "Part", "parts_of", "read", "shares"]
 
@@ -41,10 +41,13 @@ class Arrival:
 
     def put(self, *, keep: bool) -> None:
         """Write the elements to their place; with ``keep`` hold on to those that were there."""
-        value = self.value
-        if keep:
-            self.value, self.is_kept = tensors.on_host(self.place, copy=True), True
         with torch.no_grad():
+            if keep and tensors.exchange(self.place.detach(), self.value):
+                self.is_kept = True
+                return
+            value = self.value
+            if keep:
+                self.value, self.is_kept = tensors.on_host(self.place, copy=True), True
             self.place.copy_(value)
 
     def put_back(self) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint import jsons
-from vescale_fsdp.checkpoint.geometry import boxes_fault, spans_fault
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.geometry import boxes_fault, spans_fault
 from vescale_fsdp.errors import CheckpointCorruptError
 
 __all__ = ["DTYPES", "NAME", "Chunk", "Manifest", "Seal", "Span", "TensorEntry", "Variant"]

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.contents import Contents
-from vescale_fsdp.checkpoint.files import write_file
-from vescale_fsdp.checkpoint.manifest import DTYPES
-from vescale_fsdp.checkpoint.placing import Place, PlacedWriter, make_files
-from vescale_fsdp.checkpoint.planning import LocalPlan, Task
-from vescale_fsdp.checkpoint.safetensors import INDEX, File, index_of, is_weights, lay_out
-from vescale_fsdp.checkpoint.staged import export
+from vescale_fsdp.checkpoint.disk.files import write_file
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES
+from vescale_fsdp.checkpoint.safetensors.format import INDEX, File, index_of, is_weights, lay_out
+from vescale_fsdp.checkpoint.safetensors.placing import Place, PlacedWriter, make_files
+from vescale_fsdp.checkpoint.sealed.staged import export
+from vescale_fsdp.checkpoint.state import tensors
+from vescale_fsdp.checkpoint.state.contents import Contents
+from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task
 from vescale_fsdp.errors import CheckpointExistsError, CheckpointValueError, CheckpointWriteError
 
 __all__ = ["MAX_FILE_BYTES", "check_no_weights", "finish_files", "save_safetensors"]

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.change import Change
-from vescale_fsdp.checkpoint.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.geometry import runs_of
-from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.reading import Arrival, Part, parts_of
-from vescale_fsdp.checkpoint.safetensors import File, read_files
-from vescale_fsdp.checkpoint.save import finish_saves
-from vescale_fsdp.checkpoint.targets import ModelTarget, Saved
+from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
+from vescale_fsdp.checkpoint.disk.geometry import runs_of
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
+from vescale_fsdp.checkpoint.safetensors.format import File, read_files
+from vescale_fsdp.checkpoint.sealed.save import finish_saves
+from vescale_fsdp.checkpoint.state import tensors
+from vescale_fsdp.checkpoint.state.targets import ModelTarget, Saved
+from vescale_fsdp.checkpoint.transfer.change import Change
+from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
+from vescale_fsdp.checkpoint.transfer.reading import Arrival, Part, parts_of
 from vescale_fsdp.errors import CheckpointIncompleteError, CheckpointMismatchError
 
 __all__ = ["LoadedNames", "load_safetensors", "manifest_of"]

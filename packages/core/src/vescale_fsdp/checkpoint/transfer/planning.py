@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_fsdp.checkpoint import tensors
-from vescale_fsdp.checkpoint.contents import Contents
-from vescale_fsdp.checkpoint.manifest import DTYPES
+from vescale_fsdp.checkpoint.disk.manifest import DTYPES
+from vescale_fsdp.checkpoint.state import tensors
+from vescale_fsdp.checkpoint.state.contents import Contents
 from vescale_fsdp.errors import CheckpointMismatchError
 
 __all__ = ["LocalPlan", "divide"]

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, errors
-from vescale_fsdp.checkpoint import jsons
-from vescale_fsdp.checkpoint.files import bytes_of
+from vescale_fsdp.checkpoint.disk import jsons
+from vescale_fsdp.checkpoint.disk.files import bytes_of
 
 __all__ = ["Ranks", "all_ranks"]
 

@@ -1,0 +1,1 @@
+"""The format of `torch.distributed.checkpoint`: `import_dcp` and `export_dcp`."""

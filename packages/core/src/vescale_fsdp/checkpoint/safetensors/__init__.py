@@ -1,0 +1,1 @@
+"""safetensors: the format, which rank writes what, `save_safetensors` and `load_safetensors`."""

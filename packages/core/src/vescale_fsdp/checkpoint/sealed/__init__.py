@@ -1,0 +1,1 @@
+"""Our own format: `save`, `load`, `latest`, `verify`; and the stage on which exports are made."""

@@ -1,0 +1,1 @@
+"""What models and optimizers have, as it is saved and loaded."""

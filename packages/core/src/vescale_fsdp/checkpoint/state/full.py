@@ -1,0 +1,243 @@
+"""Full state dicts: whole tensors in one process, as a single process would save them, and back.
+
+The formats of one file hold these: Lightning's ``.ckpt``, Accelerate's ``.bin``. One tensor at a
+time is gathered; the process that keeps them needs room for all. `save` and `save_safetensors` do
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from vescale_fsdp import compat
+from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.errors import CheckpointMismatchError
+
+__all__ = [
+    "by_number",
+    "gathered",
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "optimizer_state",
+    "part_of",
+]
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+# Out
+
+
+def model_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
+    """The model's own tensors by names, without what wrappers put in front of these.
+
+    Args:
+        trained_only: leave out what is frozen.
+    """
+    options = StateDictOptions(ignore_frozen_params=trained_only)
+    state = dict(get_model_state_dict(model, options=options))
+    first: dict[int, str] = {}  # tied parameters stay one tensor, under each of their names
+    for path, param in model.named_parameters(remove_duplicate=False):
+        name = compat.fqn_of(model, path)
+        if name in state:
+            state[name] = state[first.setdefault(id(param), name)]
+    return state
+
+
+def optimizer_state(models: Models, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict with names in the place of numbers. Tensors are its own.
+
+    Args:
+        models: one, or several. Names are those in the first that has all parameters of the
+            optimizer; where none has, they begin with the model's number.
+
+    Raises:
+        CheckpointMismatchError: a parameter is none of theirs.
+    """
+    return _named(models, optimizer).tree()
+
+
+def gathered(tree: Any, *, keep: bool) -> Any:
+    """The same tree with whole tensors in the host's memory. Collective.
+
+    Args:
+        keep: whether this process wants them; the others get None in the place of tensors.
+
+    Cost: an all-gather for each sharded tensor; tensors that are in the tree twice are gathered
+    once, and stay one.
+    """
+    made: dict[int, torch.Tensor | None] = {}
+
+    def each(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            is_new = isinstance(value, DTensor) and full.device.type == "cpu"
+            made[id(value)] = full.detach().to("cpu", copy=not is_new) if keep else None
+        return made[id(value)]
+
+    with torch.no_grad():
+        return tree_map(each, tree)
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An `optimizer_state` as an optimizer itself saves it: by numbers, in its order."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number: dict[Any, Any] = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number.get(key, key): value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+# In
+
+
+def part_of(full: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor:
+    """This process' part of a whole tensor, cut as ``target`` is. No communication.
+
+    Raises:
+        CheckpointMismatchError: it has another shape.
+    """
+    _check_shape(full, target, name)
+    if not isinstance(target, DTensor):
+        return full
+    moved = full.to(device=target.device)
+    return distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def load_model(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> Any:
+    """Load whole tensors, that each process has, into a sharded model. No communication.
+
+    Returns:
+        The names that are missing and those that are not known, as ``load_state_dict`` does.
+
+    Raises:
+        CheckpointMismatchError: a tensor has another shape.
+        RuntimeError: with ``strict``, names are missing or not known.
+    """
+    own = model_state(model)
+    loaded: dict[str, Any] = {
+        name: part_of(value, own[name], name) if name in own else value
+        for name, value in state.items()
+    }
+    return set_model_state_dict(model, loaded, options=StateDictOptions(strict=strict))
+
+
+def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load whole states, that each process has, into an optimizer of sharded parameters.
+
+    Each is cut as the optimizer cuts its own, which it makes first where it lacks them: that
+    communicates if its step does. Parameters without states in ``saved`` start anew, as those
+    that never had a gradient.
+
+    Args:
+        models: as for `optimizer_state`.
+        saved: by names, or by numbers as ``optimizer.state_dict()`` has them, of any process group.
+
+    Raises:
+        CheckpointMismatchError: it is of other parameters, or a state has another shape. The
+            optimizer is as it was.
+    """
+    named = _named(models, optimizer)
+    state, groups = _by_name(saved, named)
+    before = Snapshot(optimizer)
+    try:
+        named.make_states({key: state[key] for key in named.params if key in state})
+        pairs = [
+            (value, own[key], f"{fqn}.{key}")
+            for fqn, param in named.params.items()
+            for own in [optimizer.state.get(param, {})]
+            for key, value in state.get(fqn, {}).items()
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor)
+        ]
+        for value, target, name in pairs:
+            _check_shape(value, target, name)
+    except BaseException:
+        before.restore()
+        raise
+    with torch.no_grad():
+        for value, target, name in pairs:
+            part = value if isinstance(value, DTensor) else part_of(value, target, name)
+            target.copy_(part)
+    filled = {name: target for _, target, name in pairs}
+    named.load(
+        {
+            fqn: {key: filled.get(f"{fqn}.{key}", value) for key, value in each.items()}
+            for fqn, each in state.items()
+        },
+        groups,
+        strict=True,
+    )
+
+
+def _named(models: Models, optimizer: Optimizer) -> NamedOptimizer:
+    each = [models] if isinstance(models, nn.Module) else list(models)
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for model in each:
+        if params <= {id(param) for param in model.parameters()}:
+            return NamedOptimizer(type(optimizer).__name__, optimizer, model)
+    return NamedOptimizer(
+        type(optimizer).__name__, optimizer, each[0] if len(each) == 1 else nn.ModuleList(each)
+    )
+
+
+def _by_name(
+    saved: Mapping[str, Any], named: NamedOptimizer
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """The saved states and groups by the names of parameters, those of ``named``."""
+    listed = [key for group in saved["param_groups"] for key in group["params"]]
+    title, own = f"{named.name}'s", list(named.params)
+    if all(isinstance(key, str) for key in listed):
+        differ = sorted(set(listed) ^ set(own))
+        if differ:
+            raise CheckpointMismatchError(
+                f"of the checkpoint's optimizer and this {named.name} one lacks "
+                f"{', '.join(differ[:5])}{' and others' if len(differ) > 5 else ''}; make it as it "
+                "was made when it was saved"
+            )
+        return dict(saved["state"]), list(saved["param_groups"])
+    if len(listed) != len(own):
+        raise CheckpointMismatchError(
+            f"the checkpoint has an optimizer of {len(listed)} parameters, and {title} are "
+            f"{len(own)}; make it as it was made when it was saved"
+        )
+    name_of = dict(zip(listed, own, strict=True))
+    groups = [
+        {**group, "params": [name_of[key] for key in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    sizes, own_sizes = (
+        [len(group["params"]) for group in each] for each in (groups, named.optimizer.param_groups)
+    )
+    if sizes != own_sizes:
+        raise CheckpointMismatchError(
+            f"the checkpoint has groups of {sizes} parameters, and {title} have {own_sizes}; make "
+            "it as it was made when it was saved"
+        )
+    return {name_of.get(key, key): value for key, value in saved["state"].items()}, groups
+
+
+def _check_shape(found: torch.Tensor, target: torch.Tensor, name: str) -> None:
+    if found.shape != target.shape:
+        raise CheckpointMismatchError(
+            f"{name!r} has the shape {tuple(found.shape)} in the checkpoint and "
+            f"{tuple(target.shape)} here"
+        )
