@@ -139,8 +139,6 @@ SCENARIOS = [
         short=None,
         full=15,
         engines=(OURS,),
-        missed="both move memory only, and here each byte is checked (at 3 GB/s), and the old "
-        "elements are kept until all ranks have theirs",
     ),
     Scenario(GROUP, "per step", per_step, frozenset({"nothing"}), 1, 1, engines=(OURS,)),
 ]

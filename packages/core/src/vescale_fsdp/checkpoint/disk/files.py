@@ -18,6 +18,7 @@ from typing import BinaryIO
 import torch
 
 from vescale_fsdp.checkpoint.disk.manifest import Span
+from vescale_fsdp.dbuffer import memory
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -27,6 +28,7 @@ from vescale_fsdp.errors import (
 __all__ = ["DataReader", "DataWriter", "bytes_of", "flush_folder", "write_errors", "write_file"]
 
 Progress = Callable[[int], None]  # is told of bytes that have been read
+_HUGE = 1 << 24  # bytes; below it malloc has memory to use again
 _PIECE = 1 << 20  # bytes that are read at once and checked while the cache has them
 _MOST_OPEN = 64  # files
 
@@ -39,6 +41,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if num_bytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _memory(num_bytes: int) -> torch.Tensor:
+    """uint8, [num_bytes]. In huge pages where it is large: small ones cost more than the read."""
+    if num_bytes < _HUGE:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return memory.empty(num_bytes, torch.uint8, torch.device("cpu"))
 
 
 class DataWriter:
@@ -179,13 +188,13 @@ class DataReader:
             CheckpointCorruptError: they are not those that were saved.
             CheckpointIncompleteError: the file is not there.
         """
-        found = torch.empty(span.length, dtype=torch.uint8)
+        found = _memory(span.length)
         self._check(self._fill_by_pieces(bytes_of(found), span, label), span, label)
         return found
 
     def read_part(self, span: Span, first: int, length: int, label: str) -> torch.Tensor:
         """Some bytes of a span, which are not checked. Returns uint8, [length]."""
-        found = torch.empty(length, dtype=torch.uint8)
+        found = _memory(length)
         self.read_into(bytes_of(found), span, first, label)
         return found
 
