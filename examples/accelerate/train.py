@@ -1,7 +1,8 @@
 """Train a small GPT with Accelerate. There is nothing of veScale-FSDP in this file.
 
-accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py accelerate
-launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py --resume runs/state
+    accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py
+
+and once more with ``--resume runs/state`` at its end, to go on from there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 def make_model() -> nn.Module:
     """A GPT-2 with 4 layers and its embedding tied to its head."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=4, n_head=4, n_embd=128, vocab_size=256, n_positions=64)
+    config = GPT2Config(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        vocab_size=256,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
     )
+    return GPT2LMHeadModel(config)
 
 
 def make_data(sentences: int = 512) -> TensorDataset:

@@ -1,6 +1,8 @@
 """Train a small Llama with ``transformers.Trainer``. There is nothing of veScale-FSDP in this file.
 
-accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train_trainer.py
+    accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train_trainer.py
+
+and once more with ``--resume`` at its end, to go on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
         use_cpu=args.cpu,
+        dataloader_pin_memory=torch.cuda.is_available(),
     )
     trainer = Trainer(
         model=make_model(),

@@ -1,8 +1,7 @@
 """Accelerate's own conformance scripts in the workers of one ``accelerate launch``.
 
-They run as they are, but for three places. Stock FSDP2 does not come as far: it refuses the
-scripts' model, whose parameters have no dimensions. The first two compare a sharded parameter with
-a plain one, which torch refuses for every DTensor:
+They run as they are, but for three places, in which stock FSDP2 fails too (docs/accelerate.md has
+what it says):
 
 * ``test_script``: `torch.testing.assert_close(old_model.a, model.a)`; here the whole parameter is
   compared.

@@ -150,6 +150,7 @@ def test_accelerates_conformance_scripts_pass() -> None:
     assert passed == [f"PASSED {name} in process {rank}" for name in names for rank in (0, 1)], (
         done.stderr
     )
+    assert set(re.findall(r"Num processes: (\d)", done.stdout)) == {"2"}
 
 
 def test_the_command_writes_and_checks(tmp_path: Path) -> None:
@@ -157,8 +158,12 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
     file = str(tmp_path / "new.yaml")
     wrote = python("-c", tool, "accelerate-config", file, "--cpu", "--granularity", "rows:4")
     assert wrote.returncode == 0, wrote.stderr
+    text = Path(file).read_text()
+    Path(file).write_text(text.replace("fsdp_offload_params", "fsdp_offload_param"))
     checked = python("-c", tool, "accelerate-config", file, "--check")
-    assert "fsdp_vescale_granularity: rows:4" in checked.stdout
+    assert 'fsdp_vescale_granularity: "rows:4"\n' in checked.stdout
+    assert "fsdp_vescale_unused" not in checked.stdout
+    assert "does not look at fsdp_offload_param under fsdp_config" in checked.stdout
     Path(file).write_text(Path(file).read_text().replace("rows:4", "rows"))
     wrong = python("-c", tool, "accelerate-config", file, "--check")
     assert wrong.returncode == 2

@@ -40,6 +40,7 @@ def test_a_wrong_key_is_refused_by_its_name(config: dict[str, Any], message: str
     ("config", "message"),
     [
         ({"fsdp_config": {"fsdp_engine": "deepspeed"}}, "fsdp_engine: 'deepspeed' does not work"),
+        ({"fsdp_config": 3}, "fsdp_config must have keys and values, found 3"),
         ({"fsdp_config": {"fsdp_vescale_unused": "auto"}}, "without 'fsdp_engine: vescale'"),
         ({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_engine": "vescale"}},
          "needs 'distributed_type: FSDP', found 'MULTI_GPU'"),

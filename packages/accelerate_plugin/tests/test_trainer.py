@@ -42,14 +42,14 @@ def make_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def make_trainer(folder: Path, **more: Any) -> Any:
+def make_trainer(folder: Path, model: Any, **more: Any) -> Any:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2,
         logging_steps=1, report_to=[], use_cpu=True, learning_rate=1e-2, disable_tqdm=True,
         gradient_accumulation_steps=2, max_grad_norm=0.5, seed=0, **more,
     )  # fmt: skip
     return transformers.Trainer(
-        model=make_llama(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8)
+        model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8)
     )
 
 
@@ -60,17 +60,18 @@ def use(cls: type[accelerate.Accelerator]) -> None:
 
 
 def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: str | None = None,
-        evaluates_first: bool = False, **more: Any) -> dict[str, Any]:  # fmt: skip
+        evaluates_first: bool = False, sealed: bool = False, make: Any = make_llama,
+        **more: Any) -> dict[str, Any]:  # fmt: skip
     import os
 
     with accelerator(accelerate.PartialState):
         if ours is not None:
-            os.environ |= to_environment(Options(), {})
+            os.environ |= to_environment(Options(sealed=sealed), {})
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **ours}
             del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
         use(cls)
         try:
-            trainer = make_trainer(folder, **more)
+            trainer = make_trainer(folder, make(), **more)
             found = {"before": trainer.evaluate()["eval_loss"]} if evaluates_first else {}
             trainer.train(resume_from_checkpoint=resume and str(folder / resume))
             logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -104,6 +105,8 @@ def run_all(root: Path) -> dict[str, dict[str, Any]]:
         "resumed": run(ours, root / "full", ours=FULL, resume="checkpoint-2"),
         "sharded": run(ours, root / "sharded", ours=SHARDED, activation_checkpointing=True),
         "resumed sharded": run(ours, root / "sharded", ours=SHARDED, resume="checkpoint-2"),
+        "sealed": run(ours, root / "sealed", ours=FULL, sealed=True),
+        "resumed sealed": run(ours, root / "sealed", ours=FULL, sealed=True, resume="checkpoint-2"),
         "arguments": run(ours, root / "args", ours={}, fsdp=True,
                          fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}),
         "bf16": run(ours, root / "bf16", ours=FULL, bf16=True),
@@ -116,7 +119,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return run_ranks(run_all, 2, root, timeout_s=110)[0], root
 
 
-KINDS = ["ours", "resumed", "sharded", "resumed sharded", "arguments"]
+KINDS = [
+    "ours",
+    "resumed",
+    "sharded",
+    "resumed sharded",
+    "sealed",
+    "resumed sealed",
+    "arguments",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

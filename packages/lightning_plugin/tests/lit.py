@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -110,3 +111,20 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
         for name, param in model.named_parameters()
     }
+
+
+Run = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def fit(strategy: Any, root: Path, model: Any = None, **options: Any) -> Run:
+    model = make_model() if model is None else model
+    make_trainer(strategy, root, **{"max_steps": 6, **options}).fit(model, loader(), loader())
+    return model.losses, full_parameters(model)
+
+
+def assert_equal(run: Run, expected: Run, atol: float = 0.0) -> None:
+    assert run[0] == pytest.approx(expected[0], rel=0, abs=atol)
+    assert expected[0][-1] < expected[0][0]  # something was learned
+    assert run[1].keys() == expected[1].keys()
+    for name, param in expected[1].items():
+        torch.testing.assert_close(run[1][name], param, rtol=0, atol=atol, msg=name)

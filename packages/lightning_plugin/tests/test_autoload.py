@@ -48,9 +48,15 @@ assert isinstance(fabric.strategy, OfFabric)
 from vescale_fsdp_lightning import ShardedEMA, VeScaleFSDPStrategy
 assert VeScaleFSDPStrategy is type(trainer.strategy)
 assert issubclass(ShardedEMA, pl.Callback)
-import sys
+import sys, warnings
 assert "lightning" not in sys.modules
-print("fine")
+warnings.simplefilter("ignore")
+pl.Trainer(strategy="ddp", precision="16-mixed", accelerator="cpu", devices=1, logger=False)
+try:
+    pl.Trainer(**options, precision="16-mixed", logger=False)
+except ValueError as error:
+    assert "bf16-mixed" in str(error)
+    print("fine")
 """
     assert python(code).splitlines()[-1] == "fine"
 

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 
-from vescale_fsdp import Granularity, MixedPrecisionPolicy
+from vescale_fsdp import Granularity, MixedPrecisionPolicy, checkpoint
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import ShardedEMA, Throughput, VeScaleFSDPStrategy
+from vescale_fsdp_lightning.lifecycle import refuse_callbacks
 from vescale_fsdp_lightning.throughput import count_tokens, traffic_of
 
 from .lit import LitModel, full_parameters, loader, make_model, make_trainer
@@ -75,11 +82,43 @@ def averaged(root: Path) -> None:
     assert resumed.losses == whole.losses[4:]
     assert torch.equal(resumed.validated[-1], whole.validated[1])
     other = make_model(Keeps)
-    trainer.test(other, loader(), ckpt_path=root / "ema-1.ckpt", verbose=False)
+    states = []
+    for path in (None, root / "ema-1.ckpt"):
+        torch.manual_seed(1)
+        trainer.test(other, loader(), ckpt_path=path, verbose=False)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)  # those that were saved are for training
+    interrupted_while_validating(root)
     with pytest.raises(TypeError, match="DDPStrategy; use Lightning's EMAWeightAveraging"):
         make_trainer("ddp", root, max_steps=1, callbacks=[ShardedEMA()]).fit(
             make_model(), loader(), loader()
         )
+
+
+class Stops(Keeps):
+    """Its first validation fails."""
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("enough")
+
+
+def interrupted_while_validating(root: Path) -> None:
+    """The weights are put back, and that is what is saved then."""
+    model, plain = make_model(Stops), make_model()
+    options = {"max_steps": 4, "enable_checkpointing": True}
+    saver = ModelCheckpoint(root / "stopped", save_on_exception=True)
+    callbacks = [ShardedEMA(decay=0.75), saver]
+    trainer = make_trainer("vescale_fsdp", root, callbacks=callbacks, **options, **EPOCH)
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer.fit(model, loader(), loader())
+    make_trainer("vescale_fsdp", root, max_steps=4, **EPOCH).fit(plain, loader(), loader())
+    trained = full_parameters(plain)["blocks.0.up.weight"]
+    assert not torch.equal(model.validated[0], trained)  # but the averages
+    assert torch.equal(model.whole(), trained)
+    other = make_model()
+    (path,) = (root / "stopped").iterdir()
+    checkpoint.load(path, other)
+    assert torch.equal(full_parameters(other)["blocks.0.up.weight"], trained)
 
 
 def saved_with_weights_alone(root: Path) -> None:
@@ -107,8 +146,9 @@ def saved_with_weights_alone(root: Path) -> None:
 
 def measured(root: Path) -> None:
     columns = {}
-    for strategy in ("vescale_fsdp", "ddp"):
-        logger = CSVLogger(str(root), name=strategy)
+    in_codes = VeScaleFSDPStrategy(reduce={"block": 16})
+    for name, strategy in (("vescale_fsdp", "vescale_fsdp"), ("ddp", "ddp"), ("int8", in_codes)):
+        logger = CSVLogger(str(root), name=name)
         trainer = make_trainer(
             strategy,
             root,
@@ -118,13 +158,14 @@ def measured(root: Path) -> None:
             callbacks=[Throughput(every_n_steps=3, skip_steps=1)],
         )
         trainer.fit(make_model(), loader(), loader())
-        columns[strategy] = dict(trainer.logged_metrics)
+        columns[name] = dict(trainer.logged_metrics)
     common = {"tokens_per_s", "peak_memory_gb"}
     assert common < columns["vescale_fsdp"].keys()
     assert columns["vescale_fsdp"].keys() - columns["ddp"].keys() == {
         "padding_percent",
         "comm_gb_per_step",
     }
+    assert columns["int8"].keys() == columns["vescale_fsdp"].keys() - {"comm_gb_per_step"}
     for name in common:
         assert columns["ddp"][name] > 0
 
@@ -162,28 +203,33 @@ class Structured(LitModel):
 
 
 def structured(root: Path) -> None:
-    """Optimizers of ours, resumed."""
-    runs = []
-    for epochs, path in ((2, None), (1, None), (2, root / "muon-1.ckpt")):
-        model = make_model(Structured)
-        saver = ModelCheckpoint(dirpath=root, filename=f"muon-{epochs}", save_top_k=-1)
-        strategy = VeScaleFSDPStrategy(granularity="rows:16")
-        trainer = make_trainer(
-            strategy,
-            root,
-            max_steps=-1,
-            max_epochs=epochs,
-            callbacks=[saver],
-            enable_checkpointing=True,
-            gradient_clip_val=1.0,
-            **EPOCH,
-        )
-        trainer.fit(model, loader(), loader(), ckpt_path=path)
-        runs.append((model.losses, full_parameters(model)))
-    assert runs[2][0] == runs[0][0][4:]
+    """Optimizers of ours, resumed from each format."""
+    runs = [structured_run(root, "sharded", 2)]
     assert runs[0][0][-1] < runs[0][0][0]
-    for name, param in runs[0][1].items():
-        assert torch.equal(runs[2][1][name], param), name
+    for kind in ("sharded", "full", "dcp"):
+        structured_run(root, kind, 1)
+        runs.append(structured_run(root, kind, 2, root / f"{kind}-1.ckpt"))
+        assert runs[-1][0] == runs[0][0][4:], kind
+        for name, param in runs[0][1].items():
+            assert torch.equal(runs[-1][1][name], param), (kind, name)
+
+
+def structured_run(root: Path, kind: str, epochs: int, path: Any = None) -> Any:
+    model = make_model(Structured)
+    saver = ModelCheckpoint(dirpath=root, filename=f"{kind}-{epochs}", save_top_k=-1)
+    strategy = VeScaleFSDPStrategy(granularity="rows:16", state_dict_type=kind)
+    trainer = make_trainer(
+        strategy,
+        root,
+        max_steps=-1,
+        max_epochs=epochs,
+        callbacks=[saver],
+        enable_checkpointing=True,
+        gradient_clip_val=1.0,
+        **EPOCH,
+    )
+    trainer.fit(model, loader(), loader(), ckpt_path=path)
+    return model.losses, full_parameters(model)
 
 
 def callback_scenarios(root: Path) -> None:
@@ -200,6 +246,23 @@ def callback_scenarios(root: Path) -> None:
 
 def test_average_of_weights_throughput_and_our_optimizers(tmp_path: Path) -> None:
     run_ranks(callback_scenarios, 2, tmp_path, timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (lambda: WeightAveraging(), "ShardedEMA"),
+        (lambda: EMAWeightAveraging(), "ShardedEMA"),
+        (lambda: StochasticWeightAveraging(1e-2), "ShardedEMA"),
+        (lambda: ModelPruning("l1_unstructured"), "prune the model before training"),
+    ],
+    ids=["WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging", "ModelPruning"],
+)
+def test_callbacks_that_need_whole_weights_are_refused_by_name(callback: Any, instead: str) -> None:
+    refused = callback()
+    with pytest.raises(NotImplementedError, match=rf"{type(refused).__name__} does not.*{instead}"):
+        refuse_callbacks([ModelCheckpoint(), refused])
+    refuse_callbacks([ModelCheckpoint(), ShardedEMA(), Throughput()])
 
 
 def test_tokens_of_a_batch() -> None:

@@ -26,11 +26,14 @@ from torch import nn
 from vescale_fsdp import (
     CheckpointExistsError,
     CheckpointIncompleteError,
+    CheckpointMismatchError,
     CheckpointValueError,
     checkpoint,
 )
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning.consolidate import consolidate
+from vescale_fsdp_lightning.consolidate import main as consolidate_sealed
 from vescale_fsdp_lightning.plain import from_plain, to_plain
 
 from .lit import LitModel, full_parameters, loader, make_model, make_trainer
@@ -106,7 +109,7 @@ def resumed(strategy: Any, path: str | Path, folder: str | Path) -> list[float]:
     return model.losses
 
 
-def consolidate(folder: Path) -> Path:
+def by_lightnings_tool(folder: Path) -> Path:
     """Lightning's own tool, in the first process."""
     target = folder.with_suffix(".consolidated")
     if dist.get_rank() == 0:
@@ -121,6 +124,33 @@ def consolidate(folder: Path) -> Path:
             sys.argv = before
     dist.barrier()
     return target
+
+
+def in_one_file(folder: Path) -> Path:
+    """Our tool for sealed directories, in the first process."""
+    if dist.get_rank() == 0:
+        consolidate_sealed([str(folder)])
+    dist.barrier()
+    return folder.with_name(f"{folder.name}.consolidated")
+
+
+class TwoOptimizers(Scheduled):
+    """Has one more than was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [torch.optim.AdamW([first]), torch.optim.AdamW(others)]
+
+
+def other_number_of_optimizers(root: Path) -> None:
+    for kind in FORMATS:
+        model = make_model(TwoOptimizers)
+        with pytest.raises(CheckpointMismatchError, match=r"states of 1 optimizer, and.*made 2"):
+            train(ours(), root / "x", 2, root / kind / "last.ckpt", model)
 
 
 def stock_directory(source: Path, target: Path) -> None:
@@ -161,9 +191,18 @@ def resumes(root: Path) -> None:
     assert resumed("ddp", root / "full" / "last.ckpt", root / "to-ddp") == expected
     stock_directory(root / "ddp" / "last.ckpt", root / "stock.ckpt")
     assert resumed(ours(), root / "stock.ckpt", root / "from-stock") == expected
-    one_file = consolidate(root / "dcp" / "last.ckpt")
+    one_file = by_lightnings_tool(root / "dcp" / "last.ckpt")
     assert resumed("ddp", one_file, root / "tool-to-ddp") == expected
     assert resumed(ours(), one_file, root / "tool-to-ours") == expected
+    one_file = in_one_file(root / "sharded" / "last.ckpt")
+    assert resumed("ddp", one_file, root / "sealed-to-ddp") == expected
+    assert resumed(ours(), one_file, root / "sealed-to-ours") == expected
+    alone = Scheduled.load_from_checkpoint(one_file, weights_only=True)
+    saved = torch.load(root / "ddp" / "last.ckpt", weights_only=True)["state_dict"]
+    assert alone.state_dict().keys() == saved.keys()
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    other_number_of_optimizers(root)
 
 
 def test_every_format_resumes_bit_equal_also_from_and_in_other_strategies(tmp_path: Path) -> None:
@@ -227,6 +266,9 @@ def overwritten(root: Path) -> None:
     dist.barrier()
     with pytest.raises(CheckpointIncompleteError, match="no whole checkpoint"):
         train(ours(), root / "x", 1, root / "nothing.ckpt")
+    (root / "empty.ckpt").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointIncompleteError, match="no whole checkpoint"):
+        train(ours(), root / "x", 1, root / "empty.ckpt")
 
 
 def in_the_background(root: Path) -> None:
@@ -271,6 +313,12 @@ class Elsewhere(LocalFileSystem):
     """A file system that is not this machine's, as far as anybody can see."""
 
     protocol = "elsewhere"
+    fails_at: tuple[str, ...] = ()  # names of files that do not arrive
+
+    def put_file(self, path1: str, path2: str, *args: Any, **options: Any) -> None:
+        if Path(path2).name in self.fails_at:
+            raise OSError("the line is down")
+        super().put_file(path1, path2, *args, **options)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:
@@ -291,6 +339,48 @@ def elsewhere(root: Path) -> None:
         assert names == ["epoch=1.ckpt", "last.ckpt"]
 
 
+def interrupted_on_the_way(root: Path) -> None:
+    """What arrived of a copy that was cut short does not block its name, and is never loaded."""
+    for kind in ("sharded", "dcp"):
+        path, folder = f"elsewhere://{root}/cut-{kind}", root / f"cut-{kind}"
+        strategy = ours(state_dict_type=kind, staging_dir=str(root))
+        model, trainer = train(strategy, root / "whole", 1)
+        Elsewhere.fails_at = ("manifest.json", ".metadata")
+        with pytest.raises(OSError, match="the line is down"):
+            trainer.save_checkpoint(path)
+        Elsewhere.fails_at = ()
+        assert len(list(folder.iterdir())) >= 2  # both processes have copied
+        with pytest.raises(CheckpointIncompleteError, match="no whole checkpoint"):
+            trainer.validate(model, loader(), ckpt_path=path, verbose=False)
+        trainer.save_checkpoint(path)
+        trainer.validate(model, loader(), ckpt_path=path, verbose=False)
+        assert not (folder / "upload-under-way").exists()
+
+
+def the_default_plug_in_is_none(root: Path) -> None:
+    """Lightning makes one when it is looked at."""
+    model, trainer = train(ours(), root / "looked-at", 1)
+    assert trainer.strategy.checkpoint_io is not None
+    trainer.validate(model, loader(), verbose=False)
+    trainer.save_checkpoint(root / "looked-at" / "again.ckpt")
+    assert (root / "looked-at" / "again.ckpt").is_dir()
+    with pytest.raises(ValueError, match=r"AsyncCheckpointIO writes files.*\"full\""):
+        make_trainer(ours(), root, plugins=[AsyncCheckpointIO()]).validate(
+            make_model(), loader(), verbose=False
+        )
+
+
+def replaced_by_another_format(root: Path) -> None:
+    """A file by a directory, and a directory by a file."""
+    for kinds in (("sharded", "full"), ("full", "dcp"), ("dcp", "sharded")):
+        for kind in kinds:
+            model, trainer = train(ours(state_dict_type=kind), root / f"kinds-{kind}", 1)
+            path = root / "-".join(kinds)
+            trainer.save_checkpoint(path)
+            assert path.is_file() == (kind == "full")
+            trainer.validate(model, loader(), ckpt_path=path, verbose=False)
+
+
 def refusals(root: Path) -> None:
     _, trainer = train(ours(), root / "filters", 1)
     (root / "mine").mkdir(exist_ok=True)
@@ -298,6 +388,8 @@ def refusals(root: Path) -> None:
     with pytest.raises((CheckpointExistsError, OSError), match="is no checkpoint"):
         trainer.save_checkpoint(root / "mine")
     assert (root / "mine" / "notes.txt").exists()
+    with pytest.raises(TypeError, match="takes no storage_options"):
+        trainer.save_checkpoint(root / "options", storage_options={})
     with pytest.raises(CheckpointValueError, match=r"removed \['norm.bias'\]"):
         train(ours(), root / "filters", 1, model=make_model(Filters))
     train(ours(state_dict_type="full"), root / "filters", 1, model=make_model(Filters))
@@ -319,11 +411,33 @@ def parts(root: Path) -> None:
     in_the_background(root)
     by_a_plug_in_in_the_background(root)
     elsewhere(root)
+    interrupted_on_the_way(root)
+    the_default_plug_in_is_none(root)
+    replaced_by_another_format(root)
     refusals(root)
 
 
 def test_best_weights_only_overwriting_background_and_other_file_systems(tmp_path: Path) -> None:
     run_ranks(parts, 2, tmp_path, timeout_s=110)
+
+
+def test_what_is_not_to_be_consolidated_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "plain", model)
+    with pytest.raises(CheckpointMismatchError, match="is no sealed checkpoint of Lightning"):
+        consolidate(tmp_path / "plain", tmp_path / "file")
+    checkpoint.convert(tmp_path / "plain", tmp_path / "dcp", to="dcp")
+    with pytest.raises(CheckpointMismatchError, match="consolidate_checkpoint reads"):
+        consolidate(tmp_path / "dcp", tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointExistsError, match="name another file"):
+        consolidate(tmp_path / "plain", tmp_path / "file")
+    with pytest.raises(SystemExit):
+        consolidate_sealed([str(tmp_path / "nothing")])
+    assert "there is no checkpoint" in capsys.readouterr().err
 
 
 # Values

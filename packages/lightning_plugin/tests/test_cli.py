@@ -11,6 +11,7 @@ pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from vescale_fsdp import QuantizedGather, QuantizedReduce
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
 CONFIG = """
@@ -25,6 +26,8 @@ trainer:
       granularity: rows:32
       activation_checkpointing: true
       device_mesh: [1, 1]
+      gather: int8
+      reduce: {block: 512, error_feedback: true}
       state_dict_type: full
 """
 
@@ -48,6 +51,13 @@ def test_the_strategy_and_its_arguments_in_yaml(
     assert strategy.options.activation_checkpointing is True
     assert list(strategy.options.device_mesh) == [1, 1]
     assert strategy.options.state_dict_type == "full"
+    travel = strategy.options.engine_options()
+    assert travel["gather"] == QuantizedGather("int8")
+    assert travel["reduce"] == QuantizedReduce(block=512, error_feedback=True)
+    other = CONFIG.replace("gather: int8", "gather: {dtype: e4m3, block: [32, 32]}")
+    strategy = make_cli(other, tmp_path, monkeypatch).trainer.strategy
+    travel = strategy.options.engine_options()
+    assert travel["gather"] == QuantizedGather("e4m3", block=(32, 32))
 
 
 def test_the_string_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

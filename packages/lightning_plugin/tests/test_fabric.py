@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import lightning.fabric
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
 from vescale_fsdp import FSDPModule, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy
+from vescale_fsdp_lightning.consolidate import consolidate
 
 from .lit import Block, full_parameters
 
@@ -107,6 +110,9 @@ def saved_and_loaded(root: Path, kind: str, expected: list[float]) -> None:
     assert steps(fabric, model, optimizer, 2, 4) == pytest.approx(expected[4:], rel=1e-6)
     with pytest.raises(KeyError, match="'absent' is not in the checkpoint"):
         fabric.load(root / kind, {"model": model, "absent": 1})
+    found = {"model": model, "absent": 1}
+    fabric.load(root / kind, found, strict=False)
+    assert found["absent"] == 1
 
 
 def two_models(root: Path) -> None:
@@ -133,6 +139,83 @@ def two_models(root: Path) -> None:
     )
 
 
+def one_of_two(root: Path) -> None:
+    """What `two_models` has saved, loaded into one model and its optimizer, or both into others."""
+    for kind in ("sharded", "full", "dcp"):
+        fabric = make_fabric(VeScaleFabricStrategy(state_dict_type=kind))
+        state: dict[str, Any] = {}
+        for key in ("a", "b"):
+            state[key] = fabric.setup_module(make_net())
+            state[f"of_{key}"] = fabric.setup_optimizers(
+                torch.optim.SGD(state[key].parameters(), lr=0.1, momentum=0.9)
+            )
+            steps(fabric, state[key], state[f"of_{key}"], 0, 1 if key == "a" else 2)
+        path = root / f"one-of-two-{kind}"
+        fabric.save(path, state)
+        expected = {key: full_parameters(state[key]) for key in ("a", "b")}
+        momentum = state["of_b"].optimizer.state_dict()["state"][0]["momentum_buffer"].full_tensor()
+
+        model = fabric.setup_module(make_net())
+        optimizer = fabric.setup_optimizers(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        )
+        fabric.load(path, {"b": model, "of_b": optimizer})
+        for name, param in full_parameters(model).items():
+            assert torch.equal(param, expected["b"][name])
+            assert not torch.equal(param, expected["a"][name])
+        found = optimizer.optimizer.state_dict()["state"][0]["momentum_buffer"].full_tensor()
+        assert torch.equal(found, momentum)
+        if kind == "sharded":
+            in_one_file(fabric, path)
+            path = root / f"one-of-two-{kind}.consolidated"
+            fabric.load(path, {"a": model})
+            for name, param in full_parameters(model).items():
+                assert torch.equal(param, expected["a"][name])
+
+
+def in_one_file(fabric: Any, folder: Path) -> None:
+    if fabric.global_rank == 0:
+        consolidate(folder, f"{folder}.consolidated")
+    fabric.barrier()
+
+
+def with_stock_fabric(root: Path, expected: list[float]) -> None:
+    """Files of others, and files for others."""
+    fabric, model, optimizer = set_up("ddp")
+    steps(fabric, model, optimizer, 0, 2)
+    fabric.save(root / "ddp", {"model": model, "optimizer": optimizer, "step": 2})
+    in_one_file(fabric, root / "sharded")
+    for source, strategy in (
+        ("ddp", "vescale_fsdp"),
+        ("full", "ddp"),
+        ("sharded.consolidated", "ddp"),
+    ):
+        fabric, model, optimizer = set_up(strategy)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        fabric.load(root / source, state, strict=False)
+        assert state["step"] == 2
+        assert steps(fabric, model, optimizer, 2, 4) == pytest.approx(expected[4:], rel=1e-6)
+
+
+def raw(root: Path) -> None:
+    """``load_raw``: a state dict, or a sealed directory of one model."""
+    fabric, model, _ = set_up("vescale_fsdp")
+    if fabric.global_rank == 0:
+        torch.save(torch.load(root / "full", weights_only=True)["model"], root / "raw")
+    fabric.barrier()
+    fabric.load(root / "full", {"model": model})
+    expected = full_parameters(model)
+    for path in (root / "raw", root / "sharded"):
+        _, model, optimizer = set_up("vescale_fsdp")
+        fabric.load_raw(path, model)
+        for name, param in full_parameters(model).items():
+            assert torch.equal(param, expected[name]), name
+    with pytest.raises(ValueError, match=r"has none; fabric\.load"):
+        fabric.load_raw(root / "dcp", model)
+    with pytest.raises(NotImplementedError, match="load_raw of an optimizer"):
+        fabric.load_raw(root / "raw", optimizer)
+
+
 def mistakes(root: Path) -> None:
     fabric = make_fabric("vescale_fsdp")
     plain = make_net()
@@ -144,6 +227,13 @@ def mistakes(root: Path) -> None:
         fabric.setup_optimizers(optimizer)
     with pytest.raises(ValueError, match="there is no model"):
         fabric.save(root / "x", {"step": 1})
+    for nothing in (None, {}):
+        with pytest.raises(ValueError, match="needs the objects to load into"):
+            fabric.load(root / "sharded", nothing)
+    with pytest.raises(TypeError, match="takes no storage_options"):
+        fabric.strategy.save_checkpoint(root / "x", {"model": model}, storage_options={})
+    with pytest.raises(NotImplementedError, match="CheckpointIO"):
+        make_fabric("vescale_fsdp", plugins=[TorchCheckpointIO()])
     with pytest.raises(NotImplementedError, match='state_dict_type="full"'):
         fabric.save(root / "x", {"model": model}, filter={"model": lambda name, _: "bias" in name})
     fabric = make_fabric(VeScaleFabricStrategy(state_dict_type="full"))
@@ -158,12 +248,33 @@ def mistakes(root: Path) -> None:
         make_fabric("vescale_fsdp", precision="16-mixed")
 
 
+def compiled() -> None:
+    """Fabric takes the wrapper off, has the model set up, and puts it on again."""
+    fabric = make_fabric("vescale_fsdp")
+    x = torch.randn(2, 12)
+    plain = fabric.setup_module(make_net())(x)
+    with warnings.catch_warnings():  # of Dynamo, which looks at gradients of what is no leaf
+        warnings.simplefilter("ignore", UserWarning)
+        model = fabric.setup_module(torch.compile(make_net(), backend="eager"))
+        assert torch.equal(model(x), plain)
+        fabric.backward(model(x).sum())
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def quantized(expected: list[float]) -> None:
+    strategy = VeScaleFabricStrategy(gather={"dtype": "e4m3", "block": [4, 4]}, reduce="int8")
+    fabric, model, optimizer = set_up(strategy)
+    losses = steps(fabric, model, optimizer, 0, 4)
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=0.1)
+
+
 def empty_init() -> None:
     fabric = make_fabric("vescale_fsdp", precision="bf16-mixed")
     with fabric.init_module(empty_init=True):
         model = Net()
     assert model.head.weight.is_meta
-    model = fabric.setup_module(model)
+    model = fabric.setup_module(model, move_to_device=False)  # the strategy knows where to
     loss = model(torch.ones(2, 12)).sum()
     fabric.backward(loss)
     assert loss.isfinite()
@@ -178,6 +289,11 @@ def fabric_scenarios(root: Path) -> None:
     for kind in ("sharded", "full", "dcp"):
         saved_and_loaded(root, kind, expected)
     two_models(root)
+    one_of_two(root)
+    with_stock_fabric(root, expected)
+    raw(root)
+    quantized(expected)
+    compiled()
     mistakes(root)
     empty_init()
 

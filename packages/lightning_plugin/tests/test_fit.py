@@ -17,8 +17,15 @@ from .lit import LitModel, full_parameters, loader, make_model, make_trainer
 Run = tuple[list[float], dict[str, torch.Tensor]]
 
 
+class Half(LitModel):
+    """With an optimizer whose numbers fit into fp16: AdamW's eps is 0 there."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
 def fit(strategy: str, root: Path, options: dict[str, Any]) -> Run:
-    model = make_model()
+    model = make_model(Half if options.get("precision") == "16-true" else LitModel)
     make_trainer(strategy, root, **options).fit(model, loader(), loader())
     return model.losses, full_parameters(model)
 
@@ -40,6 +47,17 @@ def test_fit_is_bit_equal_to_ddp(tmp_path: Path, options: dict[str, Any]) -> Non
     assert len(losses) == options["max_steps"]
     for name, param in expected.items():
         assert torch.equal(params[name], param), name
+
+
+def test_16_true_equals_ddp_but_for_the_smallest_numbers(tmp_path: Path) -> None:
+    """DDP divides gradients before it sums them; in fp16 the smallest lose bits by that."""
+    options = {"max_steps": 8, "precision": "16-true"}
+    (losses, params), (expected_losses, expected) = run_ranks(fit_both, 2, tmp_path, options)[0]
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert losses[-1] < losses[0]
+    for name, param in expected.items():
+        assert params[name].dtype == torch.float16
+        torch.testing.assert_close(params[name], param, rtol=0, atol=1e-3, msg=name)
 
 
 def test_accumulation_with_norm_clipping_equals_ddp(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Each row of what Lightning's own strategy leaves open, and the arguments of ours."""
+"""Each row of what Lightning's own strategy leaves open: numbers, meshes, refusals."""
 
 from __future__ import annotations
 
 import types
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +12,30 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelSummary,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import utilities as loops
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp import (
+    FSDPModule,
+    QuantizedReduce,
+    RaggedTensor,
+)
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
+from vescale_fsdp_lightning.sharding import materialize
 
 from .gan import gan_loader, make_gan
-from .lit import Block, LitModel, full_parameters, loader, make_model, make_trainer
-
-Run = tuple[list[float], dict[str, torch.Tensor]]
-
-
-def fit(strategy: Any, root: Path, model: Any = None, **options: Any) -> Run:
-    model = make_model() if model is None else model
-    make_trainer(strategy, root, **{"max_steps": 6, **options}).fit(model, loader(), loader())
-    return model.losses, full_parameters(model)
-
-
-def assert_equal(run: Run, expected: Run, atol: float = 0.0) -> None:
-    assert run[0] == pytest.approx(expected[0], rel=0, abs=atol)
-    assert expected[0][-1] < expected[0][0]  # something was learned
-    assert run[1].keys() == expected[1].keys()
-    for name, param in expected[1].items():
-        torch.testing.assert_close(run[1][name], param, rtol=0, atol=atol, msg=name)
-
+from .lit import (
+    LitModel,
+    assert_equal,
+    fit,
+    full_parameters,
+    loader,
+    make_model,
+    make_trainer,
+)
 
 # Numbers
 
@@ -163,156 +152,7 @@ def test_manual_optimization_clipping_accumulation_and_evaluation(tmp_path: Path
     run_ranks(numbers, 2, tmp_path, timeout_s=100)
 
 
-# Arguments
-
-
-def units_of(model: nn.Module) -> list[str]:
-    return [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-
-
-def wrapping(root: Path, expected: Run) -> None:
-    wanted = {
-        "blocks": ["", "blocks.0", "blocks.1"],
-        "none": [""],
-        ("Block",): ["", "blocks.0", "blocks.1"],
-        (nn.Linear,): ["", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down"))],
-    }
-    for wrap, units in wanted.items():
-        model = make_model()
-        chosen = list(wrap) if isinstance(wrap, tuple) else wrap
-        if wrap == (nn.Linear,):  # its head is tied to the embedding, which the root has
-            chosen = lambda model: [m for b in model.blocks for m in (b.up, b.down)]  # noqa: E731
-        assert_equal(fit(VeScaleFSDPStrategy(wrap=chosen), root, model), expected)
-        assert units_of(model) == units
-    with pytest.raises(ValueError, match=r"wrap=\['Stage'\].*no such module; accepted are Block,"):
-        fit(VeScaleFSDPStrategy(wrap=["Stage"]), root)
-
-
-def granularity(root: Path, expected: Run) -> None:
-    model = make_model()
-    strategy = VeScaleFSDPStrategy(granularity="whole", reshard_after_forward=False)
-    assert_equal(fit(strategy, root, model), expected)
-    for param in model.parameters():
-        assert isinstance(param, RaggedTensor)
-        assert param.to_local().numel() in (0, param.numel())
-
-
-def offload(root: Path, expected: Run) -> None:
-    trainer = make_trainer("vescale_fsdp_cpu_offload", root, max_steps=6)
-    assert trainer.strategy.options.cpu_offload
-    model = make_model()
-    trainer.fit(model, loader(), loader())
-    assert_equal((model.losses, full_parameters(model)), expected)
-
-
-class Counts(LitModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_forwards = 0
-        self.blocks[0].norm.register_forward_pre_hook(self.count)
-
-    def count(self, *_: Any) -> None:
-        self.num_forwards += 1
-
-
-def recomputation(root: Path, expected: Run) -> None:
-    for wanted, per_step in ((False, 1), (True, 2), (["Block"], 2)):
-        model = make_model(Counts)
-        strategy = VeScaleFSDPStrategy(activation_checkpointing=wanted)
-        run = fit(strategy, root, model, limit_val_batches=0)
-        assert_equal(run, expected)
-        assert model.num_forwards == 6 * per_step
-
-
-def compiled(root: Path, expected: Run) -> None:
-    class Compiles(LitModel):
-        def configure_model(self) -> None:
-            for index, block in enumerate(self.blocks):
-                if isinstance(block, Block):
-                    self.blocks[index] = torch.compile(block, backend="eager")  # type: ignore
-
-    model = make_model(Compiles)
-    with warnings.catch_warnings():  # of Dynamo, which looks at gradients of what is no leaf
-        warnings.simplefilter("ignore", UserWarning)
-        losses, _ = fit("vescale_fsdp", root, model)
-    assert losses == expected[0]
-    assert "blocks.0._orig_mod" in units_of(model) or "blocks.0" in units_of(model)
-
-
-def materialization(root: Path) -> None:
-    trainer = make_trainer("vescale_fsdp", root, max_steps=8)
-    with trainer.init_module(empty_init=True):
-        model = LitModel()
-    assert all(param.is_meta for param in model.parameters())
-    torch.manual_seed(7 + dist.get_rank())
-    trainer.fit(model, loader(), loader())
-    assert model.losses[-1] < model.losses[0] < 4.5  # ln 23 is 3.1: they have sensible values
-    found = full_parameters(model)["blocks.0.up.weight"]
-    copies = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, found)
-    assert torch.equal(copies[0], copies[1])
-
-
-def callbacks(root: Path) -> None:
-    options = {
-        "logger": CSVLogger(str(root)),
-        "enable_model_summary": True,
-        "log_every_n_steps": 1,
-        "max_epochs": 3,
-        "max_steps": -1,
-        "limit_train_batches": 4,
-    }
-    watching: list[Any] = [
-        EarlyStopping("val_loss", patience=0, min_delta=100.0),
-        LearningRateMonitor(),
-        GradientAccumulationScheduler({0: 2}),
-        ModelSummary(),
-    ]
-    trainer = make_trainer("vescale_fsdp", root, callbacks=watching, **options)
-    trainer.fit(make_model(), loader(), loader())
-    assert trainer.current_epoch == 2  # stopped: no epoch is better by 100
-    assert trainer.global_step == 4  # two of four micro-batches each
-    swa = StochasticWeightAveraging(1e-2)
-    trainer = make_trainer("vescale_fsdp", root, callbacks=[swa], max_steps=1)
-    with pytest.raises(NotImplementedError, match=r"StochasticWeightAveraging.*ShardedEMA"):
-        trainer.fit(make_model(), loader(), loader())
-
-
-def synchronized_norms(root: Path) -> None:
-    class Normed(LitModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_norm = nn.BatchNorm1d(4)
-
-    model = make_model(Normed)
-    trainer = make_trainer("vescale_fsdp", root, sync_batchnorm=True, max_steps=1)
-    trainer.validate(model, loader(), verbose=False)
-    assert isinstance(model.batch_norm, nn.SyncBatchNorm)
-
-
-def torch_engine_is_refused(root: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    class Shards(LitModel):
-        def configure_model(self) -> None:
-            fully_shard(self.blocks[0])
-
-    with pytest.raises(TypeError, match=r"blocks\.0 has been sharded by torch"):
-        fit("vescale_fsdp", root, make_model(Shards))
-
-
-def arguments(root: Path) -> None:
-    expected = fit("ddp", root)
-    for check in (wrapping, granularity, offload, recomputation, compiled):
-        check(root, expected)
-    materialization(root)
-    callbacks(root)
-    synchronized_norms(root)
-    torch_engine_is_refused(root)
-
-
-def test_arguments_do_what_they_say(tmp_path: Path) -> None:
-    run_ranks(arguments, 2, tmp_path, timeout_s=110)
+# Meshes
 
 
 class Cut(LitModel):
@@ -356,6 +196,12 @@ def meshes(root: Path) -> None:
     losses: list[list[float]] = [[] for _ in range(4)]
     dist.all_gather_object(losses, model.losses)
     assert losses[0] == losses[1] != losses[2] == losses[3]
+    sizes = {1: (4,), 2: (2, 2), 4: (1, 4)}
+    for size, shape in sizes.items():
+        options = VeScaleFSDPStrategy(tensor_parallel_size=size).options
+        mesh = options.make_mesh("cpu", 4)
+        names = ("data_parallel", "tensor_parallel")[: len(shape)]
+        assert (mesh.shape, mesh.mesh_dim_names) == (shape, names)
     with pytest.raises(ValueError, match="is for 3 processes, and there are 4"):
         fit(VeScaleFSDPStrategy(device_mesh=(3, 1)), root)
     return losses
@@ -372,6 +218,47 @@ def test_replicas_of_shards_and_tensor_parallelism(tmp_path: Path) -> None:
     of_two = run_ranks(two_processes, 2, tmp_path)[0]
     assert of_four[0] == pytest.approx(of_two[0], abs=1e-5)
     assert of_four[2] == pytest.approx(of_two[1], abs=1e-5)
+
+
+# Without processes
+
+
+class Bare(nn.Module):
+    """Has no way to get values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("buffer", torch.ones(2))
+
+
+def test_what_cannot_be_given_values_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with pytest.warns(UserWarning, match="Bare were made on the meta device"):
+        materialize(model, torch.device("cpu"))
+    assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+
+def test_the_mesh_is_there_when_processes_are() -> None:
+    with pytest.raises(RuntimeError, match="before processes have initialized"):
+        _ = VeScaleFSDPStrategy().device_mesh
+
+
+def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def init(*_: Any, **options: Any) -> None:
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    strategy = VeScaleFSDPStrategy(timeout=timedelta(seconds=30))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    options |= {"enable_checkpointing": False, "max_epochs": 1, "strategy": strategy}
+    with pytest.raises(InterruptedError):
+        pl.Trainer(**options).fit(make_model(), loader(), loader())
+    assert asked["timeout"] == timedelta(seconds=30)
 
 
 # Refusals
@@ -392,6 +279,12 @@ def test_replicas_of_shards_and_tensor_parallelism(tmp_path: Path) -> None:
         ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),
         ({"reshard_after_forward": "yes"}, "True, False, None"),
         ({"async_save": True, "state_dict_type": "full"}, 'only "sharded"'),
+        ({"gather": "int4"}, r"dtype must be 'int8' or 'e4m3'.*\"int8\", \"e4m3\", a mapping"),
+        ({"gather": {"blocks": 32}}, "a mapping of dtype and block"),
+        ({"gather": {"block": [0, 1]}}, r"block must be a positive int.*accepted are"),
+        ({"gather": QuantizedReduce()}, "a QuantizedGather"),
+        ({"reduce": "e4m3"}, '"int8", a mapping of block and error_feedback'),
+        ({"reduce": {"error_feedback": "yes"}}, '"error_feedback": True'),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_accepted_ones(

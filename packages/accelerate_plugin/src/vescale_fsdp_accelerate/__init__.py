@@ -11,7 +11,7 @@ What the files do, from the bottom up:
 * options and the yaml: `options`; the hook: `_autoload`, `launching`; without it: `run`
 * the plug-in: `plugin`
 * the model: `sharding`; optimizers: `switching`, `replacing`
-* checkpoints: `states`, `checkpoints`
+* checkpoints: `states`, `saving`, `checkpoints`
 * `accelerator`, on top of all
 * the command line: `commands`, `yaml_file`
 """

@@ -19,6 +19,7 @@ the same. Standard library only: torch is still being imported when this runs.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -76,4 +77,23 @@ def take_over() -> None:
     ours = import_module("vescale_fsdp_accelerate.accelerator").VeScaleAccelerator
     import_module("accelerate.accelerator").Accelerator = ours  # type: ignore[attr-defined]
     package.Accelerator = ours  # type: ignore[attr-defined]
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        _join_on_cpu(import_module("accelerate.state").PartialState)
     os.environ.update(options.real_environment())
+
+
+def _join_on_cpu(partial_state: Any) -> None:
+    """Have ``PartialState()`` look at ``use_cpu: true`` too, as Accelerator does.
+
+    Without it, a script that makes one first has its processes train alone.
+    """
+    make = partial_state.__init__
+    if hasattr(make, "_vescale_fsdp"):
+        return
+
+    @functools.wraps(make)
+    def make_on_cpu(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+        make(self, cpu=True, **kwargs)
+
+    make_on_cpu._vescale_fsdp = True  # type: ignore[attr-defined]
+    partial_state.__init__ = make_on_cpu

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
-from vescale_fsdp_accelerate import checkpoints, states
+from vescale_fsdp.checkpoint import full
+from vescale_fsdp_accelerate import checkpoints, saving
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement, granularity_for, replacement_for
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
@@ -257,10 +259,69 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
 
     # States
 
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save models, optimizers, schedulers, random numbers and what else is registered.
+
+        All of it takes the place of what was saved there before, or nothing: a process that is
+        killed in the middle leaves the earlier state. Other files in the directory are left alone.
+        With automatic naming, old checkpoints go after the new one is there.
+
+        Args:
+            output_dir: on a file system that all processes share.
+
+        Returns:
+            The directory.
+        """
+        config = self.project_configuration
+        is_named = config.automatic_checkpoint_naming
+        if is_named:
+            folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+            if folder.is_dir() and saving.is_whole(folder):
+                raise ValueError(
+                    f"{folder} is there already; set accelerator.project_configuration.iteration "
+                    "to the number that this checkpoint is to have"
+                )
+        else:
+            folder = Path(output_dir).expanduser()
+        stage = saving.begin(folder)
+        config.automatic_checkpoint_naming = False
+        try:
+            super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
+        finally:
+            config.automatic_checkpoint_naming = is_named
+        self.wait_for_everyone()
+        saving.finish(folder, is_written=True)
+        if is_named and config.total_limit is not None:
+            saving.prune(folder.parent, config.total_limit)
+        return str(folder)
+
+    def load_state(
+        self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load what `save_state` has saved, on any number of processes.
+
+        Args:
+            input_dir: of one checkpoint. With automatic naming, by default the last that is whole.
+
+        Raises:
+            CheckpointCorruptError: of sealed checkpoints, bytes are not those that were saved.
+                Nothing has been loaded then.
+        """
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = saving.latest(Path(self.project_dir) / "checkpoints")
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if folder.is_dir():
+                saving.finish(folder)
+                checkpoints.verify(folder)
+        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's whole tensors, in the memory of the first process; {} in the others."""
-        found: dict[str, Any] = states.whole(states.model_state(model), keep=self.is_main_process)
-        return found
+        found: dict[str, Any] = full.gathered(full.model_state(model), keep=self.is_main_process)
+        return found if self.is_main_process else {}
 
 
 class _Models(list[nn.Module]):

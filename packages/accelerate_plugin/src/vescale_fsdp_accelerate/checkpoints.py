@@ -5,11 +5,11 @@ SHARDED_STATE_DICT        ``pytorch_model_fsdp_0/``, ``optimizer_0/``: torch's d
                           format, each process its part; ``accelerate merge-weights`` and stock
                           FSDP2 read it
 FULL_STATE_DICT           ``pytorch_model_fsdp.bin``, ``optimizer.bin``: whole tensors by names
+fsdp_vescale_sealed       the directories again, with a CRC32 of each byte
 ========================  =================================================================
 
-Both are loaded, whichever is there, on any number of processes. A directory that is saved again is
-replaced when the new one is whole. Files and models are loaded without pickle's code; of an
-optimizer's directory, torch unpickles what is no tensor: load those that you trust.
+All are loaded, whichever is there, on any number of processes. Nothing that is loaded can make
+code run.
 
 Accelerate and the Trainer take the four functions by name when they are imported; `register` puts
 ours there, which leave other plug-ins to Accelerate's.
@@ -18,31 +18,33 @@ ours there, which leave other plug-ins to Accelerate's.
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import fsdp_utils  # type: ignore[import-untyped]
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from vescale_fsdp import CheckpointIncompleteError, checkpoint
-from vescale_fsdp_accelerate import states
+from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, checkpoint
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement
+from vescale_fsdp_accelerate.saving import replace_directory, replace_file
 
-__all__ = ["load_model", "load_optimizer", "register", "save_model", "save_optimizer"]
+__all__ = [
+    "load_model",
+    "load_optimizer",
+    "register",
+    "save_model",
+    "save_optimizer",
+    "verify",
+]
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
@@ -93,23 +95,19 @@ def save_model(
     Args:
         adapter_only: of a ``peft`` model, what is trained alone.
     """
-    trained_only = adapter_only and _is_peft(model)
+    weights = _weights(model, adapter_only)
     folder = _made(output_dir)
-    if _is_full(fsdp_plugin):
-        state = states.whole(
-            states.model_state(model, trained_only=trained_only), keep=accelerator.is_main_process
-        )
-        _save_file(folder / _numbered(_MODEL, model_index), state)
-    elif trained_only:
-        state = states.model_state(model, trained_only=True)
-        _publish(
-            folder / f"{_MODEL}_{model_index}",
-            lambda path: dcp_save({"model": state}, checkpoint_id=path),
+    path = folder / f"{_MODEL}_{model_index}"
+    if fsdp_plugin.sealed:
+        replace_directory(path, lambda new: checkpoint.save(new, model, rng=False, weights=weights))
+    elif _is_full(fsdp_plugin):
+        state = full.model_state(model, trained_only=weights == "trained")
+        replace_file(
+            folder / _numbered(_MODEL, model_index),
+            full.gathered(state, keep=accelerator.is_main_process),
         )
     else:
-        _publish(
-            folder / f"{_MODEL}_{model_index}", lambda path: checkpoint.export_dcp(path, model)
-        )
+        replace_directory(path, lambda new: checkpoint.export_dcp(new, model, weights=weights))
 
 
 def load_model(
@@ -124,21 +122,21 @@ def load_model(
     """Load a model, in place, in the format that is there. Collective.
 
     Raises:
-        CheckpointIncompleteError: neither format is.
+        CheckpointIncompleteError: no format is.
+        CheckpointCorruptError: of a sealed one, bytes are not those that were saved.
     """
-    partial = adapter_only and _is_peft(model)
+    weights = _weights(model, adapter_only)
     folder = Path(input_dir)
     name = f"{_MODEL}_{model_index}"
     found = _found(folder, name, _numbered(_MODEL, model_index), fsdp_plugin)
     if found.is_file():
         state = torch.load(found, map_location="cpu", mmap=True, weights_only=True)
-        result = states.load_model(model, state, strict=not partial)
-    elif partial:
-        own = states.model_state(model, trained_only=True)
-        dcp_load({"model": own}, checkpoint_id=found)
-        result = _IncompatibleKeys([], [])
+        result = full.load_model(model, state, strict=weights == "all")
     else:
-        checkpoint.import_dcp(found, model, model_key="model")
+        if _is_sealed(found):
+            checkpoint.load(found, model, rng=False, weights=weights)
+        else:
+            checkpoint.import_dcp(found, model, model_key="model", weights=weights)
         result = _IncompatibleKeys([], [])
     accelerator.wait_for_everyone()
     return result
@@ -157,19 +155,24 @@ def save_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Save an optimizer by the names of its parameters. Collective."""
-    names = _names(accelerator, model, optimizer)
-    state = states.optimizer_state(names, _plain(optimizer))
+    plain = _plain(optimizer)
+    models = full.owner(_candidates(accelerator, model), plain)
     folder = _made(output_dir)
-    if _is_full(fsdp_plugin):
-        _save_file(
-            folder / _numbered(_OPTIMIZER, optimizer_index),
-            states.whole(state, keep=accelerator.is_main_process),
+    path = folder / f"{_OPTIMIZER}_{optimizer_index}"
+    if fsdp_plugin.sealed:
+        replace_directory(
+            path, lambda new: checkpoint.save(new, models, plain, rng=False, weights="none")
         )
-        return
-    _publish(
-        folder / f"{_OPTIMIZER}_{optimizer_index}",
-        lambda path: dcp_save({"optimizer": state}, checkpoint_id=path),
-    )
+    elif _is_full(fsdp_plugin):
+        state = full.optimizer_state(models, plain)
+        replace_file(
+            folder / _numbered(_OPTIMIZER, optimizer_index),
+            full.gathered(state, keep=accelerator.is_main_process),
+        )
+    else:
+        replace_directory(
+            path, lambda new: checkpoint.export_dcp(new, models, plain, weights="none")
+        )
 
 
 def load_optimizer(
@@ -185,75 +188,52 @@ def load_optimizer(
     """Load an optimizer, in place, in the format that is there. Collective.
 
     Raises:
-        CheckpointIncompleteError: neither format is.
+        CheckpointIncompleteError: no format is.
+        CheckpointCorruptError: of a sealed one, bytes are not those that were saved.
         CheckpointMismatchError: it is of other parameters.
     """
-    names = _names(accelerator, model, optimizer)
+    plain = _plain(optimizer)
+    models = full.owner(_candidates(accelerator, model), plain)
     file = _numbered(_OPTIMIZER, optimizer_index)
     found = _found(Path(input_dir), f"{_OPTIMIZER}_{optimizer_index}", file, fsdp_plugin)
     if found.is_file():
         saved = torch.load(found, map_location="cpu", mmap=True, weights_only=True)
+        full.load_optimizer(models, plain, saved)
+    elif _is_sealed(found):
+        checkpoint.load(found, models, plain, rng=False, weights="none")
     else:
-        saved = _read_directory(found, names, _plain(optimizer))
-    states.load_optimizer(names, _plain(optimizer), saved)
+        checkpoint.import_dcp(found, models, plain, optimizer_key="optimizer", weights="none")
     replacement = getattr(optimizer, "optimizer", optimizer)
     if isinstance(replacement, Replacement):
         replacement.lead()
     accelerator.wait_for_everyone()
 
 
-def _read_directory(folder: Path, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
-    """The states in a directory, cut as the parameters are: what was saved decides which."""
-    reader = FileSystemReader(folder)
-    entries = reader.read_metadata()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    param_of = dict(zip(names, params, strict=True))
-    targets: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    for key, path in (entries.planner_data or {}).items():
-        if path[0] != "optimizer":
-            continue
-        entry = entries.state_dict_metadata[key]
-        paths[key] = path[1:]
-        if isinstance(entry, BytesStorageMetadata):
-            targets[key] = None
-            continue
-        param = param_of.get(str(path[2])) if path[1] == "state" else None
-        dtype = entry.properties.dtype
-        blank = torch.zeros(entry.size, dtype=dtype, device="meta")
-        if isinstance(param, DTensor) and states.is_cut(str(path[-1]), blank, param):
-            targets[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        else:
-            targets[key] = torch.zeros(entry.size, dtype=dtype)
-    dcp_load(targets, storage_reader=reader)
-    tree = _nested({paths[key]: value for key, value in targets.items()})
-    return {"state": tree.get("state", {}), "param_groups": _lists(tree["param_groups"])}
+def verify(folder: Path) -> None:
+    """Check every byte of what is sealed in a directory, before any of it is loaded. Collective.
+
+    Cost: each directory in it is read by one of the processes.
+
+    Raises:
+        CheckpointCorruptError: bytes are not those that were saved. On all processes.
+    """
+    sealed = [each for each in sorted(folder.iterdir()) if _is_sealed(each)]
+    faults: list[str] = []
+    for path in sealed[dist.get_rank() :: dist.get_world_size()]:
+        try:
+            checkpoint.verify(path)
+        except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+            faults.append(str(error))
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, faults)
+    if any(of_all):
+        found = [fault for each in of_all for fault in each]
+        raise CheckpointCorruptError("nothing was loaded: " + "\n".join(found))
 
 
-def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """The tree of values by paths; what was a list has numbers for keys."""
-    tree: dict[Any, Any] = {}
-    for path, value in flat.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return tree
-
-
-def _lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(key, int) for key in value):
-        return [_lists(value[index]) for index in sorted(value)]
-    return {key: _lists(each) for key, each in value.items()}
-
-
-def _names(accelerator: Any, model: Any, optimizer: Any) -> list[str]:
-    """The names of an optimizer's parameters: in the model that has them, or in all models."""
-    models = [model] if model is not None else []
-    models += [each for each in accelerator._models if each is not model]
-    return states.parameter_names(models, _plain(optimizer))
+def _candidates(accelerator: Any, model: nn.Module | None) -> list[nn.Module]:
+    models = [] if model is None else [model]
+    return models + [each for each in accelerator._models if each is not model]
 
 
 def _plain(optimizer: Any) -> Optimizer:
@@ -275,6 +255,14 @@ def _is_peft(model: nn.Module) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
+def _weights(model: nn.Module, adapter_only: bool) -> Literal["all", "trained"]:
+    return "trained" if adapter_only and _is_peft(model) else "all"
+
+
+def _is_sealed(path: Path) -> bool:
+    return (path / "manifest.json").is_file()
+
+
 def _numbered(name: str, index: int) -> str:
     return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
 
@@ -288,52 +276,8 @@ def _found(folder: Path, directory: str, file: str, plugin: Any) -> Path:
     """Where a checkpoint is: in the plug-in's format if that is there, or else in the other one."""
     inside = folder if folder.name == directory else folder / directory
     places = [folder / file, inside] if _is_full(plugin) else [inside, folder / file]
+    places.append(inside.with_name(f"{directory}.old"))  # a save was killed as it replaced it
     for place in places:
-        if place.is_file() or (place / ".metadata").is_file():
+        if place.is_file() or (place / ".metadata").is_file() or _is_sealed(place):
             return place
     raise CheckpointIncompleteError(f"{folder} has neither {directory}/ nor {file}")
-
-
-def _save_file(file: Path, state: Any) -> None:
-    def write() -> None:
-        new = file.with_name(f"{file.name}.new")
-        torch.save(state, new)
-        new.replace(file)
-
-    _first(write)
-
-
-def _publish(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have a new directory at ``path``; one that is there goes when the new one is whole."""
-    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
-
-    def clean() -> None:
-        for each in (new, old):
-            if each.exists():
-                shutil.rmtree(each)
-
-    _first(clean)
-    write(new)
-
-    def replace() -> None:
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
-        if old.exists():
-            shutil.rmtree(old)
-
-    _first(replace)
-
-
-def _first(work: Callable[[], Any]) -> None:
-    """Do something in the first process; all raise if it raises. Collective."""
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as caught:  # noqa: BLE001  every process must learn of it
-            error = caught
-    message = [None if error is None else f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(message)
-    if message[0] is not None:
-        raise error or OSError(f"rank 0: {message[0]}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from vescale_fsdp_accelerate.options import GUARD, Options
+from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
 
 __all__ = ["accelerate_config", "add_to"]
 
@@ -39,6 +40,12 @@ def accelerate_config(
     optimizer: Annotated[
         str | None, typer.Option(help="muon, shampoo, soap or adamw8bit, in the script's place")
     ] = None,
+    gather: Annotated[
+        str | None, typer.Option(help="Weights travel in 8 bits: int8 or e4m3.")
+    ] = None,
+    sealed: Annotated[
+        bool, typer.Option("--sealed", help="Checkpoints with a CRC32 of each byte.")
+    ] = False,
 ) -> None:
     """Write a yaml for accelerate launch, with comments, or check one.
 
@@ -50,8 +57,16 @@ def accelerate_config(
         if check:
             _check(file)
             return
-        options = Options(granularity=granularity, replicas=replicas, optimizer=optimizer)
+        options = Options(
+            granularity=granularity,
+            replicas=replicas,
+            optimizer=optimizer,
+            gather=gather,
+            sealed=sealed,
+        )
         options.check_options()
+        if cpu and mixed_precision == "fp16":
+            raise ValueError("fp16 works on GPUs only; with --cpu use bf16 or no")
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if file.exists() and not force:
@@ -62,7 +77,10 @@ def accelerate_config(
         "use_cpu": cpu,
         "state_dict_type": state_dict_type,
     }
-    file.write_text(text_of(file.name, settings, options))
+    try:
+        file.write_text(text_of(file.name, settings, options))
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
     typer.echo(f"{file} is written: accelerate launch --config {file} train.py")
 
 
@@ -71,10 +89,26 @@ def _check(file: Path) -> None:
 
     options = check_file(file)
     for name, value in options.options().items():
-        typer.echo(f"fsdp_vescale_{name}: {value}")
-    typer.echo(f"{file} asks for veScale-FSDP and is right")
+        if value != getattr(Options(), name):
+            typer.echo(f"{PREFIX}{name}: {json.dumps(value)}")
+    typer.echo(f"{file} asks for veScale-FSDP and is right; other keys of ours have their defaults")
+    strange = _strange_keys(file)
+    if strange:
+        typer.echo(f"advice: Accelerate does not look at {', '.join(strange)} under fsdp_config")
     if GUARD not in file.read_text():
         typer.echo(
             f"advice: add '{GUARD}: true', so that the file is refused where veScale-FSDP is not "
             "there"
         )
+
+
+def _strange_keys(file: Path) -> list[str]:
+    """Keys under fsdp_config that are neither ours nor Accelerate's, which passes over them."""
+    import yaml  # type: ignore[import-untyped]
+    from accelerate.commands.launch import (  # type: ignore[import-untyped]
+        launch_command_parser,
+    )
+
+    known = {action.dest for action in launch_command_parser()._actions} | {ENGINE_KEY}
+    keys = yaml.safe_load(file.read_text())["fsdp_config"]
+    return [key for key in keys if key not in known and not key.startswith(PREFIX)]

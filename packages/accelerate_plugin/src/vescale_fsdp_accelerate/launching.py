@@ -73,6 +73,8 @@ def check_config(config: dict[str, Any]) -> options.Options | None:
         ValueError: what is wrong in it, by the names of the keys.
     """
     fsdp_config = config.get("fsdp_config") or {}
+    if not isinstance(fsdp_config, dict):
+        raise ValueError(f"fsdp_config must have keys and values, found {fsdp_config!r}")
     if options.engine_of(fsdp_config) is None:
         return None
     kind = config.get("distributed_type")

@@ -69,6 +69,12 @@ class Options:
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer in the place of the script's.
         optimizer_args: arguments of that optimizer.
+        gather: weights travel in 8 bits: ``int8``, ``e4m3``, or the arguments of
+            ``vescale_fsdp.QuantizedGather``. By import also one of these itself.
+        reduce: gradients travel in 8 bits: ``int8``, or the arguments of
+            ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
+        sealed: checkpoints are sealed ones, with a CRC32 of each byte, whatever the state dict
+            type is.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -113,6 +119,25 @@ class Options:
     optimizer_args: dict[str, Any] | None = _option(  # noqa: RUF009  # None by default
         None, "arguments of that optimizer, such as {momentum: 0.9}", "names and values"
     )
+    gather: Any = _option(  # noqa: RUF009  # None by default
+        None,
+        "weights travel in 8 bits; left out: in the dtype of compute",
+        "int8, e4m3, or names and values such as {dtype: e4m3, block: [32, 32]}",
+        coding="QuantizedGather",
+        arguments={"dtype": ("int8", "e4m3"), "block": None},
+    )
+    reduce: Any = _option(  # noqa: RUF009  # None by default
+        None,
+        "gradients travel in 8 bits; left out: in reduce_dtype",
+        "int8, or names and values such as {block: 256, error_feedback: true}",
+        coding="QuantizedReduce",
+        arguments={"dtype": ("int8",), "block": None, "error_feedback": (False, True)},
+    )
+    sealed: bool = _option(
+        False,
+        "checkpoints with a CRC32 of each byte, in the place of torch's format",
+        "true or false",
+    )
 
     def check_options(self) -> None:
         """Raise for a value that is none of the accepted ones."""
@@ -138,6 +163,8 @@ class Options:
 def _fits(each: Any, value: Any) -> bool:
     if "choices" in each.metadata:
         return value in each.metadata["choices"]
+    if "coding" in each.metadata:
+        return _is_coding(each.metadata["coding"], each.metadata["arguments"], value)
     if each.name == "granularity":
         return isinstance(value, str) and _GRANULARITY.fullmatch(value) is not None
     if each.name == "optimizer_args":
@@ -145,6 +172,22 @@ def _fits(each: Any, value: Any) -> bool:
     if isinstance(each.default, bool):
         return isinstance(value, bool)
     return type(value) is int and value >= 1
+
+
+def _is_coding(kind: str, arguments: Mapping[str, Any], value: Any) -> bool:
+    """Whether it is a word for a dtype, a mapping of arguments, or what the core has for both."""
+    if not isinstance(value, dict):
+        return value in arguments["dtype"] or type(value).__name__ == kind
+    return all(
+        key in arguments and (_is_block(each) if key == "block" else each in arguments[key])
+        for key, each in value.items()
+    )
+
+
+def _is_block(value: Any) -> bool:
+    """A number of elements, or rows and columns."""
+    extents = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
+    return all(type(extent) is int and extent >= 1 for extent in extents)
 
 
 def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:

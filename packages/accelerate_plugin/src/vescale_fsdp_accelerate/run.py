@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     """
     given, config = list(arguments), None
     if given[:1] == ["--vescale_config"]:
+        if len(given) < 2:
+            raise SystemExit(_USAGE)
         config, given = given[1], given[2:]
     is_module = given[:1] == ["-m"]
     if is_module:

@@ -23,6 +23,8 @@ from vescale_fsdp import (
     Granularity,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    QuantizedGather,
+    QuantizedReduce,
     combine,
     fully_shard,
     repeated_blocks,
@@ -52,6 +54,11 @@ class Sharder:
     ) -> None:
         self.plugin, self.device = plugin, device
         self._mesh = mesh
+        if plugin.cpu_ram_efficient_loading and not plugin.sync_init:
+            raise ValueError(
+                "fsdp_vescale_sync_init: false has every process keep its own values, and with "
+                "fsdp_cpu_ram_efficient_loading: true only the first has any; set one of them"
+            )
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -89,6 +96,7 @@ class Sharder:
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored,
             "granularity": self._granularity(needs),
+            **self._codings(),
             "unused": plugin.unused,
             "in_flight": plugin.in_flight,
         }
@@ -102,11 +110,11 @@ class Sharder:
                 recompute(block)
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         for block in blocks:
-            self._sync(block, ignored)
+            self._sync(block, model, ignored)
             fully_shard(block, mp_policy=policy, **common)
             yield
         if not isinstance(model, FSDPModule):
-            self._sync(model, ignored)
+            self._sync(model, model, ignored)
             if policy.param_dtype is not None and policy.output_dtype is None:
                 # Accelerate's promise under mixed precision: what a model returns is in fp32.
                 policy = replace(policy, output_dtype=torch.float32)
@@ -153,11 +161,21 @@ class Sharder:
 
     def _granularity(self, needs: Iterable[Any]) -> Any:
         given = self.plugin.granularity
-        parts = [] if given is None else [parse_granularity(given)]
+        parts: list[Any] = [] if given is None else [parse_granularity(given)]
         parts += list(needs)
+        if parts:  # alone, they are kept whole anyway
+            parts += [each.granularity() for each in self._codings().values()]
         if len(parts) < 2:
             return parts[0] if parts else None
         return combine(*parts)
+
+    def _codings(self) -> dict[str, QuantizedGather | QuantizedReduce]:
+        """What travels in 8 bits."""
+        kinds = {"gather": QuantizedGather, "reduce": QuantizedReduce}
+        given = {name: getattr(self.plugin, name) for name in kinds}
+        return {
+            name: _coding(kinds[name], value) for name, value in given.items() if value is not None
+        }
 
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
         wanted = self.plugin.ignored_modules
@@ -168,38 +186,58 @@ class Sharder:
             wanted = [each for name, each in model.named_modules() if pattern.fullmatch(name)]
         modules = list(wanted)
         for each in modules:
-            each.to(self.device)
+            each._apply(lambda t: t if t.is_meta else t.to(self.device))
         return {param for each in modules for param in each.parameters()}
 
-    def _sync(self, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    def _sync(self, module: nn.Module, model: nn.Module, ignored: set[nn.Parameter]) -> None:
         """Give all processes the first one's values of what becomes one unit. Collective.
 
         What other processes do not have yet (``cpu_ram_efficient_loading``) they get so, one unit
-        at a time.
+        at a time, and then also what is ignored.
         """
         if not self.plugin.sync_init or dist.get_world_size() == 1:
             return
-        taken = {id(p) for unit in units_of(module) for p in unit.parameters()}  # type: ignore[attr-defined]
-        tensors = [
-            t
-            for t in (*module.parameters(), *module.buffers())
-            if id(t) not in taken and t not in ignored
-        ]
+        left_alone = {id(p) for unit in units_of(module) for p in unit.parameters()}  # type: ignore[attr-defined]
+        if not self.plugin.cpu_ram_efficient_loading:
+            left_alone |= {id(param) for param in ignored}
+        tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left_alone]
         # A model may be on the meta device everywhere: then nobody has values.
         flags = [[tensor.is_meta for tensor in tensors]]
         dist.broadcast_object_list(flags, src=0)
+        made: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for tensor, first_lacks in zip(tensors, flags[0], strict=True):
-                if not first_lacks:
-                    self._broadcast(tensor)
+                if first_lacks:
+                    continue
+                if tensor.is_meta:
+                    made[id(tensor)] = _with_memory(tensor, self.device)
+                self._broadcast(made.get(id(tensor), tensor))
+        if made:
+            ignored |= {made[id(p)] for p in ignored if id(p) in made}  # type: ignore[misc]
+            _put_in_place(model, made)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        lacks = tensor.is_meta
-        here = torch.empty_like(tensor, device=self.device) if lacks else tensor.to(self.device)
-        here = here.contiguous()
+        here = tensor.to(self.device).contiguous()
         dist.broadcast(here, src=0)
-        if lacks or here.data_ptr() != tensor.data_ptr():
+        if here.data_ptr() != tensor.data_ptr():
             tensor.data = here
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on another device than meta, not filled."""
+    new = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    new.__dict__.update(tensor.__dict__)
+    return new
+
+
+def _put_in_place(model: nn.Module, made: dict[int, torch.Tensor]) -> None:
+    """Exchange parameters and buffers, wherever they are in the model."""
+    for module in model.modules():
+        slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slot in slots:
+            slot.update({name: made[id(t)] for name, t in slot.items() if id(t) in made})
 
 
 def upcast(model: nn.Module) -> None:
@@ -239,6 +277,18 @@ def refuse_other_engines(model: nn.Module) -> None:
 def weak_parameters(model: nn.Module) -> dict[str, Any]:
     """Weak references to the parameters by names, tied ones under each of theirs."""
     return {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _coding(kind: Any, value: Any) -> Any:
+    """What the core takes for the words of the yaml; `Options` has checked them."""
+    if isinstance(value, kind):
+        return value
+    args = dict(value) if isinstance(value, dict) else {"dtype": value}
+    if kind is QuantizedReduce:
+        args.pop("dtype", None)  # int8 is the only one
+    if isinstance(args.get("block"), list):
+        args["block"] = tuple(args["block"])
+    return kind(**args)
 
 
 def parse_granularity(text: str) -> Granularity:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import AdamW8bit, OptimizerGroup, Shampoo
-from vescale_fsdp_accelerate.states import is_cut, like
 
 __all__ = ["Switch", "granularities_of", "is_ours"]
 
@@ -69,7 +70,7 @@ class Switch:
                 if old in optimizer.state:
                     states = optimizer.state.pop(old)
                     optimizer.state[new] = {
-                        key: like(value, new, key) if is_cut(key, value, new) else value
+                        key: full.part_of(value, new, key) if _is_cut(key, value, new) else value
                         for key, value in states.items()
                     }
 
@@ -92,6 +93,17 @@ class Switch:
             optimizer.add_param_group(group)
         if has_stepped:
             optimizer.load_state_dict(saved)
+
+
+def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
+    """Whether a whole state is to be cut as its parameter is: it has an entry for each element.
+
+    Of a parameter without dimensions that is not to be seen from its shape; there, as torch does
+    when it loads states, all are but ``step``.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.shape == param.shape and (value.dim() > 0 or name != "step")
 
 
 def is_ours(optimizer: torch.optim.Optimizer) -> bool:

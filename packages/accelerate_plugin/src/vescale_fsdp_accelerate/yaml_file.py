@@ -65,7 +65,7 @@ def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
     lines = []
     for each in fields(Options):
         value = getattr(options, each.name)
-        lines.append(f"  # {each.metadata['help']}: {each.metadata['accepted']}")
+        lines.append(f"  # {each.metadata['help']} ({each.metadata['accepted']})")
         is_set = value != each.default
         shown = yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
         lines.append(f"  {'' if is_set else '# '}{PREFIX}{each.name}: {shown}")

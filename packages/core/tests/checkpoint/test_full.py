@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import CheckpointMismatchError
+from vescale_fsdp import CheckpointIncompleteError, CheckpointMismatchError, checkpoint
 from vescale_fsdp.checkpoint.state import full
 from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, flatten_
 from vescale_fsdp.testing import run_ranks
@@ -105,6 +105,46 @@ def test_one_process_without_sharding_goes_on_from_them(tmp_path: Path) -> None:
         _, after = torch.load(tmp_path / f"{name}-after.pt")
         for key, value in model.state_dict().items():
             assert torch.equal(value, after[key]), key
+
+
+def save_sealed(folder: Path) -> None:
+    for name in ("adamw", "codes"):
+        model, optimizer = sharded(name, 0)
+        train(model, optimizer, range(2))
+        extra = {"step": 2, "seen": torch.arange(3)}
+        checkpoint.save(folder / f"step-{name}", model, optimizer, extra=extra)
+        tree = {"model": full.model_state(model), "state": full.optimizer_state(model, optimizer)}
+        whole = full.gathered(tree, keep=dist.get_rank() == 0)
+        if dist.get_rank() == 0:
+            torch.save(whole, folder / f"{name}.pt")
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+def test_one_process_reads_all_of_a_sealed_checkpoint(tmp_path: Path) -> None:
+    run_ranks(save_sealed, 3, tmp_path)
+    for name in ("adamw", "codes"):
+        expected = torch.load(tmp_path / f"{name}.pt")
+        found = checkpoint.read(tmp_path / f"step-{name}")
+        assert found.keys() == {"model", "optimizer.0", "extra"}
+        assert_equal(found["model"], expected["model"])
+        assert_equal(found["optimizer.0"], expected["state"])
+        assert_equal(found["extra"], {"step": 2, "seen": torch.arange(3)})
+    with pytest.raises(CheckpointIncompleteError, match="there is no checkpoint at"):
+        checkpoint.read(tmp_path)
 
 
 def refuse() -> None:

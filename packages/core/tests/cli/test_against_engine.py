@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from vescale_fsdp import QuantizedGather, QuantizedReduce
 from vescale_fsdp.cli.blocks import BlockRules
+from vescale_fsdp.cli.codes import Code, Codes
 from vescale_fsdp.cli.estimate import Figures, figures_of
 from vescale_fsdp.cli.layouts import lay_out_model
 from vescale_fsdp.cli.modules import model_of_module
@@ -25,6 +27,7 @@ from .training import (
     measure,
 )
 
+E4M3, INT8 = Code("e4m3", (8, 8)), Code("int8", 32)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -36,6 +39,18 @@ class Case(NamedTuple):
     rows: int = 1
     backend: Backend = "gloo"
     num_replicas: int = 1
+    gather: Code | None = None
+    reduce: Code | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``fully_shard``, of what travels in 8 bits."""
+        found: dict[str, Any] = {}
+        if self.gather is not None:
+            found["gather"] = QuantizedGather(self.gather.dtype, self.gather.block)
+        if self.reduce is not None:
+            found["reduce"] = QuantizedReduce(self.reduce.block)
+        return found
 
 
 def figures(case: Case) -> Figures:
@@ -45,11 +60,13 @@ def figures(case: Case) -> Figures:
         reshard=case.reshard,
         backend=case.backend,
         num_replicas=case.num_replicas,
+        codes=Codes(case.gather, case.reduce),
     )
     with torch.device("meta"):
         model = model_of_module(case.make(), "gpt", None)
-    rules = BlockRules([f"rows:{case.rows}"])
-    return figures_of(model, lay_out_model(model, settings.num_shards, rules, "auto"), settings)
+    rules = BlockRules([] if case.options else [f"rows:{case.rows}"])
+    planned = lay_out_model(model, settings.num_shards, rules, "auto", codes=settings.codes)
+    return figures_of(model, planned, settings)
 
 
 CASES = {
@@ -69,6 +86,14 @@ CASES = {
     "reduce-scatter": Case(partial(GPT, 5), backend="nccl"),
     "reduce-scatter, 4 ranks": Case(partial(GPT, 3, 997), num_ranks=4, backend="nccl"),
     "reduce-scatter in fp32": Case(partial(GPT, 4), compute="fp32", backend="nccl"),
+    "8 bits both ways": Case(partial(GPT, 5), gather=E4M3, reduce=INT8),
+    "8 bits both ways, reduce-scatter, 4 ranks": Case(
+        partial(GPT, 4), num_ranks=4, backend="nccl", gather=E4M3, reduce=INT8
+    ),
+    "8 bits, none kept, two replicas": Case(
+        partial(GPT, 4), num_ranks=4, num_replicas=2, reshard=True, compute="fp32", gather=E4M3
+    ),
+    "8 bits, all kept, parts frozen": Case(gpt_with_frozen_matrices, reshard=False, gather=E4M3),
 }
 
 
@@ -86,6 +111,7 @@ def test_figures_are_those_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPa
         case.reshard,
         case.rows,
         case.num_replicas,
+        case.options,
     )
     found: dict[str, Any] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     expected = figures(case)

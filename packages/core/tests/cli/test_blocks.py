@@ -8,25 +8,25 @@ from vescale_fsdp.cli.model import Tensor
 MATRIX, VECTOR = Tensor("mlp.experts.3.up", (64, 32)), Tensor("mlp.experts.3.bias", (64,))
 
 
-def blocks(*rules: str) -> tuple[int, int]:
+def blocks(*rules: str) -> tuple[int | None, int | None]:
     found = BlockRules(rules)
     return found.block(MATRIX), found.block(VECTOR)
 
 
 def test_a_plain_rule_is_for_matrices() -> None:
-    assert blocks() == (1, 1)
-    assert blocks("rows:4") == (128, 1)
+    assert blocks() == (None, None)
+    assert blocks("rows:4") == (128, None)
 
 
 def test_a_pattern_is_for_names() -> None:
     assert blocks("*.experts.*=rows:4") == (128, 4)
-    assert blocks("*.up=whole") == (64 * 32, 1)
-    assert blocks("up=whole") == (1, 1)
+    assert blocks("*.up=whole") == (64 * 32, None)
+    assert blocks("up=whole") == (None, None)
 
 
 def test_the_last_rule_that_fits_holds() -> None:
-    assert blocks("rows:4", "*.up=elements:10") == (10, 1)
-    assert blocks("*.up=elements:10", "rows:4") == (128, 1)
+    assert blocks("rows:4", "*.up=elements:10") == (10, None)
+    assert blocks("*.up=elements:10", "rows:4") == (128, None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vescale_fsdp.cli import main
+from vescale_fsdp.cli import main, shapes
 from vescale_fsdp.cli.progress import color_system
 
 from .tiny import TINY, shapes_file
@@ -464,3 +464,59 @@ def test_a_shapes_file_is_planned_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ranks: 10,240" in done.stdout
+
+
+_BLOCK = [["up.weight", [256, 128]], ["output.weight", [64, 64]]]
+_ENDS = [["embed.weight", [512, 128]], ["lm_head.weight", [512, 128]]]
+WIDE = {
+    "groups": [
+        {"name": "layer", "count": 2, "tensors": _BLOCK},
+        {"name": "root", "tensors": _ENDS},
+    ]
+}
+
+
+def test_what_travels_in_8_bits(tmp_path: Path, capsys: Capture) -> None:
+    path = shapes_file(tmp_path, WIDE)
+    common = (path, "--ranks", "2", "--reshard", "--backend", "gloo")
+    report = as_json(capsys, *common, "--gather", "e4m3:128x128", "--reduce", "int8:64")
+    assert report["settings"]["gather"] == "e4m3:128x128"
+    assert report["settings"]["reduce"] == "int8:64"
+    # Of a layer 256 x 128 is coded, 64 x 64 has fewer elements than a tile. A rank has 16,384
+    # codes and one scale (to 16 bytes), and one of them 4,096 elements of bf16 besides.
+    sent = report["per_rank"]["vescale_fsdp"]["sent_bytes"]
+    layer, root = 16 + 16384 + 2 * 4096, 512 * 128 * 2
+    assert sent["gather_forward_bytes"] == 2 * layer + root
+    # In blocks of 64 all is coded: the rank with 64 x 64 sends a code and a 16th of a byte each.
+    numbers = 16384 + 4096
+    assert sent["reduce_bytes"] == 2 * (numbers + numbers // 16) + 65536 + 65536 // 16
+    out = run(capsys, *common, "--gather", "int8:32x32")
+    assert "gathered int8:32x32 or bfloat16, reduced float32" in out
+    way_out = "Tiles of int8:128x128 keep strips of rows in full width together"
+    assert way_out not in " ".join(out.split())
+    out = run(capsys, path, "--ranks", "8", "--gather", "int8:128x128")  # strips of 16,384 elements
+    assert way_out in " ".join(out.split())
+    assert "gathered int8:256 or" in run(capsys, path, "--ranks", "8", "--gather", "int8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gather", "fp8"], "--gather is 'fp8', expected int8 or e4m3, and a block if need be"),
+        (["--reduce", "e4m3"], "--reduce is 'e4m3', expected int8, and a block"),
+        (["--gather", "int8:0"], "--gather is 'int8:0'"),
+        (
+            ["--gather", "int8:128x128", "--granularity", "rows:8"],
+            "blocks of 1024 elements of 'up.weight', of shape [256, 128], but it travels as int8",
+        ),
+    ],
+)
+def test_bad_codes(arguments: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
+    path = shapes_file(tmp_path, WIDE)
+    assert message in refuse(capsys, "plan", path, "--ranks", "2", *arguments)
+
+
+def test_heads_are_those_of_the_engine() -> None:
+    from vescale_fsdp.engine import roles
+
+    assert shapes.HEADS == roles.HEADS

@@ -124,3 +124,12 @@ def test_one_rank_needs_no_scratch(backend: Backend) -> None:
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
     assert timeline.SHORTEST_EXCHANGE == exchange.SHORTEST_BYTES
+
+
+def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> None:
+    # Frozen, of 100 elements of bf16 over 10 ranks that send 7 bytes each.
+    group = GroupMemory(10, NUM_SHARDS, (100,), FP32, BF16, FP32, False, gather_message=7)
+    block = UnitMemory("b", (group,), is_root=False, keeps=False)
+    step = run_step([unit(0, root=True), block], "gloo")
+    assert step.peak.num_bytes == 200 + 70 + 7  # the last ones stay, to be sent again
+    assert step.peak.parts == {timeline.GATHERED: 270, timeline.KEPT: 7}

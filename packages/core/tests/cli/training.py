@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
-from vescale_fsdp.dbuffer import collectives, flat, gradients, memory
+from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory
 from vescale_fsdp.planner import PaddingWarning
 
 VOCAB, WIDTH, LENGTH = 131, 24, 8
@@ -173,6 +173,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(memory.SlabPool, "take", counted_take),
         mock.patch.object(memory.SlabPool, "give", counted_give),
         mock.patch.object(collectives, "empty", counted_empty),
+        mock.patch.object(codec, "empty", counted_empty),
         mock.patch.object(gradients.GradientBuffer, "add", counted_add),
         mock.patch.object(dist, gather.__name__, counted_gather),
         mock.patch.object(dist, scatter.__name__, counted_scatter),
@@ -191,7 +192,12 @@ def _scatter() -> Any:
 
 
 def measure(
-    make: Any, compute: torch.dtype, reshard: bool | None, rows: int, num_replicas: int
+    make: Any,
+    compute: torch.dtype,
+    reshard: bool | None,
+    rows: int,
+    num_replicas: int,
+    options: dict[str, Any],
 ) -> dict[str, int]:
     """Train two steps with AdamW on this rank; what the second one took, in bytes."""
     ledger = Ledger()
@@ -199,6 +205,8 @@ def measure(
     names = ("replicate", "shard") if num_replicas > 1 else ("shard",)
     sizes = (num_replicas, num_ranks // num_replicas)[-len(names) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if not options:
+        options = {"granularity": lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None}
     with counted(ledger), warnings.catch_warnings():
         warnings.simplefilter("ignore", PaddingWarning)
         torch.manual_seed(0)
@@ -210,7 +218,7 @@ def measure(
                 mesh=mesh,
                 mp_policy=policy,
                 reshard_after_forward=reshard,
-                granularity=lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None,
+                **options,
             )
         if os.environ["VESCALE_FSDP_REDUCE"] == "native":  # as where NCCL is the backend
             model.set_reduce_scatter_max_input_buffers(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce, combine, fully_shard, unsharded
 from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 
@@ -25,6 +27,7 @@ from ..dbuffer.rounding import rounded
 from .helpers import assert_bit_equal, full_gradients, full_parameters, shard_units
 from .models import MLP, TinyGPT, gpt_loss, inputs_of, make, tokens_of
 from .straight_through import StraightThrough, hidden_matrices
+from .test_quantized_gather import Gathered
 
 GATHER = QuantizedGather("e4m3", (4, 5))
 
@@ -124,6 +127,44 @@ def check_replicas() -> None:
     expected = full_gradients(plain)
     for name, gradient in full_gradients(model).items():  # sums in another order
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def check_cut_outside() -> None:
+    """What rests is cut over both axes: messages go over both of them, with the bits of hsdp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    found = []
+    for sharding in ("hsdp", "hsdp_zero1"):
+        model = make(TinyGPT)
+        reduce = QuantizedReduce((4, 5), error_feedback=True)
+        options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "gather": GATHER}
+        shard_units(model, model.blocks, reduce=reduce, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            for sync in (False, True):
+                model.set_requires_gradient_sync(sync)
+                loss = gpt_loss(model, tokens_of(2 * step + sync, dist.get_rank()))
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = full_parameters(model)
+        with unsharded(model, writeback=True):
+            for name, param in model.named_parameters():
+                if "blocks" in name and param.dim() > 1:
+                    assert torch.equal(param.detach(), rounded(masters[name], "e4m3", (4, 5)))
+            with torch.no_grad():
+                model.blocks[0].up.weight[2] = 7.0
+        masters["blocks.0.up.weight"][2] = 7.0
+        assert_bit_equal(full_parameters(model), masters)
+        found.append((losses, masters))
+    assert found[0][0] == found[1][0]
+    assert_bit_equal(found[1][1], found[0][1])
+    with Gathered() as gathered:
+        model.blocks[0].unshard()
+    (group,) = units_in(model.blocks[0])[""].groups
+    # One message to the other replica's rank, then those two to the other one that cuts.
+    assert gathered.num_bytes == 3 * group.codec.num_bytes(group.layout)
 
 
 class Pair(nn.Module):
@@ -243,6 +284,7 @@ def test_packed_weights_and_their_scales_train_adapters(tmp_path: Path) -> None:
 
 def check_on_four_ranks() -> None:
     check_replicas()
+    check_cut_outside()
     check_tensor_parallel()
 
 

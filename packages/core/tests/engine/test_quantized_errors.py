@@ -46,7 +46,6 @@ def uint8() -> nn.Module:
 
 def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     """The error, a part of its words, and the mistake."""
-    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     return [
         (
             ValueError,
@@ -90,11 +89,6 @@ def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
             ValueError,
             r"'weight', which shard_placement_fn wants as Shard\(0\), cannot travel in blocks",
             lambda: fully_shard(layer(), gather=GATHER, shard_placement_fn=lambda _: Shard(0)),
-        ),
-        (
-            NotImplementedError,
-            "use sharding='hsdp'",
-            lambda: fully_shard(layer(), gather=GATHER, mesh=two, sharding="hsdp_zero1"),
         ),
         (
             ValueError,

@@ -9,10 +9,11 @@ by hand, and the classes behind the strings are here, for arguments::
 What the files do, from the bottom up:
 
 * the string: `_autoload`
-* arguments: `options`, `precision`
+* arguments: `options`, `words` (as yaml says them), `precision`
 * the model: `sharding`, which Trainer and Fabric share
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
-  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`
+  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `consolidate` makes one
+  file of a directory
 * strategies: `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
 * callbacks: `ema`, `throughput`
 """

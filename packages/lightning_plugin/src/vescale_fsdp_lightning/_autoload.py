@@ -2,8 +2,9 @@
 
 Lightning has no plug-in mechanism that runs before it looks up a strategy. torch has one: at the
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
-`install`, which does one thing: it asks to be told when one of Lightning's strategy registries
-is imported, and then adds the names to it. In a process without Lightning nothing more happens.
+`install`, which asks to be told when one of Lightning's strategy registries is imported, and then
+adds the names to it, and the precision that they refuse to Lightning's check of precisions. In a
+process without Lightning nothing more happens.
 
 Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
 does the same. Standard library only: torch is still being imported when this runs.
@@ -12,7 +13,7 @@ does the same. Standard library only: torch is still being imported when this ru
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -34,12 +35,18 @@ _NAMESPACES = {
     "lightning.fabric": "STRATEGY_REGISTRY",
     "lightning_fabric": "STRATEGY_REGISTRY",
 }
+_CONNECTORS = (  # what a Trainer chooses its strategy and its precision with
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector",
+)
 
 
 def install() -> None:
     """Have the strategies registered in each of Lightning's namespaces when it is imported."""
     for namespace in _NAMESPACES:
         when_imported(f"{namespace}.strategies", _REGISTER[namespace])
+    for connector in _CONNECTORS:
+        when_imported(connector, _check_precision)
 
 
 def _register(namespace: str, module: ModuleType) -> None:
@@ -54,25 +61,29 @@ _REGISTER = {namespace: partial(_register, namespace) for namespace in _NAMESPAC
 
 
 def _make_strategy(namespace: str, **options: Any) -> Any:
-    _refuse_half_on_cpu()
     return strategy_class(namespace)(**options)
 
 
-def _refuse_half_on_cpu() -> None:
-    """Raise for ``precision="16-mixed"`` on CPU, where Lightning would train in bf16 instead.
+def _check_precision(module: ModuleType) -> None:
+    """Have a Trainer with one of our names refuse ``precision="16-mixed"`` on CPU.
 
-    It replaces the precision before it tells the strategy. What was asked for is known to who
-    calls the registry only: Lightning's connector, whose constructor is under way.
+    Its connector has a method that refuses what a strategy cannot do, but does so for strategy
+    objects only, and puts "bf16-mixed" in the place of "16-mixed" before the strategy is told.
+    Fabric's refuses it for names, too.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        connector = frame.f_locals.get("self")
-        asked = getattr(connector, "_precision_flag", getattr(connector, "_precision_input", None))
-        if asked is not None:
-            if asked == "16-mixed" and getattr(connector, "_accelerator_flag", None) == "cpu":
-                import_module("vescale_fsdp_lightning.precision").refuse(asked, "cpu")
-            return
+    connector = getattr(module, "_AcceleratorConnector", None)
+    check = getattr(connector, "_validate_precision_choice", None)
+    if check is None or hasattr(check, "__wrapped__"):
+        return
+
+    @wraps(check)
+    def check_names_too(self: Any) -> None:
+        check(self)
+        is_ours = isinstance(self._strategy_flag, str) and self._strategy_flag in NAMES
+        if is_ours and (self._precision_flag, self._accelerator_flag) == ("16-mixed", "cpu"):
+            import_module("vescale_fsdp_lightning.precision").refuse("16-mixed", "cpu")
+
+    connector._validate_precision_choice = check_names_too  # type: ignore[union-attr]
 
 
 @cache

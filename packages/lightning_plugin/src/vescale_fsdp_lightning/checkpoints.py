@@ -11,23 +11,31 @@ dcp        torch's distributed format and ``meta.pt`` (see `torch_format`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale_fsdp import CheckpointValueError, checkpoint
-from vescale_fsdp_lightning import states, torch_format
+from vescale_fsdp import CheckpointMismatchError, CheckpointValueError, checkpoint
+from vescale_fsdp.checkpoint import full
+from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
 from vescale_fsdp_lightning.places import agree, from_first
 from vescale_fsdp_lightning.plain import from_plain, to_plain
 from vescale_fsdp_lightning.store import Store, is_first
 
-__all__ = ["Checkpoints", "Optimizers", "load_sealed", "save_sealed"]
+__all__ = [
+    "ALSO",
+    "Checkpoints",
+    "Optimizers",
+    "load_sealed",
+    "read_manifest",
+    "save_sealed",
+]
 
-_ALSO = "vescale_fsdp"  # where a file has the states of what was saved too
+ALSO = "vescale_fsdp"  # where a file has the states of what was saved too
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 WriteFile = Callable[[dict[str, Any], str], None]
@@ -43,19 +51,19 @@ class Checkpoints:
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """For the dictionary that hooks see: sharded, or whole in the first process."""
-        state = states.model_state(model)
+        state = full.model_state(model)
         if not self.is_full:
             return state
-        state = states.whole(state, keep=is_first())
+        state = full.gathered(state, keep=is_first())
         return state if is_first() else {}
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For the dictionary that hooks see: sharded, or whole in the first process."""
         if not self.is_full:
             return optimizer.state_dict()
-        named = states.optimizer_state(optimizer, states.parameter_names(model, optimizer))
-        named = states.whole(named, keep=is_first())
-        return states.by_number(named) if is_first() else {}
+        named = full.optimizer_state(model, optimizer)
+        named = full.gathered(named, keep=is_first())
+        return full.by_number(named) if is_first() else {}
 
     def save(
         self,
@@ -82,10 +90,9 @@ class Checkpoints:
         rest: dict[str, Any] = {}
         agree(lambda: rest.update(_without_states(values, model)))
         if self.options.state_dict_type == "dcp":
-            state = {"model": states.model_state(model)}
+            state = {"model": full.model_state(model)}
             for name, each in optimizers.items():
-                names = states.parameter_names(model, each)
-                state[f"optimizer_{name}"] = states.optimizer_state(each, names)
+                state[f"optimizer_{name}"] = full.optimizer_state(model, each)
             self.store.publish(path, lambda target, _: torch_format.save(target, state, rest))
             return
         step = rest.get("global_step")
@@ -110,7 +117,7 @@ class Checkpoints:
             if not name.isdecimal()
         }
         if also:
-            values[_ALSO] = also
+            values[ALSO] = also
         if write_file is None:
             self.store.publish_file(path, lambda stream: torch.save(values, stream))
         else:
@@ -143,12 +150,13 @@ class Checkpoints:
                 return _load_file(found, model, optimizers, strict, only)
             if (found / torch_format.METADATA).is_file():
                 return _load_directory(found, model, optimizers, strict, only)
-            return load_sealed(found, model, optimizers, strict)
+            is_resumed = any(name.isdecimal() for name in optimizers)  # averages are no training
+            return load_sealed(found, model, optimizers, strict, rng=is_resumed)
 
 
 def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """The dictionary without what is saved from model and optimizers themselves."""
-    expected = states.model_state(model)
+    expected = full.model_state(model)
     changed = sorted(values.get("state_dict", expected).keys() ^ expected.keys())
     if changed:
         raise CheckpointValueError(
@@ -169,9 +177,14 @@ def save_sealed(
     *,
     step: Any = None,
     may_wait: bool = False,
+    models: Sequence[str] = (),
 ) -> checkpoint.SaveHandle | None:
-    """Write a sealed directory. Collective. Returns what to wait for, if it is under way."""
-    extra: dict[str, Any] = {}
+    """Write a sealed directory. Collective. Returns what to wait for, if it is under way.
+
+    Args:
+        models: the user's keys, with Fabric.
+    """
+    extra: dict[str, Any] = {"models": list(models)} if models else {}
     agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ from rank to rank
     if type(step) is int:
         extra["step"] = step
@@ -188,26 +201,51 @@ def save_sealed(
 
 
 def load_sealed(
-    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool
+    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, *, rng: bool
 ) -> dict[str, Any]:
-    """Load a sealed directory, in place; returns the rest. Collective."""
-    saved: set[str] = set()
+    """Load a sealed directory, in place; returns the rest. Collective.
 
-    def read_names() -> None:
-        file = path / "manifest.json"
-        saved.update(checkpoint.Manifest.parse(file.read_bytes(), str(file)).values)
-
-    agree(read_names)
-    there = {name: each for name, each in optimizers.items() if f"optimizer.{name}" in saved}
-    extra = checkpoint.load(path, model, there or None, strict=strict)
+    Args:
+        rng: give the random number generators of this process the states that were saved.
+    """
+    values = read_manifest(path).values
+    saved = [name.removeprefix("optimizer.") for name in values if name.startswith("optimizer.")]
+    check_count(saved, optimizers, path)
+    there = {name: each for name, each in optimizers.items() if name in saved}
+    extra = checkpoint.load(path, model, there or None, strict=strict, rng=rng)
     rest: dict[str, Any] = from_plain(extra.get("lightning", extra))
     return rest
+
+
+def check_count(saved: Iterable[str], optimizers: Optimizers, path: Path) -> None:
+    """Raise if a Trainer is to go on with other optimizers than it has saved.
+
+    Raises:
+        CheckpointMismatchError: says how many there are.
+    """
+    of_trainer = sum(name.isdecimal() for name in saved)
+    made = sum(name.isdecimal() for name in optimizers)
+    if of_trainer and made and of_trainer != made:
+        raise CheckpointMismatchError(
+            f"{path} has the states of {of_trainer} optimizer{'s' * (of_trainer > 1)}, and "
+            f"configure_optimizers has made {made}; make as many as when it was saved"
+        )
+
+
+def read_manifest(path: Path) -> checkpoint.Manifest:
+    """What is in a sealed directory. Collective."""
+    found: list[checkpoint.Manifest] = []
+    file = path / "manifest.json"
+    agree(lambda: found.append(checkpoint.Manifest.parse(file.read_bytes(), str(file))))
+    return found[0]
 
 
 def _load_directory(
     path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, weights_only: bool
 ) -> dict[str, Any]:
     directory = torch_format.Directory(path)
+    saved = [key.removeprefix("optimizer_") for key in directory.keys]
+    check_count(saved, optimizers, path)
     directory.load_model(directory.first_of(("model", "state_dict")), model, strict=strict)
     for name, each in optimizers.items():
         if directory.has(f"optimizer_{name}"):
@@ -222,12 +260,13 @@ def _load_file(
 
     def load() -> None:
         found.update(torch_format.read_file(path, weights_only))
-        states.load_model(model, found.pop("state_dict"), strict=strict)
-        own, also = found.pop("optimizer_states", []), found.pop(_ALSO, {})
+        check_count(map(str, range(len(found.get("optimizer_states", [])))), optimizers, path)
+        full.load_model(model, found.pop("state_dict"), strict=strict)
+        own, also = found.pop("optimizer_states", []), found.pop(ALSO, {})
         for name, each in optimizers.items():
             saved = own[int(name)] if name.isdecimal() and own else also.get(name)
             if saved is not None:
-                states.load_optimizer(model, each, saved)
+                full.load_optimizer(model, each, saved)
 
     agree(load)
     return found

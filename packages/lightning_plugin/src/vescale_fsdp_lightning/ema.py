@@ -112,6 +112,10 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Put the weights back, if a validation was cut short: callbacks save them after this."""
+        self.on_validation_epoch_end(trainer, pl_module)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the averages in the model; what is saved when training ends has the weights."""
         trainer.strategy.saved_too(_NAME).put_into_parameters()

@@ -14,8 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vescale_fsdp_lightning import states, torch_format
-from vescale_fsdp_lightning.checkpoints import Checkpoints, load_sealed, save_sealed
+from vescale_fsdp.checkpoint import full
+from vescale_fsdp_lightning import torch_format
+from vescale_fsdp_lightning.checkpoints import (
+    Checkpoints,
+    load_sealed,
+    read_manifest,
+    save_sealed,
+)
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.store import is_first
 
@@ -38,8 +44,23 @@ class _Parts:
                 f"there is no model in what fabric.{verb} was given, and so nothing says how "
                 f'tensors are cut: fabric.{verb}(path, {{"model": model, ...}})'
             )
+        self.has_several = len(self.models) > 1
         single = next(iter(self.models.values()))
-        self.model = single if len(self.models) == 1 else nn.ModuleDict(self.models)
+        self.model = nn.ModuleDict(self.models) if self.has_several else single
+
+    def model_in(self, path: Path) -> nn.Module:
+        """The model, or models, by the names that a sealed directory has. Collective.
+
+        A model that was saved alone has no key before its names, one of several has.
+        """
+        if self.has_several:
+            return self.model
+        (key,) = self.models
+        saved = read_manifest(path).tensors
+        own = full.model_state(self.model)
+        alone = sum(f"model.{name}" in saved for name in own)
+        among_others = sum(f"model.{key}.{name}" in saved for name in own)
+        return nn.ModuleDict(self.models) if among_others > alone else self.model
 
     def owner(self, optimizer: Optimizer) -> nn.Module:
         """The model that has the parameters of an optimizer."""
@@ -78,13 +99,13 @@ def save(checkpoints: Checkpoints, path: str, state: Mapping[str, Any], filter: 
                 checkpoints.options,
                 step=rest.get("step"),
                 may_wait=may_wait,
+                models=list(parts.models),
             ),
         )
         return
-    trees: dict[str, Any] = {key: states.model_state(each) for key, each in parts.models.items()}
+    trees: dict[str, Any] = {key: full.model_state(each) for key, each in parts.models.items()}
     for key, each in parts.optimizers.items():
-        names = states.parameter_names(parts.owner(each), each)
-        trees[key] = states.optimizer_state(each, names)
+        trees[key] = full.optimizer_state(parts.owner(each), each)
     if not checkpoints.is_full:
         checkpoints.store.publish(path, lambda target, _: torch_format.save(target, trees, rest))
         return
@@ -92,7 +113,7 @@ def save(checkpoints: Checkpoints, path: str, state: Mapping[str, Any], filter: 
         tree = trees if key in trees else rest
         if isinstance(tree[key], dict):
             tree[key] = {name: each for name, each in tree[key].items() if keep(name, each)}
-    values = {**states.whole(trees, keep=is_first()), **rest}
+    values = {**full.gathered(trees, keep=is_first()), **rest}
     checkpoints.store.publish_file(path, lambda stream: torch.save(values, stream))
 
 
@@ -107,17 +128,19 @@ def load(
 ) -> dict[str, Any]:
     """Load into the objects of ``state``, in place; returns what was not asked for. Collective.
 
+    Args:
+        state: the user's dictionary; or a model (``fabric.load_raw``), of which there is a file of
+            its state dict, or a sealed directory in which it is alone.
+
     Raises:
         KeyError: with ``strict``, a key of ``state`` was not saved.
         NotImplementedError: ``state`` is an optimizer alone.
+        ValueError: ``state`` is a model alone, and the directory has keys.
     """
     only = checkpoints.options.weights_only if weights_only is None else weights_only
     with checkpoints.store.fetch(path, local_rank) as found:
         if isinstance(state, nn.Module):
-            model = state
-            agree(
-                lambda: states.load_model(model, torch_format.read_file(found, only), strict=strict)
-            )
+            _load_raw(found, state, strict, only)
             return {}
         if isinstance(state, Optimizer):
             raise NotImplementedError(
@@ -142,6 +165,22 @@ def load(
     return rest
 
 
+def _load_raw(found: Path, model: nn.Module, strict: bool, weights_only: bool) -> None:
+    if found.is_file():
+        agree(
+            lambda: full.load_model(
+                model, torch_format.read_file(found, weights_only), strict=strict
+            )
+        )
+    elif (found / torch_format.METADATA).is_file():
+        raise ValueError(
+            f"{found} is a directory of several things by their keys, and fabric.load_raw(path, "
+            'model) has none; fabric.load(path, {"model": model}) loads what was saved as "model"'
+        )
+    else:
+        load_sealed(found, model, {}, strict, rng=False)
+
+
 def _load(found: Path, parts: _Parts, strict: bool, weights_only: bool) -> dict[str, Any]:
     if found.is_file():
         values: dict[str, Any] = {}
@@ -149,14 +188,15 @@ def _load(found: Path, parts: _Parts, strict: bool, weights_only: bool) -> dict[
         def take() -> None:
             values.update(torch_format.read_file(found, weights_only))
             for key, model in parts.models.items():
-                states.load_model(model, values.pop(key), strict=strict)
+                full.load_model(model, values.pop(key), strict=strict)
             for key, each in parts.optimizers.items():
-                states.load_optimizer(parts.owner(each), each, values.pop(key))
+                full.load_optimizer(parts.owner(each), each, values.pop(key))
 
         agree(take)
         return values
     if not (found / torch_format.METADATA).is_file():
-        return load_sealed(found, parts.model, parts.optimizers, strict)
+        model = parts.model_in(found)
+        return load_sealed(found, model, parts.optimizers, strict, rng=bool(parts.optimizers))
     directory = torch_format.Directory(found)
     for key, model in parts.models.items():
         directory.load_model(directory.first_of((key,)), model, strict=strict)

@@ -44,6 +44,7 @@ class Lifecycle(Sharding):
     """`Sharding` for ``Trainer(strategy="vescale_fsdp")``; that has the arguments."""
 
     strategy_name = "vescale_fsdp"
+    _checkpoint_io: Any  # of Lightning's: what was passed
 
     # Processes
 
@@ -57,8 +58,8 @@ class Lifecycle(Sharding):
         """Wait for what is being saved in the background, by us or by a plug-in of Lightning's."""
         try:
             self._checkpoints.store.finish()
-            if self._checkpoint_io is not None:  # type: ignore[attr-defined]
-                self.checkpoint_io.teardown()  # type: ignore[attr-defined]
+            if self._checkpoint_io is not None:
+                self.checkpoint_io.teardown()
         finally:
             super().teardown()  # type: ignore[misc]
 
@@ -87,9 +88,9 @@ class Lifecycle(Sharding):
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         refuse_callbacks(trainer.callbacks)
         leave_inference_mode(trainer)
-        if self._checkpoint_io is not None and self.options.state_dict_type != "full":  # type: ignore[attr-defined]
+        if self._checkpoint_io is not None and self.options.state_dict_type != "full":
             raise ValueError(
-                f"a {type(self._checkpoint_io).__name__} writes files, and "  # type: ignore[attr-defined]
+                f"a {type(self._checkpoint_io).__name__} writes files, and "
                 f"state_dict_type={self.options.state_dict_type!r} saves directories; pass "
                 'VeScaleFSDPStrategy(state_dict_type="full"), or leave the plug-in out'
             )
@@ -125,6 +126,21 @@ class Lifecycle(Sharding):
             yield
 
     # Checkpoints
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The plug-in that was passed; or Lightning's default one, which is not kept.
+
+        Lightning makes that when this is read, and it would look like one that was passed.
+        """
+        passed = self._checkpoint_io
+        found = super().checkpoint_io  # type: ignore[misc]
+        self._checkpoint_io = passed
+        return found
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        self._checkpoint_io = plugin
 
     def save_too(self, name: str, make: MakeOptimizer) -> None:
         """Have checkpoints hold the state of one more optimizer, as `ShardedEMA` is one.
@@ -162,8 +178,8 @@ class Lifecycle(Sharding):
         optimizers = dict(self._companions)  # averages are weights: saved with weights alone, too
         if "optimizer_states" in checkpoint:
             optimizers |= self._own_optimizers()
-        is_plugin = self._checkpoint_io is not None  # type: ignore[attr-defined]
-        write = self.checkpoint_io.save_checkpoint if is_plugin else None  # type: ignore[attr-defined]
+        is_plugin = self._checkpoint_io is not None
+        write = self.checkpoint_io.save_checkpoint if is_plugin else None
         self._checkpoints.save(target, checkpoint, self.model, optimizers, write)
 
     def load_checkpoint(

@@ -2,12 +2,11 @@
 
 One frozen record, made by the strategies of Trainer and of Fabric alike. What is wrong is refused
 by name, with what would be right, before a process is started. What yaml cannot say in objects can
-be said in words: ``granularity: rows:32``, ``wrap: [LlamaDecoderLayer]``.
+be said in words (`words`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +19,34 @@ from vescale_fsdp import (
     Granularity,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    QuantizedGather,
+    QuantizedReduce,
     repeated_blocks,
 )
+from vescale_fsdp_lightning.words import GRANULARITIES, gather_of, granularity_of, reduce_of
 
-__all__ = ["DATA", "TENSOR", "Classes", "Options", "Wrap", "data_mesh", "find_modules"]
+__all__ = [
+    "DATA",
+    "TENSOR",
+    "Classes",
+    "Gather",
+    "Options",
+    "Reduce",
+    "Wrap",
+    "data_mesh",
+    "find_modules",
+]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # axes of a mesh, as Lightning names them
 REPLICATE, SHARD = "replicate", "shard"
 
 Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
+Gather = QuantizedGather | dict[str, Any] | str | None
+Reduce = QuantizedReduce | dict[str, Any] | str | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
 _UNUSED = ("auto", "exchange", "zeros")
-_SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,8 @@ class Options:
     activation_checkpointing: bool | Classes
     unused: str
     in_flight: int
+    gather: Gather
+    reduce: Reduce
     state_dict_type: str
     async_save: bool
     save_rng: bool
@@ -81,13 +96,15 @@ class Options:
         if not (isinstance(self.activation_checkpointing, bool) or self._are_checkpointed()):
             self._refuse("activation_checkpointing", "True, False, or a list of classes or names")
         if isinstance(self.granularity, str):
-            parse_granularity(self.granularity)
+            granularity_of(self.granularity)
         elif not (
             self.granularity is None
             or isinstance(self.granularity, Granularity)
             or callable(self.granularity)
         ):
-            self._refuse("granularity", _GRANULARITIES)
+            self._refuse("granularity", GRANULARITIES)
+        gather_of(self.gather)
+        reduce_of(self.reduce)
         reshard = self.reshard_after_forward
         if not (reshard is None or isinstance(reshard, int)):
             self._refuse("reshard_after_forward", "True, False, None, or the int of a group's size")
@@ -151,12 +168,14 @@ class Options:
         """The arguments of ``fully_shard`` that are the same for all units."""
         granularity = self.granularity
         return {
-            "granularity": parse_granularity(granularity)
+            "granularity": granularity_of(granularity)
             if isinstance(granularity, str)
             else granularity,
             "reshard_after_forward": self.reshard_after_forward,
             "unused": self.unused,
             "in_flight": self.in_flight,
+            "gather": gather_of(self.gather),
+            "reduce": reduce_of(self.reduce),
         }
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
@@ -227,32 +246,6 @@ def find_modules(module: nn.Module, classes: Classes, argument: str) -> list[nn.
         found += members
     wanted_ids = {id(child) for child in found}
     return [child for child in reversed(list(module.modules())) if id(child) in wanted_ids]
-
-
-_GRANULARITIES = (
-    "a Granularity, a policy (name, parameter) -> Granularity | None, elements:256, rows:128, "
-    "tile:32x32 or whole"
-)
-
-
-def parse_granularity(text: str) -> Granularity:
-    """The granularity of ``rows:32`` and the like, as the command line writes it.
-
-    Raises:
-        ValueError: it is none.
-    """
-    found = _SPEC.fullmatch(text)
-    if not found:
-        raise ValueError(
-            f"VeScaleFSDPStrategy(granularity={text!r}) does not work; accepted are "
-            f"{_GRANULARITIES}"
-        )
-    elements, rows, tile_rows, tile_columns = (int(each) if each else 0 for each in found.groups())
-    if text == "whole":
-        return Granularity.whole()
-    if tile_rows or tile_columns:
-        return Granularity.tile(tile_rows, tile_columns)
-    return Granularity.rows(rows) if rows else Granularity.elements(elements)
 
 
 def _are_classes(value: object) -> bool:

@@ -31,6 +31,8 @@ __all__ = ["Place", "agree", "from_first"]
 
 # What a directory has when it is whole: our manifest, the metadata of torch's format. Written last.
 _SEALS = ("manifest.json", ".metadata")
+# What a directory has while it is copied to another file system. Written first, deleted last.
+_UNDER_WAY = "upload-under-way"
 
 
 class Place:
@@ -39,7 +41,7 @@ class Place:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.fs, found = url_to_fs(os.fspath(path))
         self.path: str = found.rstrip("/") or found
-        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.is_local = type(self.fs) is LocalFileSystem  # others may translate paths
 
     def beside(self, end: str) -> Place:
         """The place of the same name with something after it."""
@@ -66,6 +68,11 @@ class Place:
     def is_whole(self) -> bool:
         return self.is_file or any(self.has(name) for name in _SEALS)
 
+    @property
+    def is_left_over(self) -> bool:
+        """Whether it is a part of a checkpoint, of a copy that was cut short."""
+        return not self.is_whole and self.has(_UNDER_WAY)
+
     def remove(self) -> None:
         """Delete the file or the directory, if there is one."""
         if self.exists:
@@ -90,6 +97,8 @@ class Place:
     def mend(self) -> None:
         """Put right what a save that was killed has left. For one process."""
         new, old = self.beside(".new"), self.beside(".old")
+        if self.is_left_over:
+            self.remove()
         if not self.exists:
             whole = self.found()
             if whole.path != self.path and whole.is_whole:
@@ -156,7 +165,8 @@ def stage(folder: str | None) -> Path:
 def upload(source: Path, target: Place) -> None:
     """Copy a whole checkpoint, each process a part of the files, what makes it whole last.
 
-    Collective.
+    A copy that is cut short leaves a directory that says so, and that the next save under this
+    name deletes. Collective.
     """
     if source.is_file():
         from_first(lambda: _put(source, target))
@@ -169,13 +179,18 @@ def upload(source: Path, target: Place) -> None:
         for path in files[rank::size]:
             target.fs.put_file(str(path), posixpath.join(target.path, path.name))
 
-    from_first(lambda: target.fs.makedirs(target.path, exist_ok=True))
+    def begin() -> None:
+        target.fs.makedirs(target.path, exist_ok=True)
+        target.fs.pipe_file(posixpath.join(target.path, _UNDER_WAY), source.name.encode())
+
+    from_first(begin)
     agree(put_mine)
     seals = [path for path in source.iterdir() if path.name in _SEALS]
 
     def put_seals() -> None:
         for path in seals:
             target.fs.put_file(str(path), posixpath.join(target.path, path.name))
+        target.fs.rm_file(posixpath.join(target.path, _UNDER_WAY))
 
     from_first(put_seals)
 

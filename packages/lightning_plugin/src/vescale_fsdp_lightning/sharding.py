@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 
@@ -23,8 +24,9 @@ from vescale_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from vescale_fsdp.optim import split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
-from vescale_fsdp_lightning.options import Classes, Options, Wrap, data_mesh
+from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
 
 __all__ = ["MakeOptimizer", "Sharding", "check_optimizers", "gradient_sync", "owns"]
@@ -58,6 +60,9 @@ class Sharding:
             of classes or of their names.
         unused: as of ``fully_shard``.
         in_flight: as of ``fully_shard``.
+        gather, reduce: weights, and gradients, travel in 8 bits: a ``QuantizedGather`` and a
+            ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
+            ``{"dtype": "int8", "block": (32, 32)}``, ``{"block": 256, "error_feedback": True}``.
         state_dict_type: what is saved: ``"sharded"``: a sealed directory, each process its part
             (`vescale_fsdp.checkpoint`); ``"full"``: one file, as ``DDPStrategy`` saves it;
             ``"dcp"``: the directory that Lightning's consolidation tool reads. All are loaded.
@@ -86,6 +91,8 @@ class Sharding:
         activation_checkpointing: bool | Classes = False,
         unused: Literal["auto", "exchange", "zeros"] = "auto",
         in_flight: int = 2,
+        gather: Gather = None,
+        reduce: Reduce = None,
         state_dict_type: Literal["sharded", "full", "dcp"] = "sharded",
         async_save: bool = False,
         save_rng: bool = True,
@@ -105,6 +112,8 @@ class Sharding:
             activation_checkpointing=activation_checkpointing,
             unused=unused,
             in_flight=in_flight,
+            gather=gather,
+            reduce=reduce,
             state_dict_type=state_dict_type,
             async_save=async_save,
             save_rng=save_rng,
@@ -165,14 +174,18 @@ class Sharding:
             "offload_policy": options.offload_policy(self.root_device.type),  # type: ignore[attr-defined]
         }
         is_users = any(isinstance(child, FSDPModule) for child in module.modules())
-        for child in options.modules_to_checkpoint(module):
-            recompute(child)
+        self._recompute(module)
         if not is_users:
+            heads = self._travel_whole(module)
             for block in self._modules_to_shard(module, roots):
-                fully_shard(block, mp_policy=self._policy(precision, is_root=False), **common)
+                policy = self._policy(precision, is_root=False)
+                fully_shard(block, mp_policy=policy, **(common | heads.get(id(block), {})))
         if not isinstance(module, FSDPModule):
             fully_shard(module, mp_policy=self._policy(precision, is_root=True), **common)
         materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)  # type: ignore[attr-defined]
+        for child in module.modules():  # metrics, which have neither parameters nor buffers
+            if next(child.parameters(), None) is None:
+                child.to(self.root_device)  # type: ignore[attr-defined]
         for method in methods:
             if callable(getattr(module, method, None)) and method not in vars(module):
                 register_fsdp_forward_method(module, method)
@@ -192,6 +205,37 @@ class Sharding:
             and any(True for _ in child.parameters())
         ]
         return blocks + children
+
+    def _recompute(self, module: nn.Module) -> None:
+        """Have activations computed again, once, however often the model is set up."""
+        wanted = self.options.modules_to_checkpoint(module)
+        if wanted and any(isinstance(child, CheckpointWrapper) for child in module.modules()):
+            warnings.warn(
+                "the model has layers in checkpoint_wrapper already; activation_checkpointing="
+                f"{self.options.activation_checkpointing!r} of the strategy is left out",
+                stacklevel=2,
+            )
+            return
+        for child in wanted:
+            if recompute.state(child) is None:
+                recompute(child)
+
+    def _travel_whole(self, module: nn.Module) -> dict[int, dict[str, None]]:
+        """Layers that are no hidden ones, by id, and what to pass for them in place of ``gather``.
+
+        ``fully_shard`` knows a head by the model around it, and does not see that where the head
+        is a unit alone.
+        """
+        gather = self.options.engine_options()["gather"]
+        if gather is None or gather.policy is not None:
+            return {}
+        hidden = {id(param) for _, param in split_named_params(module)[0]}
+        return {
+            id(layer): {"gather": None}
+            for layer in module.modules()
+            if not any(id(param) in hidden for param in layer.parameters(recurse=False))
+            and next(layer.children(), None) is None
+        }
 
     def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
         return self.options.mp_policy or policy_for(precision, is_root=is_root)

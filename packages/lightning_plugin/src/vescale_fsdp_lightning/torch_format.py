@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
-from vescale_fsdp_lightning import states
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]
@@ -67,9 +67,14 @@ class Directory:
         self._entries = self._reader.read_metadata()
         self._paths: dict[str, tuple[Any, ...]] = dict(self._entries.planner_data or {})
 
+    @property
+    def keys(self) -> set[str]:
+        """Under what something was saved."""
+        return {str(path[0]) for path in self._paths.values()}
+
     def has(self, key: str) -> bool:
         """Whether something was saved under ``key``."""
-        return any(path[0] == key for path in self._paths.values())
+        return key in self.keys
 
     def first_of(self, keys: Sequence[str]) -> str:
         """The first of some keys that is there.
@@ -90,7 +95,7 @@ class Directory:
         Raises:
             CheckpointIncompleteError: with ``strict``, entries are missing.
         """
-        own = states.model_state(model)
+        own = full.model_state(model)
         saved = {name for name in own if f"{key}.{name}" in self._entries.state_dict_metadata}
         missing = sorted(own.keys() - saved)
         if missing and strict:
@@ -105,9 +110,7 @@ class Directory:
 
     def load_optimizer(self, key: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer, in place: its own tensors are replaced."""
-        names = states.parameter_names(model, optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        param_of = dict(zip(names, params, strict=True))
+        param_of = full.parameters(model, optimizer)
         targets: dict[str, Any] = {}
         for name, path in self._paths.items():
             if path[0] != key:
@@ -123,7 +126,7 @@ class Directory:
                 targets[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         state_dict_loader.load(targets, storage_reader=self._reader, planner=_Planner())
         tree = _nested({self._paths[name][1:]: value for name, value in targets.items()})
-        states.load_optimizer(model, optimizer, {"state": tree.get("state", {}), **_groups(tree)})
+        full.load_optimizer(model, optimizer, {"state": tree.get("state", {}), **_groups(tree)})
 
     def values(self, weights_only: bool) -> dict[str, Any]:
         """What is in ``meta.pt``."""

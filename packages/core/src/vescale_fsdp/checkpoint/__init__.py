@@ -21,7 +21,7 @@ What the folders here do, from the bottom up:
 * `transfer`: who writes and reads what, and all of it or nothing
 * `sealed`: the format above
 * `safetensors`, `dcp`: formats of others, in and out
-* `convert`: from one to another by one process (`sources` reads)
+* by one process: `convert` from one to another, and `read` (`sources` is behind both)
 * `stop`: to end; and to begin again, `engine.attempts`
 
 Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`;
@@ -32,6 +32,7 @@ from vescale_fsdp.checkpoint.convert import convert
 from vescale_fsdp.checkpoint.dcp.read import import_dcp
 from vescale_fsdp.checkpoint.dcp.write import export_dcp
 from vescale_fsdp.checkpoint.disk.manifest import Manifest
+from vescale_fsdp.checkpoint.read import read
 from vescale_fsdp.checkpoint.safetensors.load import LoadedNames, load_safetensors
 from vescale_fsdp.checkpoint.safetensors.save import save_safetensors
 from vescale_fsdp.checkpoint.sealed.latest import latest
@@ -55,6 +56,7 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
+    "read",
     "save",
     "save_safetensors",
     "verify",

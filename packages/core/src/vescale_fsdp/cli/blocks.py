@@ -39,9 +39,9 @@ class BlockRules:
         self._hits = [False] * len(rules)
         self._texts = list(rules)
 
-    def block(self, tensor: Tensor) -> int:
-        """The block of a tensor, in elements."""
-        found = 1
+    def block(self, tensor: Tensor) -> int | None:
+        """The block of a tensor, in elements; None if no rule fits it."""
+        found = None
         for index, (pattern, block) in enumerate(self._rules):
             if pattern is None:
                 fits = len(tensor.shape) >= 2

@@ -5,8 +5,9 @@ With S the shard of a group in elements, m ranks it is sharded over and R replic
 * weights and gradients: S elements in the dtype of the shards; gradients of trainable groups only
 * optimizer states: of the rank that holds most of them; gaps have none
 * gathers: each rank sends its shard to m - 1 others, (m - 1) S in the compute dtype, in forward,
-  and again in backward where it was released in between
-* reduction: (m - 1) S in the reduce dtype; on gloo in the compute dtype (``dbuffer/collectives``)
+  and again in backward where it was released in between; or m - 1 messages of codes
+* reduction: (m - 1) S in the reduce dtype; on gloo in the compute dtype (``dbuffer/collectives``);
+  or m - 1 messages of codes
 * with replicas: an all-reduce of the reduced shard, 2 (R - 1) / R S in the reduce dtype
 * peak: see ``timeline``
 
@@ -15,6 +16,7 @@ Seconds are bytes over bandwidth: no latency, and nothing hidden behind computat
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,7 +107,9 @@ def figures_of(model: Model, planned: Sequence[PlannedGroup], settings: Settings
                 by_rank[rank] += each.unit.count * state_bytes(
                     tensor, each.group, each.unit, settings.optimizer, stop - start
                 )
-    return _figures(model, planned, settings, lambda each: each.layout.shard_size, max(by_rank))
+    memory = [_group_memory(each, each.layout.shard_size, settings) for each in planned]
+    memory = [_with_codes(own, each) for own, each in zip(memory, planned, strict=True)]
+    return _figures(model, planned, settings, memory, max(by_rank))
 
 
 def figures_of_others(
@@ -116,8 +120,8 @@ def figures_of_others(
 ) -> Figures:
     """The figures of another layout, with our engine's buffers around it.
 
-    Only the layout differs. Optimizer states are taken for the whole shard, in the proportion of
-    the group's tensors.
+    Only the layout differs, and nothing travels in 8 bits. Optimizer states are taken for the whole
+    shard, in the proportion of the group's tensors.
     """
     optimizer_bytes = 0
     for each in planned:
@@ -127,24 +131,23 @@ def figures_of_others(
         )
         share = whole * shard_elements(each) / max(each.group.numel, 1)
         optimizer_bytes += each.unit.count * round(share)
-    return _figures(model, planned, settings, shard_elements, optimizer_bytes)
+    memory = [_group_memory(each, shard_elements(each), settings) for each in planned]
+    return _figures(model, planned, settings, memory, optimizer_bytes)
 
 
 def _figures(
     model: Model,
     planned: Sequence[PlannedGroup],
     settings: Settings,
-    shard_elements: Callable[[PlannedGroup], int],
+    memory: Sequence[GroupMemory],
     optimizer_bytes: int,
 ) -> Figures:
-    memory: dict[int, list[GroupMemory]] = {}
-    for each in planned:
-        memory.setdefault(id(each.unit), []).append(
-            _group_memory(each, shard_elements(each), settings)
-        )
+    by_unit: dict[int, list[GroupMemory]] = {}
+    for each, own in zip(planned, memory, strict=True):
+        by_unit.setdefault(id(each.unit), []).append(own)
     kinds = [
         UnitMemory(
-            unit.title, tuple(memory.get(id(unit), ())), unit.is_root, _keeps(unit, settings)
+            unit.title, tuple(by_unit.get(id(unit), ())), unit.is_root, _keeps(unit, settings)
         )
         for unit in model.units
     ]
@@ -190,15 +193,27 @@ def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -
     )
 
 
+def _with_codes(memory: GroupMemory, each: PlannedGroup) -> GroupMemory:
+    """The same group, of which some travels in 8 bits. On one rank no gradient does."""
+    reduces = each.group.trainable and memory.num_shards > 1
+    return dataclasses.replace(
+        memory,
+        gather_message=each.message_bytes(memory.compute_dtype, reduces=False),
+        reduce_message=(each.message_bytes(memory.reduce_dtype, reduces=True) if reduces else None),
+    )
+
+
 def _traffic(units: Sequence[UnitMemory], step: Step, settings: Settings) -> Traffic:
     others, replicas = settings.num_shards - 1, settings.num_replicas
     trained = [group for unit in units for group in unit.groups if group.trainable]
 
     def gathers(which: Sequence[int]) -> int:
         groups = (group for index in which for group in units[index].groups)
-        return others * sum(g.shard_elements * g.compute_dtype.itemsize for g in groups)
+        return others * sum(group.gathered_message for group in groups)
 
     def sent(group: GroupMemory) -> int:
+        if group.reduce_message is not None:
+            return others * group.reduce_message
         dtype = group.compute_dtype if settings.backend == "gloo" else group.reduce_dtype
         return others * group.shard_elements * dtype.itemsize
 

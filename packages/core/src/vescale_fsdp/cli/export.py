@@ -19,6 +19,7 @@ _KEYS = {OURS: "vescale_fsdp", FSDP2: "fsdp2", MEGATRON: "megatron_fsdp_v2"}
 def as_json(report: Report) -> dict[str, Any]:
     """The whole report, in types that JSON has."""
     settings, model = report.settings, report.model
+    codes = settings.codes
     return {
         "schema_version": SCHEMA_VERSION,
         "model": {
@@ -34,6 +35,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "granularity_that_fits_nothing": list(report.unmatched_rules),
             "compute_dtype": settings.compute_dtype.name,
             "reduce_dtype": settings.reduce_dtype.name,
+            "gather": None if codes.gather is None else str(codes.gather),
+            "reduce": None if codes.reduce is None else str(codes.reduce),
             "optimizer": settings.optimizer,
             "reshard_after_forward": settings.reshard,
             "backend": settings.backend,

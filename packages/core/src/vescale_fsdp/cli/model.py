@@ -26,6 +26,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
+    is_hidden: bool = False  # a matrix of a hidden layer: no embedding, head, norm or convolution
 
     @property
     def numel(self) -> int:

@@ -19,6 +19,7 @@ from vescale_fsdp import repeated_blocks
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Group, Model, Tensor, make_model
 from vescale_fsdp.cli.settings import Dtype
+from vescale_fsdp.engine.roles import Roles
 
 __all__ = ["build", "model_of_module", "reason"]
 
@@ -92,8 +93,18 @@ def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> 
     names = {id(child): child_name for child_name, child in module.named_modules()}
 
     def groups_of(unit: nn.Module, index: int) -> list[Group]:
+        roles = Roles([unit], has_blocks=unit is module and bool(blocks))
+        owners: dict[int, list[nn.Module]] = {}
+        for child in unit.modules():
+            for param in child._parameters.values():
+                owners.setdefault(id(param), []).append(child)
         return _groups(
-            (item for item in unit.named_parameters() if owner[id(item[1])] == index), param_dtype
+            (
+                (name, param, roles.is_hidden(name, param, owners[id(param)]))
+                for name, param in unit.named_parameters()
+                if owner[id(param)] == index
+            ),
+            param_dtype,
         )
 
     others = [(names[id(block)], groups_of(block, i)) for i, block in enumerate(blocks)]
@@ -124,14 +135,20 @@ def _owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
     }
 
 
-def _groups(params: Iterable[tuple[str, nn.Parameter]], param_dtype: Dtype | None) -> list[Group]:
-    """One group per dtype and trainability, in order of first appearance."""
+def _groups(
+    params: Iterable[tuple[str, nn.Parameter, bool]], param_dtype: Dtype | None
+) -> list[Group]:
+    """One group per dtype and trainability, in order of first appearance.
+
+    Args:
+        params: name, parameter, and whether it is a matrix of a hidden layer.
+    """
     found: dict[tuple[Dtype, bool], list[Tensor]] = {}
-    for name, param in params:
+    for name, param, is_hidden in params:
         own = param.dtype
         dtype = Dtype(str(own).removeprefix("torch."), own.itemsize, floating=own.is_floating_point)
         if param_dtype is not None and dtype.floating:
             dtype = param_dtype
         key = (dtype, param.requires_grad)
-        found.setdefault(key, []).append(Tensor(name, tuple(param.shape)))
+        found.setdefault(key, []).append(Tensor(name, tuple(param.shape), is_hidden))
     return [Group(tuple(tensors), *key) for key, tensors in found.items()]

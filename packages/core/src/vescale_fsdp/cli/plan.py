@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vescale_fsdp.cli.amounts import plain, several
+from vescale_fsdp.cli.codes import Codes, parse_code
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
 
@@ -64,6 +65,24 @@ _ComputeDtype = Annotated[
 _ReduceDtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="In which gradients are summed over ranks.")
 ]
+_Gather = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODE[:BLOCK]",
+        show_default=False,
+        help="Weights of hidden layers travel in 8 bits, as with QuantizedGather: int8, e4m3, "
+        "int8:32x32, int8:256. Default block: 256.",
+    ),
+]
+_Reduce = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODE[:BLOCK]",
+        show_default=False,
+        help="Gradients travel in 8 bits, as with QuantizedReduce: int8, int8:64. Default block: "
+        "256.",
+    ),
+]
 _Optimizer = Annotated[
     Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
     typer.Option(help="Whose states are counted (sgd: with momentum)."),
@@ -102,6 +121,8 @@ _Svg = Annotated[
     typer.Option(metavar="FILE", show_default=False, help="Write the picture alone; - is stdout."),
 ]
 
+_GATHERED, _REDUCED = ("int8", "e4m3"), ("int8",)  # codes
+
 # A page with the pictures of hundreds of groups takes 25 MB, and nobody looks at them all.
 _MOST_PICTURES = 16
 
@@ -115,6 +136,8 @@ def plan(
     shard_dtype: _ShardDtype = None,
     compute_dtype: _ComputeDtype = "bf16",
     reduce_dtype: _ReduceDtype = "fp32",
+    gather: _Gather = None,
+    reduce: _Reduce = None,
     optimizer: _Optimizer = "adamw",
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
@@ -141,6 +164,10 @@ def plan(
         backend=backend,
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         order=order,
+        codes=Codes(
+            None if gather is None else parse_code(gather, "--gather", _GATHERED, 256),
+            None if reduce is None else parse_code(reduce, "--reduce", _REDUCED, 256),
+        ),
     )
     files = {"--json": json_file, "--html": html, "--svg": svg}
     _refuse_same(files)

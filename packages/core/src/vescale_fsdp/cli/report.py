@@ -21,10 +21,12 @@ from vescale_fsdp.cli.amounts import (
     plain,
     several,
 )
+from vescale_fsdp.cli.codes import Code
 from vescale_fsdp.cli.estimate import Figures
 from vescale_fsdp.cli.layouts import ALIGNMENT_BYTES, PlannedGroup
 from vescale_fsdp.cli.model import kinds
 from vescale_fsdp.cli.result import FSDP2, OURS, Report
+from vescale_fsdp.cli.settings import Dtype
 from vescale_fsdp.cli.suggest import Suggestion
 from vescale_fsdp.cli.timeline import KINDS
 
@@ -42,6 +44,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     console.print(_groups_table(report.planned))
     _print_padded(report.planned, console)
+    _print_tiles(report, console)
     console.print()
     console.print(_figures_table(report))
     when = report.figures[OURS].peak.when
@@ -96,13 +99,19 @@ def _print_header(report: Report, console: Console) -> None:
         "bold",
     )
     shard_dtypes = ", ".join(sorted({each.group.dtype.name for each in report.planned}))
+    codes = settings.codes
     _line(
         console,
-        f"shards {shard_dtypes}, gathered {settings.compute_dtype.name}, reduced "
-        f"{settings.reduce_dtype.name} by {settings.backend}; {settings.optimizer}",
+        f"shards {shard_dtypes}, gathered {_travels(codes.gather, settings.compute_dtype)}, "
+        f"reduced {_travels(codes.reduce, settings.reduce_dtype)} by {settings.backend}; "
+        f"{settings.optimizer}",
         "dim",
     )
     _line(console, f"granularity: {', '.join(report.rules) or 'any'}", "dim")
+
+
+def _travels(code: Code | None, dtype: Dtype) -> str:
+    return dtype.name if code is None else f"{code} or {dtype.name}"
 
 
 def _table(*columns: str) -> Table:
@@ -153,6 +162,20 @@ def _print_padded(planned: Sequence[PlannedGroup], console: Console) -> None:
             f"({each.layout.alignment} elements), which is much for so few elements per rank",
         )
     _and_more(others, "padded by the alignment", console)
+
+
+def _print_tiles(report: Report, console: Console) -> None:
+    """A way out, where tiles of codes may be what pads."""
+    codes = report.settings.codes
+    tiles = [
+        each for each in (codes.gather, codes.reduce) if each and isinstance(each.block, tuple)
+    ]
+    if tiles and any(each.is_forced for each in report.planned):
+        _line(
+            console,
+            f"Tiles of {tiles[0]} keep strips of rows in full width together; consecutive elements "
+            f"({tiles[0].dtype}:256) let cuts go almost anywhere.",
+        )
 
 
 def _and_more(groups: Sequence[object], what: str, console: Console) -> None:

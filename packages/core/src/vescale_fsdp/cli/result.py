@@ -38,7 +38,9 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
         PlanError: two tensors of a group have one name.
     """
     blocks = BlockRules(rules)
-    planned = lay_out_model(model, settings.num_shards, blocks, settings.order, track)
+    planned = lay_out_model(
+        model, settings.num_shards, blocks, settings.order, track, settings.codes
+    )
     figures = {
         OURS: figures_of(model, planned, settings),
         FSDP2: figures_of_others(model, planned, settings, lambda each: each.fsdp2_shard_elements),

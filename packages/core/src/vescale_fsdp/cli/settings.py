@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
 from vescale_fsdp.cli.errors import InputError
 
 __all__ = ["Backend", "Dtype", "Settings", "parse_bandwidth", "parse_dtype"]
@@ -46,6 +47,7 @@ class Settings:
     bandwidth_bytes_per_s: float = 50e9
     order: str = "auto"
     in_flight: int = 2
+    codes: Codes = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= _MOST_RANKS:

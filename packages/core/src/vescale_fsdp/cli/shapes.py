@@ -25,6 +25,10 @@ __all__ = ["model_from_shapes"]
 _KEYS = ("model", "note", "total_params", "groups")
 _GROUP_KEYS = ("name", "count", "tensors")
 
+# As in `engine.roles`, which loads torch.
+HEADS = frozenset(("classifier", "head", "lm_head", "logits", "output", "score", "unembed"))
+_OTHERS = ("emb", "position", "conv")  # what words of embeddings and convolutions begin with
+
 _MOST_UNITS = 100_000  # of one kind: a step is followed unit by unit
 
 
@@ -49,7 +53,7 @@ def model_from_shapes(content: dict[str, Any], path: str, dtype: Dtype) -> Model
         count = _integer(entry.get("count", 1), 1, f"{where} ({name}): count")
         if count > _MOST_UNITS:
             raise InputError(f"{where} ({name}): count is {count}, expected up to {_MOST_UNITS:,}")
-        tensors = _tensors(entry["tensors"], f"{where} ({name})")
+        tensors = _tensors(entry["tensors"], f"{where} ({name})", name == "root")
         if name == "root":
             if root is not None or count != 1:
                 raise InputError(f"{where}: there can be one group named root, with count 1")
@@ -72,8 +76,8 @@ def _refuse_others(entry: dict[str, Any], known: tuple[str, ...], where: str) ->
         raise InputError(f"{where}: unknown key {', '.join(others)}, expected {', '.join(known)}")
 
 
-def _tensors(items: list[Any], where: str) -> tuple[Tensor, ...]:
-    tensors = tuple(_tensor(item, where) for item in items)
+def _tensors(items: list[Any], where: str, is_root: bool) -> tuple[Tensor, ...]:
+    tensors = tuple(_tensor(item, where, is_root) for item in items)
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.name in seen:
@@ -85,7 +89,7 @@ def _tensors(items: list[Any], where: str) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _tensor(item: Any, where: str) -> Tensor:
+def _tensor(item: Any, where: str, is_root: bool) -> Tensor:
     is_pair = isinstance(item, list) and len(item) == 2 and item[0]
     if not is_pair or not isinstance(item[0], str) or not isinstance(item[1], list):
         raise InputError(f"{where}: tensor {_short(item)}, expected [name, [dimension, ...]]")
@@ -93,7 +97,16 @@ def _tensor(item: Any, where: str) -> Tensor:
     shape = tuple(_integer(dim, 0, f"{where}: a dimension of {name!r}") for dim in dims)
     if math.prod(shape) >= 1 << 62:
         raise InputError(f"{where}: tensor {name!r} of shape {shape} is larger than any memory")
-    return Tensor(name, shape)
+    return Tensor(name, shape, _is_hidden(name, shape, is_root))
+
+
+def _is_hidden(name: str, shape: tuple[int, ...], is_root: bool) -> bool:
+    """As far as names tell; the engine sees modules too."""
+    parts = name.lower().split(".")
+    words = [word for part in parts for word in part.split("_")]
+    is_head = is_root and not HEADS.isdisjoint(parts)
+    is_other = any(word.startswith(_OTHERS) or word in ("wte", "wpe") for word in words)
+    return sum(extent > 1 for extent in shape) > 1 and not (is_head or is_other)
 
 
 def _integer(value: Any, least: int, what: str) -> int:

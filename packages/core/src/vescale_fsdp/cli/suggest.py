@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.cli.blocks import BlockRules
+from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.estimate import Figures, figures_of
 from vescale_fsdp.cli.layouts import PlannedGroup, lay_out_model
 from vescale_fsdp.cli.model import Model, kinds
@@ -81,7 +82,9 @@ def _fewer_ranks(
         return None  # there is none for one of them
     divisors = [size for size in range(min(sizes), 1, -1) if settings.num_shards % size == 0]
     for size in divisors[:_MAX_SIZES]:
-        planned = lay_out_model(model, size, BlockRules(rules), settings.order)
+        planned = lay_out_model(
+            model, size, BlockRules(rules), settings.order, codes=settings.codes
+        )
         if not any(each.is_forced for each in planned):
             replicas = settings.num_ranks // size
             changed = dataclasses.replace(settings, num_replicas=replicas)
@@ -92,7 +95,7 @@ def _fewer_ranks(
 
 def _smaller_blocks(
     model: Model, planned: Sequence[PlannedGroup], settings: Settings, rules: Sequence[str]
-) -> Alternative:
+) -> Alternative | None:
     """Rules for all groups, and for those that they pad in turn."""
     specs: dict[str, tuple[str, int]] = {}
     is_below_row = False
@@ -108,7 +111,12 @@ def _smaller_blocks(
         specs.update(new)
         added = [f"{pattern}={kind}:{number}" for pattern, (kind, number) in specs.items()]
         blocks = BlockRules([*rules, *added])
-        planned = lay_out_model(model, settings.num_shards, blocks, settings.order)
+        try:
+            planned = lay_out_model(
+                model, settings.num_shards, blocks, settings.order, codes=settings.codes
+            )
+        except InputError:  # smaller blocks would cut those that travel in 8 bits
+            return None
     return Alternative(
         tuple(part for rule in added for part in ("--granularity", rule)),
         figures_of(model, planned, settings),

@@ -26,6 +26,10 @@ On NCCL gathers and reductions do not take turns: F_2 is there from the start of
 and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit. Gradients
 of a unit come in the reverse of the order in which its tensors are defined.
 
+What travels in 8 bits (M ranks send messages of c bytes) has M c in the place of F until it is
+used, and both for the moment of decoding; c more stays from forward to backward, to be sent again.
+Its reduction has 2 M c (less one c, where it is long) in the place of G and R.
+
 All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
 (an embedding) gets its gradient last; here all of M_r is there from the start, as nothing says
 which tensors these are. So the peak is a little too high where the blocks make it.
@@ -51,8 +55,9 @@ GATHERED = "gathered parameters"
 LOCAL = "gradients on their way"
 REDUCING = "reductions"
 REDUCED = "reduced gradients"
+KEPT = "messages for backward"
 MADE = "gradients"
-KINDS = (GATHERED, MADE, LOCAL, REDUCING, REDUCED)
+KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
 # As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
 SHORTEST_EXCHANGE = 1 << 19
@@ -69,6 +74,15 @@ class GroupMemory:
     compute_dtype: Dtype
     reduce_dtype: Dtype
     trainable: bool
+    gather_message: int | None = None  # bytes of codes that a rank sends; None: its part as it is
+    reduce_message: int | None = None  # and to each rank, of its gradients
+
+    @property
+    def gathered_message(self) -> int:
+        """Bytes that a rank brings to a gather."""
+        if self.gather_message is not None:
+            return self.gather_message
+        return self.shard_elements * self.compute_dtype.itemsize
 
     @property
     def elements(self) -> int:
@@ -180,7 +194,9 @@ class _Simulation:
         self._total = 0
         self._peak = Peak(0, "the start", {})
         self._when = "the start"
+        self._is_in_backward = False
         self._gathered: set[int] = set()
+        self._decoded: set[int] = set()
         self._ahead: set[int] = set()
         self._gathers: list[int] = []
         self._flying: deque[GroupMemory] = deque()
@@ -193,11 +209,11 @@ class _Simulation:
         for index, unit in enumerate(self._units):
             self._when = f"the forward of {unit.title}"
             self._gather(index, upcoming.after(index))
-            if not unit.is_root and not unit.keeps:
-                self._release(index)
-        if not self._units[0].keeps:
-            self._release(0)
+            if not unit.is_root:
+                self._end_forward(index)
+        self._end_forward(0)
         forward_gathers, self._gathers = self._gathers, []
+        self._is_in_backward = True
         order = _backward_order(self._units)
         gathers = (bool(self._units[i].groups) and not self._units[i].keeps for i in order)
         upcoming = _Upcoming(order, gathers)
@@ -210,16 +226,24 @@ class _Simulation:
         self._land(0)
         for group in self._summing:
             self._keep(group)
+        assert self._live[REDUCING] == self._live[LOCAL] == 0, "all have landed"
         return Step(self._peak, forward_gathers, self._gathers)
 
     def _is_late(self, index: int, order: Sequence[int]) -> bool:
         """Whether the unit's inputs need no gradient, so that only the end completes it."""
         return index == 0 or (index == order[-1] and not self._units[0].trainable)
 
+    def _end_forward(self, index: int) -> None:
+        if not self._units[index].keeps:
+            self._release(index)
+        elif not self._is_in_backward:  # nobody will send them again
+            self._drop(KEPT, self._message_bytes(index))
+
     def _backward(self, index: int, upcoming: Iterable[int], *, is_late: bool) -> None:
         unit = self._units[index]
         self._when = f"the backward of {unit.title}"
         self._start_gather(index)
+        self._decode(index)
         self._ahead.discard(index)
         takes_turns = bool(self._flying) and self._takes_turns(unit)
         room = self._in_flight - 1 - (len(self._flying) if takes_turns else 0)
@@ -240,6 +264,7 @@ class _Simulation:
 
     def _gather(self, index: int, upcoming: Iterable[int]) -> None:
         self._start_gather(index)
+        self._decode(index)
         self._ahead.discard(index)
         self._gather_ahead(islice(upcoming, self._in_flight - 1))
 
@@ -259,10 +284,26 @@ class _Simulation:
         if index not in self._gathered:
             self._gathered.add(index)
             self._gathers.append(index)
-            self._add(GATHERED, sum(group.full_bytes for group in self._units[index].groups))
+            if not self._is_in_backward:
+                self._add(KEPT, self._message_bytes(index))
+            for group in self._units[index].groups:
+                self._add(GATHERED, group.gathered_message * group.num_shards)
+
+    def _decode(self, index: int) -> None:
+        """The messages become parameters."""
+        if index not in self._decoded:
+            self._decoded.add(index)
+            for group in self._units[index].groups:
+                if group.gather_message is not None:
+                    self._add(GATHERED, group.full_bytes)
+                    self._drop(GATHERED, group.gather_message * group.num_shards)
+
+    def _message_bytes(self, index: int) -> int:
+        return sum(group.gather_message or 0 for group in self._units[index].groups)
 
     def _release(self, index: int) -> None:
         self._gathered.remove(index)
+        self._decoded.remove(index)
         self._drop(GATHERED, sum(group.full_bytes for group in self._units[index].groups))
 
     # Reductions
@@ -274,6 +315,8 @@ class _Simulation:
                 self._add(LOCAL, self._local_bytes(group))
                 self._drop(MADE, group.made_bytes)
                 self._add(REDUCING, self._scratch_bytes(group))
+                if group.reduce_message is not None:
+                    self._drop(LOCAL, self._local_bytes(group))
                 if not (self._sums_at_end(group) or self._hands_over(group)):
                     self._add(REDUCED, self._sum_bytes(group))
                 self._flying.append(group)
@@ -284,8 +327,12 @@ class _Simulation:
             group = self._flying.popleft()
             if self._sums_at_end(group):
                 self._add(REDUCED, self._sum_bytes(group))
+            if group.reduce_message is None:
+                self._drop(LOCAL, self._local_bytes(group))
+            else:  # what one rank has sent, decoded in fp32
+                self._add(REDUCING, 4 * group.shard_elements)
+                self._drop(REDUCING, 4 * group.shard_elements)
             self._drop(REDUCING, self._scratch_bytes(group))
-            self._drop(LOCAL, self._local_bytes(group))
             if self._hands_over(group):
                 self._add(REDUCED, self._sum_bytes(group))
             if self._num_replicas > 1:
@@ -300,7 +347,8 @@ class _Simulation:
             self._drop(REDUCED, self._sum_bytes(group))
 
     def _sums_at_end(self, group: GroupMemory) -> bool:
-        return self._by_all_to_all and group.num_shards > 1
+        by_all_to_all = self._by_all_to_all or group.reduce_message is not None
+        return by_all_to_all and group.num_shards > 1
 
     def _hands_over(self, group: GroupMemory) -> bool:
         """Whether there is nothing to sum: what was collected becomes ``.grad`` as it is."""
@@ -309,10 +357,16 @@ class _Simulation:
     def _scratch_bytes(self, group: GroupMemory) -> int:
         if group.num_shards == 1:
             return 0
+        if group.reduce_message is not None:
+            sent = group.reduce_message * group.num_shards
+            return sent + self._received_bytes(sent, group.num_shards)
         if self._by_all_to_all:
-            part_bytes = group.full_bytes // group.num_shards
-            return group.full_bytes - (part_bytes if part_bytes >= SHORTEST_EXCHANGE else 0)
+            return self._received_bytes(group.full_bytes, group.num_shards)
         return 0
+
+    def _received_bytes(self, sent: int, num_shards: int) -> int:
+        own = sent // num_shards
+        return sent - (own if own >= SHORTEST_EXCHANGE else 0)
 
     def _local_bytes(self, group: GroupMemory) -> int:
         if self._by_all_to_all:

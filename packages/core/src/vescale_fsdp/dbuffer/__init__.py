@@ -3,10 +3,11 @@
 `memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
 parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
 (`exchange` on CPUs, where `threads` keeps gloo's out of the way). A `codec` writes what travels:
-`block_codec` has codes of `eight_bits`.
+`block_codec` has codes of `eight_bits`, which
+`kept_codes` hands on as they are.
 """
 
-from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding
+from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
@@ -14,6 +15,7 @@ from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, is_offered
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
+from vescale_fsdp.dbuffer.kept_codes import KeptCodes
 from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
@@ -29,6 +31,7 @@ __all__ = [
     "DBuffer",
     "FlatBuffer",
     "GradientBuffer",
+    "KeptCodes",
     "Outbox",
     "PendingReduce",
     "SlabPool",
@@ -36,6 +39,8 @@ __all__ = [
     "Waitable",
     "choose_reduction",
     "copy_async",
+    "decode_blocks",
+    "encode_blocks",
     "hand_back",
     "has_streams",
     "is_offered",

@@ -24,7 +24,7 @@ from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
 
-__all__ = ["BlockCodec", "Coding"]
+__all__ = ["BlockCodec", "Coding", "decode_blocks", "encode_blocks"]
 
 _ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
 _SCALE_BYTES = 4
@@ -39,9 +39,11 @@ class Coding:
 
     dtype: CodeDtype
     blocks: Blocks
+    decodes: bool = True  # before it is computed with
 
     def __str__(self) -> str:
-        return f"{self.dtype} in blocks of {self.blocks.size}"
+        kept = "" if self.decodes else ", not decoded"
+        return f"{self.dtype} in blocks of {self.blocks.size}{kept}"
 
     @property
     def size(self) -> BlockSize:
@@ -52,21 +54,57 @@ class Coding:
 class _Piece(NamedTuple):
     """A rank's part of one tensor."""
 
+    tensor: int  # in the order of the layout's specs
+    first: int  # of its elements
     start: int  # in the shard, elements
     numel: int
     coding: Coding | None
     byte: int  # of its codes, or of itself, in the message
     first_scale: int
 
-    def regions(self, device: torch.device) -> Iterator[tuple[Region, int]]:
-        """What is coded at once, and the number of its first scale."""
-        assert self.coding is not None, "only what is coded has regions"
-        at_most = _AT_ONCE_CPU if device.type == "cpu" else _AT_ONCE
-        first = self.first_scale
-        blocks = self.coding.blocks
-        for region in blocks.regions(blocks.shape, self.numel, at_most):
-            yield region, first
-            first += region.num_blocks
+    @property
+    def num_scales(self) -> int:
+        assert self.coding is not None, "only what is coded has scales"
+        return self.coding.blocks.num_blocks(self.numel)
+
+
+def encode_blocks(
+    coding: Coding, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write the codes and scales of consecutive whole blocks of a tensor.
+
+    Args:
+        numbers: flat; of any dtype.
+        codes: uint8, flat, and as long.
+        scales: float32, flat: one for each block.
+    """
+    for region, place, own in _regions(coding, codes, scales):
+        encode(region.of(numbers), coding.dtype, coding.size, place, own)
+
+
+def decode_blocks(
+    coding: Coding, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor
+) -> None:
+    """Write to ``numbers`` what the codes and scales of consecutive whole blocks stand for.
+
+    Args:
+        codes: uint8, flat, and as long as ``numbers``, which may be of any dtype.
+        scales: float32, flat.
+    """
+    for region, place, own in _regions(coding, codes, scales):
+        decode(place, coding.dtype, coding.size, own, region.of(numbers))
+
+
+def _regions(
+    coding: Coding, codes: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor, torch.Tensor]]:
+    """What is coded at once, with its codes and scales."""
+    at_most = _AT_ONCE_CPU if codes.device.type == "cpu" else _AT_ONCE
+    blocks, first = coding.blocks, 0
+    for region in blocks.regions(blocks.shape, len(codes), at_most):
+        place = codes.narrow(0, region.start, math.prod(region.shape))
+        yield region, place, scales.narrow(0, first, region.num_blocks)
+        first += region.num_blocks
 
 
 class _Plan(NamedTuple):
@@ -76,7 +114,6 @@ class _Plan(NamedTuple):
     raw: list[_Piece]
     gaps: list[tuple[int, int]]  # start and stop in the shard
     num_scales: int
-    num_bytes: int
 
 
 class BlockCodec:
@@ -104,7 +141,15 @@ class BlockCodec:
 
     @cached_property
     def _num_bytes(self) -> int:
-        return max(self._plan(rank).num_bytes for rank in range(self.layout.num_shards))
+        sizes = [[0, 0, 0] for _ in range(self.layout.num_shards)]  # of the sections, in bytes
+        for index, coding in enumerate(self.codings):
+            for rank, start, stop in self.layout.shard_ranges(index):
+                if coding is None:
+                    sizes[rank][1] += (stop - start) * self.raw_dtype.itemsize
+                else:
+                    sizes[rank][0] += coding.blocks.num_blocks(stop - start) * _SCALE_BYTES
+                    sizes[rank][2] += stop - start
+        return max(sum(map(_aligned, sections)) for sections in sizes)
 
     def encode(
         self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
@@ -118,10 +163,8 @@ class BlockCodec:
             assert piece.coding is not None, "it is coded"
             numbers = shard.narrow(0, piece.start, piece.numel)
             codes = message.narrow(0, piece.byte, piece.numel)
-            for region, first in piece.regions(message.device):
-                place = codes.narrow(0, region.start, math.prod(region.shape))
-                own = scales.narrow(0, first, region.num_blocks)
-                encode(region.of(numbers), piece.coding.dtype, piece.coding.size, place, own)
+            own = scales.narrow(0, piece.first_scale, piece.num_scales)
+            encode_blocks(piece.coding, numbers, codes, own)
         if plan.raw:
             sources = [shard.narrow(0, piece.start, piece.numel) for piece in plan.raw]
             torch._foreach_copy_(self._raw_parts(plan, message), sources)
@@ -136,10 +179,8 @@ class BlockCodec:
             assert piece.coding is not None, "it is coded"
             numbers = part.narrow(0, piece.start, piece.numel)
             codes = message.narrow(0, piece.byte, piece.numel)
-            for region, first in piece.regions(message.device):
-                place = codes.narrow(0, region.start, math.prod(region.shape))
-                own = scales.narrow(0, first, region.num_blocks)
-                decode(place, piece.coding.dtype, piece.coding.size, own, region.of(numbers))
+            own = scales.narrow(0, piece.first_scale, piece.num_scales)
+            decode_blocks(piece.coding, codes, own, numbers)
         if plan.raw:
             targets = [part.narrow(0, piece.start, piece.numel) for piece in plan.raw]
             torch._foreach_copy_(targets, self._raw_parts(plan, message))
@@ -164,16 +205,16 @@ class BlockCodec:
         raw = [each for each in held if each.coding is None]
         num_scales = 0
         for k, piece in enumerate(coded):
-            assert piece.coding is not None, "it is coded"
             coded[k] = piece._replace(first_scale=num_scales)
-            num_scales += sum(region.num_blocks for region, _ in piece.regions(_CPU))
+            num_scales += piece.num_scales
         byte = _aligned(num_scales * _SCALE_BYTES)
         for pieces, itemsize in ((raw, self.raw_dtype.itemsize), (coded, 1)):
             for k, piece in enumerate(pieces):
                 pieces[k] = piece._replace(byte=byte)
                 byte += piece.numel * itemsize
             byte = _aligned(byte)
-        return _Plan(coded, raw, _gaps(held, self.layout.shard_size), num_scales, byte)
+        assert byte <= self._num_bytes, "messages are as long as the longest"
+        return _Plan(coded, raw, _gaps(held, self.layout.shard_size), num_scales)
 
     def _held_by(self, rank: int) -> list[_Piece]:
         """What a rank holds, in order, without its place in the message."""
@@ -183,11 +224,8 @@ class BlockCodec:
             start, stop = layout.local_range(index, rank)
             if stop > start:
                 place = layout.offsets[index] + start - rank * layout.shard_size
-                found.append(_Piece(place, stop - start, self.codings[index], 0, 0))
+                found.append(_Piece(index, start, place, stop - start, self.codings[index], 0, 0))
         return found
-
-
-_CPU = torch.device("cpu")
 
 
 def _gaps(held: list[_Piece], size: int) -> list[tuple[int, int]]:

@@ -35,6 +35,7 @@ class DBuffer:
         rank: this rank along the sharded axis.
         shard_dtype: of the resting shard, ``layout.shard_size`` elements.
         full_dtype: of the full face, ``layout.total_size`` elements.
+        face_dtype: of what the full face holds in place of these (codes); default: ``full_dtype``.
         device: of the shard. On meta there is a shard and no full face.
         full_device: of the full face, if the shard rests elsewhere (CPU offload).
         pin_memory: of a shard on the CPU, so that copies to an accelerator are asynchronous.
@@ -50,6 +51,7 @@ class DBuffer:
         full_dtype: torch.dtype,
         device: torch.device,
         full_device: torch.device | None = None,
+        face_dtype: torch.dtype | None = None,
         pin_memory: bool = False,
     ) -> None:
         self.layout = layout
@@ -62,7 +64,7 @@ class DBuffer:
         self.full_face = (
             None
             if device.type == "meta"
-            else FlatBuffer(layout, shapes, full_dtype, full_device or device)
+            else FlatBuffer(layout, shapes, face_dtype or full_dtype, full_device or device)
         )
 
     @property

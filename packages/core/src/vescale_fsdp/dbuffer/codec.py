@@ -112,10 +112,16 @@ def start_encoded_gather(
     pool: SlabPool,
     gather: Callable[[torch.Tensor, torch.Tensor], Any],
     outbox: Outbox,
+    written: torch.Tensor | None = None,
 ) -> ThenCopy:
     """Start to fill the full face from the messages of all ranks, which ``gather`` gathers.
 
     The face has no memory before they have arrived.
+
+    Args:
+        rank: of the caller among those that gather.
+        written: its messages, where they are there already: of as many consecutive parts of the
+            layout as each rank brings. None: it brings one, that of ``shard``.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
     is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings.
@@ -123,7 +129,7 @@ def start_encoded_gather(
     layout = buffer.layout
     size = codec.num_bytes(layout)
     messages = pool.take(layout.num_shards * size, torch.uint8)
-    own, is_written = outbox.message(size, messages.device)
+    own, is_written = outbox.message(size, messages.device) if written is None else (written, True)
 
     def start() -> Waitable:
         if not is_written:
@@ -136,8 +142,11 @@ def start_encoded_gather(
     def decode() -> None:
         arrived = messages.view(layout.num_shards, size)
         buffer.full.materialize()
+        mine = own.view(-1, size)
+        first = rank * len(mine)
         for k, part in enumerate(buffer.full.flat.view(layout.num_shards, -1)):
-            codec.decode(layout, k, own if k == rank else arrived[k], part)
+            is_mine = first <= k < first + len(mine)
+            codec.decode(layout, k, mine[k - first] if is_mine else arrived[k], part)
         pool.give(messages)
 
     return ThenCopy(work, decode)
@@ -151,11 +160,11 @@ def encode_parts(
     pool: SlabPool,
     errors: torch.Tensor | None,
 ) -> None:
-    """Write one message for each rank, of its part of ``full``.
+    """Write one message for each part of the layout, of its elements of ``full``.
 
     Args:
         full: flat, ``layout.total_size`` elements.
-        messages: uint8, [ranks, bytes].
+        messages: uint8, [parts, bytes].
         pool: lends memory for a part.
         errors: what messages have lost so far, float32 and as long as ``full``. It is added
             before the encoding, and is afterwards what the new messages lose. That of blocks with
@@ -179,13 +188,25 @@ def encode_parts(
 def decoded_sum(
     codec: Codec, layout: ShardLayout, rank: int, messages: list[torch.Tensor], pool: SlabPool
 ) -> torch.Tensor:
-    """The sum of what all ranks have sent to ``rank``, in float32 and in the order of ranks."""
+    """The sum of what all ranks have sent to ``rank``, in float32 and in the order of ranks.
+
+    Args:
+        messages: from each rank, those of as many consecutive parts of the layout as ``rank`` has.
+    """
     first, *others = messages
-    total = empty(layout.shard_size, torch.float32, first.device)
-    codec.decode(layout, rank, first, total)
-    scratch = pool.take(layout.shard_size, torch.float32)
-    for message in others:
-        codec.decode(layout, rank, message, scratch)
+    num_parts = layout.num_shards // len(messages)
+    numel = num_parts * layout.shard_size
+
+    def decode(sent: torch.Tensor, into: torch.Tensor) -> None:
+        pairs = zip(sent.view(num_parts, -1), into.view(num_parts, -1), strict=True)
+        for k, (message, part) in enumerate(pairs):
+            codec.decode(layout, rank * num_parts + k, message, part)
+
+    total = empty(numel, torch.float32, first.device)
+    decode(first, total)
+    scratch = pool.take(numel, torch.float32)
+    for sent in others:
+        decode(sent, scratch)
         total.add_(scratch)
     pool.give(scratch)
     return total

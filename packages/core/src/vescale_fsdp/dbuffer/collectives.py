@@ -112,7 +112,8 @@ class Comm:
             custom: a gather that the user supplies (see `custom`).
             codec: writes what travels (see `codec`).
             pool: lends the memory of its messages.
-            inner: this rank's part in the full face's dtype, where it is more than the shard.
+            inner: this rank's part in the full face's dtype, where it is more than the shard;
+                with a codec, the messages of that part.
             outbox: may have this rank's message, or keeps it.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
@@ -122,8 +123,10 @@ class Comm:
         own = buffer.shard if inner is None else inner
         if codec is not None and full.numel():
             assert pool is not None, "messages need memory"
-            gather, outbox = self.all_gather, outbox or Outbox()
-            return start_encoded_gather(codec, buffer, own, self.rank, pool, gather, outbox)
+            outbox = outbox or Outbox()
+            return start_encoded_gather(
+                codec, buffer, own, self.rank, pool, self.all_gather, outbox, inner
+            )
         with memory_for(custom, full.device):
             buffer.full.materialize()
         if full.numel() == 0:
@@ -258,12 +261,13 @@ class Comm:
         Args:
             errors: of the messages so far, to make good for (see `encode_parts`).
 
-        Cost: one all-to-all of ``size * codec.num_bytes(layout)`` bytes, and twice the memory.
+        Cost: one all-to-all of ``layout.num_shards * codec.num_bytes(layout)`` bytes, and twice the
+        memory.
         """
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         size = codec.num_bytes(layout)
-        messages = pending.borrow(self.size * size, torch.uint8)
-        encode_parts(codec, layout, full, messages.view(self.size, size), pool, errors)
+        messages = pending.borrow(layout.num_shards * size, torch.uint8)
+        encode_parts(codec, layout, full, messages.view(layout.num_shards, size), pool, errors)
         self._start_all_to_all(pending, messages)
         pending.sum_parts = lambda parts: decoded_sum(codec, layout, self.rank, list(parts), pool)
         return pending

@@ -92,7 +92,7 @@ class SlabPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._idle: list[Region] = []
         self._lent: dict[int, Region] = {}
         self._num_trims = 0
@@ -100,8 +100,8 @@ class SlabPool:
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised tensor. Give it back with `give`."""
         num_bytes = num_elements * dtype.itemsize
-        if self._device.type != "cpu" or num_bytes == 0:
-            return torch.empty(num_elements, dtype=dtype, device=self._device)
+        if self.device.type != "cpu" or num_bytes == 0:
+            return torch.empty(num_elements, dtype=dtype, device=self.device)
         fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
         if fitting:
             region = min(fitting, key=lambda each: each.num_bytes)
@@ -109,10 +109,10 @@ class SlabPool:
         else:
             if self._idle:  # too small: replace one, so that sizes do not pile up
                 self._idle.remove(min(self._idle, key=lambda each: each.num_bytes))
-            region = make_region(num_bytes, self._device)
+            region = make_region(num_bytes, self.device)
         region.materialize()
         self._lent[region.storage._cdata] = region
-        slab = torch.empty(0, dtype=dtype, device=self._device)
+        slab = torch.empty(0, dtype=dtype, device=self.device)
         return slab.set_(region.storage, 0, (num_elements,), (1,))
 
     def give(self, slab: torch.Tensor) -> None:
@@ -125,7 +125,7 @@ class SlabPool:
     def trim(self) -> None:
         """Hand free memory of the heap back to the system, every so often. Once per step."""
         self._num_trims += 1
-        if self._device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
+        if self.device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
             _trim_heap()
 
 

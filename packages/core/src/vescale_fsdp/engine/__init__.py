@@ -31,6 +31,7 @@ from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
 from vescale_fsdp.engine.pipelining import share_comm_ctx
 from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
+from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -42,6 +43,7 @@ __all__ = [
     "OffloadPolicy",
     "QuantizedGather",
     "QuantizedReduce",
+    "QuantizedWeight",
     "UnshardHandle",
     "check_gradients",
     "clip_grad_norm_",

@@ -20,6 +20,7 @@ from vescale_fsdp.engine.arguments import (
     check_engine_arguments,
     checked_modules,
 )
+from vescale_fsdp.engine.coded_group import CodedGroup
 from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
@@ -127,8 +128,9 @@ def fully_shard(
         ValueError: ``gather`` or ``reduce`` with a granularity that cuts their blocks, with a dtype
             that the device lacks, or chosen for a parameter that is smaller than a block, gathers
             itself or is cut by ``Shard(d)``.
-        NotImplementedError: a parameter is unevenly cut by tensor parallelism; or "hsdp_zero1" of
-            one that is a DTensor, or that gathers itself.
+        NotImplementedError: a parameter is unevenly cut by tensor parallelism, or a DTensor that
+            shall stay codes in forward; or "hsdp_zero1" of one that is a DTensor, or that gathers
+            itself.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
@@ -224,13 +226,15 @@ def _make_groups(
 ) -> list[Group]:
     """One group per dtype, trainability and ranks, in order of first appearance.
 
-    A parameter with ``Shard(d)`` is a group of its own, and so is one that gathers itself.
+    A parameter with ``Shard(d)`` is a group of its own, and so is one that gathers itself. Those
+    that are computed with as codes are a group together.
     """
     by_kind: dict[tuple[Any, ...], list[ParamToShard]] = {}
     for item in params:
         ranks = (item.axes.shard_ranks, item.axes.replica_ranks)
         alone = None if item.dim is None else item.fqn
-        kind = (item.param.is_meta, item.param.dtype, item.param.requires_grad, ranks, alone)
+        param, stays = item.param, item.stays_coded
+        kind = (param.is_meta, param.dtype, param.requires_grad, ranks, alone, stays)
         by_kind.setdefault(kind, []).append(item)
     rests_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
@@ -242,7 +246,8 @@ def _make_groups(
                 f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can only be "
                 "cut over one axis so far; use sharding='zero3' or 'hsdp'"
             )
-        make = partial(ExtensionGroup, unit.mp_policy) if extends else Group
+        own = CodedGroup if members[0].stays_coded else Group
+        make = partial(ExtensionGroup, unit.mp_policy) if extends else own
         groups.append(
             make(
                 members,

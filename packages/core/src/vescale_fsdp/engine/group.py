@@ -84,6 +84,9 @@ class Group:
         on_gradient: called after each gradient that the group has taken, with its elements.
     """
 
+    _narrowest = 2  # bytes of the elements of a full buffer, if not fewer
+    _face_dtype: torch.dtype | None = None  # of what a full buffer holds, if not the parameters'
+
     def __init__(
         self,
         params: list[ParamToShard],
@@ -113,7 +116,7 @@ class Group:
         self.frees_before_backward = False  # whether gradients come while nothing is gathered
         self._part: torch.Tensor | None = None  # of the full buffer, kept from forward to backward
         self._part_in_flight: torch.Tensor | None = None
-        narrowest = min(2, *(p.data.element_size() for p in params))
+        narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
         self.slots: list[Slot] = []
         specs = [TensorSpec(p.fqn, tuple(p.data.shape), p.block) for p in params]
@@ -156,6 +159,7 @@ class Group:
             full_dtype=full_dtype,
             device=device,
             full_device=self._compute_device,
+            face_dtype=self._face_dtype,
             pin_memory=self._pin_memory,
         )
         self.pool = pool_for(self._compute_device)
@@ -249,7 +253,7 @@ class Group:
                     self.rebind()  # a submodule was converted: its parameters left the shard
                 self.start_outer_gather(comm)
                 inner = None if self._inner_shard is None else self._inner_shard.wait()
-                if self.codec is not None:
+                if self.codec is not None and inner is None:
                     # Where gradients wait for more, no optimizer has stepped since the backward.
                     may_repeat = in_backward or self.gradients.are_waiting
                     self._outbox.prepare(self._version(), may_repeat=may_repeat)
@@ -262,7 +266,8 @@ class Group:
     def start_outer_gather(self, comm: Comm) -> None:
         """Start to gather over the outer axis, where what rests is cut over that too."""
         if self._inner_shard is not None and not self.is_on_meta:
-            self._inner_shard.start_gather(self.buffer, comm.among_replicas, self._version())
+            outer, version = comm.among_replicas, self._version()
+            self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
 
     def drop_copies(self) -> None:
         """Forget what was gathered, or written to send, of shards that may have changed since."""

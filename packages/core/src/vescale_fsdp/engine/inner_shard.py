@@ -12,47 +12,57 @@ Four ranks as 2 x 2, a full buffer of four parts::
                            once a step
 
 So the slow axis carries each parameter once a step and each gradient once, and the optimizer's
-states are cut by all ranks.
+states are cut by all ranks. With a codec it is messages that are gathered, first those of an inner
+shard and then all: each rank writes that of its part, and all of them read each.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vescale_fsdp.dbuffer import Comm, DBuffer, Waitable, copy_async, start_beside
+from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, Waitable, copy_async, start_beside
 
 __all__ = ["InnerShard"]
 
 
 class InnerShard:
-    """The inner shard of one group, in the dtype that it computes in."""
+    """The inner shard of one group, in the dtype that it computes in, or as messages."""
 
     def __init__(self) -> None:
         self._values: torch.Tensor | None = None
         self._work: Waitable | None = None
         self._version: object = None
 
-    def start_gather(self, buffer: DBuffer, outer: Comm, version: object) -> None:
+    def start_gather(
+        self, buffer: DBuffer, outer: Comm, version: object, codec: Codec | None
+    ) -> None:
         """Start to gather it over the outer axis, unless it is there for this ``version``.
 
         Args:
             buffer: of the parameters, cut by all ranks.
             outer: the communicators of the outer axis.
             version: of the weights at rest.
+            codec: writes what travels.
 
-        Cost: one all-gather of ``outer.size`` resting shards, and memory for them
-        until the weights change.
+        Cost: one all-gather of ``outer.size`` resting shards or their messages, and memory for
+        them until the weights change.
         """
         if self._version == version:
             return
         self.drop()
         shard, place = buffer.shard, outer.rank
         full = buffer.full.flat
-        values = torch.empty(outer.size * shard.numel(), dtype=full.dtype, device=full.device)
-        own = values[place * shard.numel() : (place + 1) * shard.numel()]
+        size, dtype = shard.numel(), full.dtype
+        if codec is not None and size:
+            size, dtype = codec.num_bytes(buffer.layout), torch.uint8
+        values = torch.empty(outer.size * size, dtype=dtype, device=full.device)
+        own = values[place * size : (place + 1) * size]
 
         def start() -> Waitable:
-            copy_async(own, shard)
+            if codec is None:
+                copy_async(own, shard)
+            else:
+                codec.encode(buffer.layout, buffer.rank, shard, own)
             return outer.all_gather(values, own)
 
         if values.numel():
@@ -60,7 +70,7 @@ class InnerShard:
         self._values, self._version = values, version
 
     def wait(self) -> torch.Tensor:
-        """The inner shard, flat."""
+        """The inner shard, flat; or its messages, one after the other."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -18,7 +18,7 @@ from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import CodeDtype, Coding, is_offered
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
-from vescale_fsdp.engine.roles import HEADS, may_be_hidden
+from vescale_fsdp.engine.roles import Roles
 from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedReduce",
     "check_quantized",
     "checked_block",
+    "is_matrix",
 ]
 
 _ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
@@ -54,11 +55,15 @@ class QuantizedGather:
     Args:
         dtype: "int8", evenly spaced codes, or "e4m3", which are denser near zero: better where a
             few numbers in a block are much larger than the others.
-        block: (rows, columns) of a tile of each matrix in the last two dimensions, or n consecutive
-            elements. Vectors, and what has more than three dimensions, have blocks of
-            rows * columns elements in place of tiles.
+        block: n consecutive elements, or (rows, columns) of a tile of each matrix in the last two
+            dimensions: no cut goes through its rows, so tall tiles pad much on many ranks. Vectors,
+            and what has more than three dimensions, have blocks of rows * columns elements in
+            place of tiles.
         policy: ``(fqn, param)`` -> True, False, another ``QuantizedGather`` for this parameter, or
             None for the rule below. The fqn is relative to the module.
+        decode: False: forward sees codes and scales, as a `QuantizedWeight`, and linear layers
+            compute with them where the device can (the input is rounded there, too). They are a
+            group of their own, with a gather and a reduction beside those of the unit's others.
 
     Without a policy matrices of hidden layers travel so, and stacks of them, if they have as many
     elements as a block. Biases, norms, embeddings, heads (by the rules of
@@ -70,8 +75,9 @@ class QuantizedGather:
     """
 
     dtype: CodeDtype = "int8"
-    block: BlockSize = (128, 128)
+    block: BlockSize = 256
     policy: Callable[[str, nn.Parameter], bool | QuantizedGather | None] | None = None
+    decode: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in ("int8", "e4m3"):
@@ -97,8 +103,8 @@ class QuantizedReduce:
 
     Args:
         block: n consecutive elements; or (rows, columns) of a tile.
-        error_feedback: costs 4 bytes for each element of the whole parameters, on every rank; is
-            not saved in checkpoints.
+        error_feedback: costs 4 bytes for each element of the whole parameters, on every rank, and
+            as much in checkpoints, where it is kept for as many ranks.
         policy: ``(fqn, param)`` -> True, False, another ``QuantizedReduce`` for this parameter
             (its ``error_feedback`` is not looked at), or None for the rule: whatever is no vector
             and has as many elements as a block.
@@ -130,7 +136,6 @@ def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.de
     Raises:
         TypeError: they are something else.
         ValueError: ``device`` lacks the dtype; or no axis cuts the gradients.
-        NotImplementedError: two axes cut what rests.
     """
     for name, kind, option in (
         ("gather", QuantizedGather, gather),
@@ -147,11 +152,6 @@ def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.de
         raise ValueError(
             "fully_shard: reduce=QuantizedReduce(...) is about sums of which each rank keeps its "
             "part, and sharding='ddp' cuts nothing; use sharding='zero1'"
-        )
-    if (gather is not None or reduce is not None) and axes.cuts_outside:
-        raise NotImplementedError(
-            "fully_shard: gather= and reduce= with sharding='hsdp_zero1' are not there yet; use "
-            "sharding='hsdp'"
         )
 
 
@@ -181,16 +181,8 @@ class Choice:
         device: torch.device,
     ) -> None:
         self._gather, self._reduce, self._device = gather, reduce, device
-        embeddings = [
-            child
-            for module in modules
-            for child in module.modules()
-            if isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        ]
-        self._vocabularies = {child.num_embeddings for child in embeddings}
         inside = (child for module in modules for child in module.modules())
-        # Names of heads are those of other layers too, deep inside of a block.
-        self._may_have_head = bool(embeddings) or any(unit_of(child) for child in inside)
+        self._roles = Roles(modules, has_blocks=any(unit_of(child) for child in inside))
 
     def codings(
         self,
@@ -209,6 +201,7 @@ class Choice:
         Raises:
             ValueError: a policy wants what cannot be; or the inner parallelism cuts blocks.
             TypeError: a policy returns something else.
+            NotImplementedError: an inner parallelism would have to compute with codes.
         """
         gather = self._chosen(self._gather, fqn, param, sites)
         reduce = self._chosen(self._reduce, fqn, param, sites)
@@ -242,14 +235,9 @@ class Choice:
         self, option: _Option, fqn: str, param: nn.Parameter, sites: Sequence[Site]
     ) -> bool:
         if isinstance(option, QuantizedReduce):
-            return param.is_floating_point() and sum(extent > 1 for extent in param.shape) > 1
-        parts = fqn.split(".")
-        is_outside = self._may_have_head and not any(part.isdigit() for part in parts)
-        has_rows = bool(param.shape) and param.shape[0] in self._vocabularies
-        if is_outside and (has_rows or not HEADS.isdisjoint(parts)):
-            return False
-        modules = (module for ref, _ in sites if (module := ref()) is not None)
-        return all(may_be_hidden(parts, param, module) for module in modules)
+            return param.is_floating_point() and is_matrix(param.shape)
+        owners = (module for ref, _ in sites if (module := ref()) is not None)
+        return self._roles.is_hidden(fqn, param, owners)
 
 
 def checked_block(
@@ -283,6 +271,11 @@ def checked_block(
         return block
     units = [coding.blocks.unit for coding in (gather, reduce) if coding is not None]
     return min(math.lcm(*units), max(numel, 1))
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether two dimensions at least have more than one element."""
+    return sum(extent > 1 for extent in shape) > 1
 
 
 def _granularity(option: _Option, least_dims: int) -> GranularityPolicy:
@@ -332,7 +325,13 @@ def _coding(
         return None
     if inner is not None:
         _check_inner(option, fqn, inner)
-    return Coding(option.dtype, Blocks(option.block, tuple(shape)))
+    decodes = isinstance(option, QuantizedReduce) or option.decode
+    if not decodes and inner is not None:
+        raise NotImplementedError(
+            f"fully_shard: {fqn!r} is a DTensor of an inner parallelism, which computes with "
+            "numbers and not with codes; use QuantizedGather(decode=True) for it"
+        )
+    return Coding(option.dtype, Blocks(option.block, tuple(shape)), decodes)
 
 
 def _check_inner(option: _Option, fqn: str, inner: DTensorSpec) -> None:

@@ -106,6 +106,7 @@ class Gradients:
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
+        twin._errors = None if self._errors is None else self._errors.clone()
         twin.casts_first = self.casts_first
         return twin
 
@@ -197,6 +198,35 @@ class Gradients:
         if self.corrects and self._errors is None:
             self._errors = torch.zeros(full.shape, dtype=torch.float32, device=full.device)
         return self._errors
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what rounding takes from a gradient is added to the next."""
+        return self.corrects and any(self.codings)
+
+    def error_views(self) -> list[torch.Tensor]:
+        """What rounding has taken so far, of each parameter; nothing before the first reduction."""
+        return [] if self._errors is None else self._views(self._errors)
+
+    def replace_errors(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Go on with other errors, zero where there is None; returns the old, for `put_errors`."""
+        before, self._errors = self._errors, None
+        if any(value is not None for value in values):
+            size, device = self._buffer.layout.total_size, self.pool.device
+            self._errors = torch.zeros(size, dtype=torch.float32, device=device)
+            for view, value in zip(self._views(self._errors), values, strict=True):
+                if value is not None:
+                    view.copy_(value)
+        return before
+
+    def put_errors(self, errors: torch.Tensor | None) -> None:
+        """Have what `replace_errors` returned again."""
+        self._errors = errors
+
+    def _views(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The places of the parameters in a full buffer."""
+        places = zip(self._buffer.layout.offsets, self._slots, strict=True)
+        return [full[k : k + slot.shape.numel()].view(slot.shape) for k, slot in places]
 
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""

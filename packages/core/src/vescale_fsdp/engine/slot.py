@@ -118,6 +118,11 @@ class ParamToShard:
     reduce: Coding | None = None  # and how its gradient does
 
     @property
+    def stays_coded(self) -> bool:
+        """Whether forward sees codes."""
+        return self.gather is not None and not self.gather.decodes
+
+    @property
     def inner(self) -> DTensorSpec | None:
         """What an inner parallelism has made of it, if it is a DTensor."""
         return inner_spec(self.param, self.axes, self.fqn)

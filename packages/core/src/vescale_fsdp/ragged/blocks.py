@@ -89,6 +89,11 @@ class Blocks:
         """Elements at whose multiples a cut goes between blocks; at most those of the tensor."""
         return min(self._unit_of(self.shape)[0], math.prod(self.shape))
 
+    def num_blocks(self, num_elements: int) -> int:
+        """Of consecutive elements that begin with a block and end with one."""
+        unit, num_blocks = self._unit_of(self.shape)
+        return -(-num_elements // unit) * num_blocks
+
     @property
     def _has_whole_rows(self) -> bool:
         """Whether flat blocks never go from one row to the next."""

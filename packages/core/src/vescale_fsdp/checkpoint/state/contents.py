@@ -5,7 +5,8 @@ Three kinds of items, by what ranks have of them:
 * ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
   the same on the ranks that have them; DCP's planner says who writes which part.
 * ``extra``: the first rank's.
-* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several ranks is kept once.
+* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several
+  ranks is kept once.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from vescale_fsdp import compat
 from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.files import bytes_of
 from vescale_fsdp.checkpoint.state import rng, tensors, values
@@ -135,8 +137,11 @@ def collect(
 
 def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
     """A model's state dict, or that part of it."""
-    options = StateDictOptions(ignore_frozen_params=weights == "trained")
-    state = dict(get_model_state_dict(model, options=options))
+    state = dict(get_model_state_dict(model))
+    if weights == "trained":
+        for path, param in model.named_parameters(remove_duplicate=False):  # ties too
+            if not param.requires_grad:
+                state.pop(compat.fqn_of(model, path), None)
     return {} if weights == "none" else state
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from vescale_fsdp import compat
+from vescale_fsdp.checkpoint.state.contents import weights_of
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.errors import CheckpointMismatchError
 
@@ -32,6 +32,8 @@ __all__ = [
     "load_optimizer",
     "model_state",
     "optimizer_state",
+    "owner",
+    "parameters",
     "part_of",
 ]
 
@@ -47,8 +49,7 @@ def model_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, An
     Args:
         trained_only: leave out what is frozen.
     """
-    options = StateDictOptions(ignore_frozen_params=trained_only)
-    state = dict(get_model_state_dict(model, options=options))
+    state = weights_of(model, "trained" if trained_only else "all")
     first: dict[int, str] = {}  # tied parameters stay one tensor, under each of their names
     for path, param in model.named_parameters(remove_duplicate=False):
         name = compat.fqn_of(model, path)
@@ -68,6 +69,21 @@ def optimizer_state(models: Models, optimizer: Optimizer) -> dict[str, Any]:
         CheckpointMismatchError: a parameter is none of theirs.
     """
     return _named(models, optimizer).tree()
+
+
+def owner(models: Models, optimizer: Optimizer) -> nn.Module:
+    """The first model that has all parameters of an optimizer; if none has, all as a list."""
+    each = [models] if isinstance(models, nn.Module) else list(models)
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for model in each:
+        if len(each) == 1 or params <= {id(param) for param in model.parameters()}:
+            return model
+    return nn.ModuleList(each)
+
+
+def parameters(models: Models, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """An optimizer's parameters by the names of `optimizer_state`, in its order."""
+    return _named(models, optimizer).params
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -150,7 +166,8 @@ def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any
 
     Args:
         models: as for `optimizer_state`.
-        saved: by names, or by numbers as ``optimizer.state_dict()`` has them, of any process group.
+        saved: by names, or by numbers as ``optimizer.state_dict()`` has them. Sharded tensors are
+            taken, too; where they are cut otherwise, they are gathered.
 
     Raises:
         CheckpointMismatchError: it is of other parameters, or a state has another shape. The
@@ -175,8 +192,9 @@ def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any
         raise
     with torch.no_grad():
         for value, target, name in pairs:
-            part = value if isinstance(value, DTensor) else part_of(value, target, name)
-            target.copy_(part)
+            if isinstance(value, DTensor) and value.placements != target.placements:
+                value = value.full_tensor()
+            target.copy_(value if isinstance(value, DTensor) else part_of(value, target, name))
     filled = {name: target for _, target, name in pairs}
     named.load(
         {
@@ -189,14 +207,7 @@ def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any
 
 
 def _named(models: Models, optimizer: Optimizer) -> NamedOptimizer:
-    each = [models] if isinstance(models, nn.Module) else list(models)
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for model in each:
-        if params <= {id(param) for param in model.parameters()}:
-            return NamedOptimizer(type(optimizer).__name__, optimizer, model)
-    return NamedOptimizer(
-        type(optimizer).__name__, optimizer, each[0] if len(each) == 1 else nn.ModuleList(each)
-    )
+    return NamedOptimizer(type(optimizer).__name__, optimizer, owner(models, optimizer))
 
 
 def _by_name(

@@ -1,0 +1,189 @@
+"""How what is saved takes the place of what was there: all of it, or nothing.
+
+``save_state`` writes into a directory that may have been saved to before, and may hold files of
+others. So::
+
+    state/.saving/    is written to; a save that is killed leaves it, and the next one deletes it
+    state/.saved/     the same, renamed when all of it is there: from now on the save has happened
+    state/            gets its entries one by one; whoever is killed here, the next save or load
+                      goes on
+
+What was saved in one format takes the place of the same in the other one.
+
+The functions that write are collective, and for directories that all processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp import CheckpointIncompleteError
+
+__all__ = [
+    "begin",
+    "finish",
+    "in_first",
+    "is_whole",
+    "latest",
+    "prune",
+    "replace_directory",
+    "replace_file",
+]
+
+_SAVING, _SAVED = ".saving", ".saved"
+
+
+def begin(folder: Path) -> Path:
+    """Where to write what is to be in ``folder``; `finish` it afterwards."""
+    finish(folder)
+    stage = folder / _SAVING
+
+    def make() -> None:
+        if stage.exists():
+            shutil.rmtree(stage)
+        stage.mkdir(parents=True)
+
+    in_first(make)
+    return stage
+
+
+def finish(folder: Path, *, is_written: bool = False) -> None:
+    """Put into ``folder`` what has been saved for it.
+
+    Args:
+        is_written: all processes have written what `begin` has asked for. Else only what an
+            earlier save has left is put in place.
+    """
+
+    def put() -> None:
+        stage, saved = folder / _SAVING, folder / _SAVED
+        if is_written and stage.is_dir():
+            _flush(stage)
+            stage.rename(saved)
+        for entry in sorted(saved.iterdir()) if saved.is_dir() else ():
+            _remove(folder / entry.name, unless_file=True)
+            entry.replace(folder / entry.name)
+            _remove_twin(folder / entry.name)
+        if saved.is_dir():
+            saved.rmdir()
+
+    in_first(put)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a save to a directory has ever come to its end."""
+    return any(entry.name != _SAVING for entry in folder.iterdir())
+
+
+def latest(folder: Path) -> Path:
+    """Of directories with numbers, that with the highest to which a save has come to its end.
+
+    Raises:
+        CheckpointIncompleteError: there is none.
+    """
+    found = [each for each in _numbered(folder) if is_whole(each)]
+    if not found:
+        raise CheckpointIncompleteError(f"{folder} has no whole checkpoint")
+    return found[-1]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete the directories with the lowest numbers until ``keep`` are left."""
+
+    def delete() -> None:
+        for each in _numbered(folder)[:-keep]:
+            shutil.rmtree(each)
+
+    in_first(delete)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """``checkpoint_0`` and so on, in order."""
+    found = {
+        int(number[1]): each
+        for each in (folder.iterdir() if folder.is_dir() else ())
+        if (number := re.fullmatch(r"checkpoint_(\d+)", each.name)) and each.is_dir()
+    }
+    return [found[number] for number in sorted(found)]
+
+
+def _flush(stage: Path) -> None:
+    """Have files on the disk; what is in directories is there already."""
+    for entry in stage.iterdir():
+        if entry.is_file():
+            with open(entry, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _remove(path: Path, *, unless_file: bool = False) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif not unless_file:
+        path.unlink(missing_ok=True)
+
+
+def _remove_twin(path: Path) -> None:
+    """``optimizer.bin`` where there is ``optimizer_0/`` now, and so on: it is older."""
+    found = re.fullmatch(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?(\.bin)?", path.name)
+    if found is None or (found[2] is None and found[3] is None):
+        return
+    kind, number = found[1], found[2] or "0"
+    as_file = f"{kind}.bin" if number == "0" else f"{kind}_{number}.bin"
+    _remove(path.with_name(f"{kind}_{number}" if found[3] else as_file))
+
+
+def replace_file(file: Path, state: Any) -> None:
+    """``torch.save`` in the first process; the file is the old one or the new one."""
+
+    def write() -> None:
+        new = file.with_name(f"{file.name}.new")
+        torch.save(state, new)
+        new.replace(file)
+        _remove_twin(file)
+
+    in_first(write)
+
+
+def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have a new directory at ``path``; one that is there goes when the new one is whole."""
+    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
+
+    def clean() -> None:
+        if old.exists() and not path.exists():
+            old.rename(path)  # a process was killed between the two renamings below
+        _remove(new)
+        _remove(old)
+
+    in_first(clean)
+    write(new)
+
+    def replace() -> None:
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+        _remove(old)
+        _remove_twin(path)
+
+    in_first(replace)
+
+
+def in_first(work: Callable[[], Any]) -> None:
+    """Do something in the first process; all raise if it raises."""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except Exception as caught:  # noqa: BLE001  every process must learn of it
+            error = caught
+    message = [None if error is None else f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(message)
+    if message[0] is not None:
+        raise error or OSError(f"rank 0: {message[0]}")

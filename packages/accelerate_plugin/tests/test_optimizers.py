@@ -1,0 +1,93 @@
+"""``fsdp_vescale_optimizer``: the bits of the same optimizer made by hand, also after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, split_named_params
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import VeScaleFSDPPlugin
+
+from .helpers import accelerator, full, loss_of, make_loader, make_model
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "muon": {"momentum": 0.9},
+    "shampoo": {"block_size": 4},
+    "soap": {"precondition_frequency": 2},
+    "adamw8bit": {"block_size": 8, "min_8bit_size": 8},
+}
+STEPS = 4
+Run = tuple[dict[str, torch.Tensor], list[float], list[float]]
+
+
+def by_hand(name: str, model: Any) -> Any:
+    args, common = ARGUMENTS[name], {"lr": 1e-2, "weight_decay": 0.1}
+    if name == "adamw8bit":
+        return AdamW8bit(model.named_parameters(), **common, **args)
+    hidden, rest = split_named_params(model)
+    makers: dict[str, Any] = {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
+    also = {"adjust_lr_fn": "match_rms_adamw"} if name == "muon" else {}
+    matrices = makers[name](hidden, **common, **also, **args)
+    return OptimizerGroup({name: matrices, "adamw": torch.optim.AdamW(rest, **common)})
+
+
+def train(name: str, plugin: VeScaleFSDPPlugin, folder: Path | None, resumes: bool) -> Run:
+    """Train for `STEPS` steps, or resume after half of them."""
+    with accelerator(fsdp_plugin=plugin) as acc:
+        model: Any = make_model(seed=5 if resumes else 0)
+        optimizer: Any = by_hand(name, model) if plugin.optimizer is None else None
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, scheduler = acc.prepare(model, optimizer, scheduler)
+        if resumes:
+            acc.load_state(folder)
+        (tokens,) = next(iter(make_loader(1)))
+        losses, rates = [], []
+        for step in range(STEPS // 2 if resumes else 0, STEPS):
+            if step == STEPS // 2 and folder is not None and not resumes:
+                acc.save_state(folder)
+            loss = loss_of(model, tokens)
+            acc.backward(loss)
+            losses.append(loss.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return {key: full(p) for key, p in model.named_parameters()}, losses, rates
+
+
+def train_all(root: Path) -> dict[str, tuple[Run, Run, Run]]:
+    found = {}
+    for name, args in ARGUMENTS.items():
+        plugin = {"optimizer": name, "optimizer_args": args, "sealed": name in ("soap", "muon")}
+        found[name] = (
+            train(name, VeScaleFSDPPlugin(**plugin), root / name, False),
+            train(name, VeScaleFSDPPlugin(**plugin), root / name, True),
+            train(name, VeScaleFSDPPlugin(), None, False),
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run, Run]]:
+    return run_ranks(train_all, 2, tmp_path_factory.mktemp("optimizers"))[0]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_by_name_it_has_the_bits_of_one_made_by_hand(
+    runs: dict[str, tuple[Run, Run, Run]], name: str
+) -> None:
+    (found, losses, rates), (resumed, half, _), (expected, expected_losses, also) = runs[name]
+    assert losses == expected_losses
+    assert losses[-1] < losses[0]
+    assert half == losses[STEPS // 2 :]
+    assert rates == also
+    assert rates[2] < rates[1] < rates[0]
+    for key, param in expected.items():
+        assert torch.equal(found[key], param), key
+        assert torch.equal(resumed[key], param), key

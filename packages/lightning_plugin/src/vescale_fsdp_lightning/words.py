@@ -1,0 +1,96 @@
+"""What yaml and the command line can say in words, where Python passes objects.
+
+::
+
+    granularity: rows:32                        Granularity.rows(32)
+    gather: int8                                QuantizedGather("int8")
+    gather: {dtype: e4m3, block: [32, 32]}      QuantizedGather("e4m3", block=(32, 32))
+    reduce: int8                                QuantizedReduce()
+    reduce: {block: 512, error_feedback: true}  QuantizedReduce(block=512, error_feedback=True)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from vescale_fsdp import Granularity, QuantizedGather, QuantizedReduce
+
+__all__ = ["GRANULARITIES", "gather_of", "granularity_of", "reduce_of"]
+
+GRANULARITIES = (
+    "a Granularity, a policy (name, parameter) -> Granularity | None, elements:256, rows:128, "
+    "tile:32x32 or whole"
+)
+_GATHERS = (
+    'a QuantizedGather, "int8", "e4m3", a mapping of dtype and block such as {"dtype": "int8", '
+    '"block": [32, 32]}, or None'
+)
+_REDUCES = (
+    'a QuantizedReduce, "int8", a mapping of block and error_feedback such as {"block": 256, '
+    '"error_feedback": True}, or None'
+)
+_SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
+
+OptionT = TypeVar("OptionT", QuantizedGather, QuantizedReduce)
+
+
+def granularity_of(text: str) -> Granularity:
+    """The granularity of ``rows:32`` and the like.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _SPEC.fullmatch(text)
+    if not found:
+        raise ValueError(
+            f"VeScaleFSDPStrategy(granularity={text!r}) does not work; accepted are {GRANULARITIES}"
+        )
+    elements, rows, tile_rows, tile_columns = (int(each) if each else 0 for each in found.groups())
+    if text == "whole":
+        return Granularity.whole()
+    if tile_rows or tile_columns:
+        return Granularity.tile(tile_rows, tile_columns)
+    return Granularity.rows(rows) if rows else Granularity.elements(elements)
+
+
+def gather_of(value: Any) -> QuantizedGather | None:
+    """How weights travel: ``"int8"``, ``{"dtype": "e4m3", "block": [32, 32]}``, or the object.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    options = {"dtype": value} if isinstance(value, str) else value
+    return _made(QuantizedGather, "gather", value, options, ("dtype", "block"), _GATHERS)
+
+
+def reduce_of(value: Any) -> QuantizedReduce | None:
+    """How gradients travel: ``"int8"``, ``{"block": 256}``, or the object.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    options = {} if value == "int8" else value  # the only dtype
+    known = ("block", "error_feedback")
+    return _made(QuantizedReduce, "reduce", value, options, known, _REDUCES)
+
+
+def _made(
+    kind: type[OptionT], name: str, value: Any, options: Any, known: tuple[str, ...], accepted: str
+) -> OptionT | None:
+    if value is None or isinstance(value, kind):
+        return value
+    reason = ""
+    if isinstance(options, Mapping) and not options.keys() - set(known):
+        given: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in options.items()
+        }
+        if isinstance(given.get("error_feedback", False), bool):
+            try:
+                return kind(**given)
+            except ValueError as error:
+                reason = f" ({error})"
+    raise ValueError(
+        f"VeScaleFSDPStrategy({name}={value!r}) does not work{reason}; accepted are {accepted}"
+    )
