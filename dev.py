@@ -24,6 +24,8 @@ NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
   demo    train a small GPT on two processes, beside FSDP2
+  bench   compare with FSDP2, DeepSpeed ZeRO-3 and DDP, and write benchmarks/RESULTS.md (40 minutes;
+          --quick: 3 minutes)
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   test    all of: {", ".join(TESTED)}
   clean   remove the environments and caches
@@ -39,7 +41,7 @@ def main() -> int:
         return clean()
     if command == "test" and not arguments:
         return test()
-    if command in [*TESTED, "demo", "faults"]:
+    if command in [*TESTED, "demo", "bench", "faults"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2

@@ -1,6 +1,7 @@
 """The same training step under each engine, and the two parts that no engine can do without.
 
 vescale, fsdp2, ddp    the whole step: forward, backward, AdamW
+deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
 vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
                        travel in 8 bits too
 compute                a local model in the compute dtype; AdamW on this rank's share of it
@@ -9,15 +10,16 @@ wire                   the collectives of our step, with nothing between them
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from benchmarks.models import GPT, Batches, Preset, loss_of
+import torch.distributed as dist
+from benchmarks.models import Batches, Preset, loss_of
 from benchmarks.wire import Recorder, Replay, bytes_by_layout
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +27,10 @@ from torch.optim import AdamW
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce, fully_shard
 
-__all__ = ["ENGINES", "Engine", "make_engine"]
+__all__ = ["ENGINES", "Engine", "Training", "make_engine", "missing"]
 
+LEARNING_RATE = 1e-3
+NUM_WARM = 3  # steps in which engines record orders, and allocators fill
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -56,24 +60,39 @@ class Training:
     expected_bytes = 0.0
 
     def __init__(
-        self, model: nn.Module, optimized: list[nn.Parameter], batches: Batches, autocasts: bool
+        self,
+        model: nn.Module,
+        optimized: list[nn.Parameter],
+        batches: Batches,
+        *,
+        autocasts: bool = False,
+        input_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self._batches, self._autocasts = model, batches, autocasts
-        self.optimizer = AdamW(optimized, lr=1e-4, fused=True)
+        self.model, self._batches = model, batches
+        self._autocasts, self._input_dtype = autocasts, input_dtype
+        self.optimizer = AdamW(optimized, lr=LEARNING_RATE, fused=True)
         self.mark: Callable[[str], object] = lambda name: None
 
     def step(self) -> float:
-        tokens, targets = self._batches.next()
+        inputs, targets = self._batches.next()
+        if self._input_dtype is not None and inputs.is_floating_point():
+            inputs = inputs.to(self._input_dtype)
         self.mark("forward")
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocasts):
-            loss: Tensor = loss_of(self.model(tokens), targets)
+            loss = loss_of(self.model(inputs), targets)
         self.mark("backward")
-        loss.backward()
+        self.backward(loss)
         self.mark("optimizer")
-        self.optimizer.step()
-        self.model.zero_grad()
+        self.update()
         self.mark("end")
         return loss.item()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()
 
 
 class Wire:
@@ -88,43 +107,51 @@ class Wire:
 
 
 def _sharded(
-    shard: Callable[..., Any], model: GPT, precision: str, num_ranks: int
+    shard: Callable[..., Any], model: nn.Module, precision: str, num_ranks: int
 ) -> tuple[nn.Module, list[nn.Parameter]]:
-    for block in model.blocks:
+    for block in model.blocks:  # type: ignore[union-attr]
         shard(block, mp_policy=POLICIES[precision])
     shard(model, mp_policy=POLICIES[precision])
     return model, list(model.parameters())
 
 
-def _vescale(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _vescale(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     return _sharded(fully_shard, model, precision, n)
 
 
-def _int8(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _int8(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     return _sharded(partial(fully_shard, gather=QuantizedGather("int8")), model, precision, n)
 
 
-def _e4m3(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _e4m3(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     return _sharded(partial(fully_shard, gather=QuantizedGather("e4m3")), model, precision, n)
 
 
-def _int8_grads(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _int8_grads(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     shard = partial(fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce())
     return _sharded(shard, model, precision, n)
 
 
-def _fsdp2(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _fsdp2(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     return _sharded(torch_fully_shard, model, precision, n)
 
 
-def _ddp(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _ddp(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if precision == "bf16":
-        replicated.register_comm_hook(None, bf16_compress_hook)
+        replicated.register_comm_hook(None, _reduce_in_bf16)
     return replicated, list(model.parameters())
 
 
-def _compute(model: GPT, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+def _reduce_in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses these as strings
+    """The mean of a bucket, sent in bf16. (torch's own hook of this kind wants CUDA.)"""
+    whole = bucket.buffer()
+    sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    return work.get_future().then(lambda future: whole.copy_(future.value()[0]))
+
+
+def _compute(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
     shares = []
     for param in model.parameters():
         share = nn.Parameter(torch.zeros(-(-param.numel() // n)))
@@ -146,22 +173,47 @@ ENGINES = {
 }
 
 
+def missing(name: str) -> str | None:
+    """Why an engine cannot run here; None if it can."""
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed (benchmarks/README.md says how)"
+    return None
+
+
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> Engine:
-    """One of `ENGINES`, after its first steps: nothing is allocated, recorded or agreed later."""
+    """One of `ENGINES`, or of `zero3.VARIANTS`, after its first steps.
+
+    Nothing is allocated, recorded or agreed later. All have made the same steps.
+    """
     torch.manual_seed(0)
-    model, optimized = ENGINES[name](preset.make(), precision, num_ranks)
-    autocasts = name == "ddp" and precision == "bf16"
-    training = Training(model, optimized, Batches(preset, rank), autocasts)
-    for _ in range(3):
+    training = _training(name, preset, precision, Batches(preset, rank), num_ranks)
+    for _ in range(NUM_WARM - 1):
         training.step()
     recorder = Recorder(keeps_calls=name == "wire")
     with recorder:
         training.step()
     sent = sum(each.sent_bytes(num_ranks) for each in recorder.collectives)
     if name.startswith("vescale") or name == "wire":
-        planned = bytes_by_layout(model, num_ranks)
+        planned = bytes_by_layout(training.model, num_ranks)
         assert sent == planned, f"the step sends {sent} bytes by its calls, {planned} by the plan"
     if name == "wire":
         return Wire(recorder.collectives, sent)
     training.expected_bytes = sent
     return training
+
+
+def _training(
+    name: str, preset: Preset, precision: str, batches: Batches, num_ranks: int
+) -> Training:
+    if name.startswith("deepspeed"):
+        from benchmarks.zero3 import ZeroTraining
+
+        return ZeroTraining(name, preset.make(), precision, batches)
+    model, optimized = ENGINES[name](preset.make(), precision, num_ranks)
+    return Training(
+        model,
+        optimized,
+        batches,
+        autocasts=name == "ddp" and precision == "bf16",
+        input_dtype=POLICIES[precision].param_dtype if name == "compute" else None,
+    )

@@ -1,7 +1,10 @@
-"""The models that are measured: GPTs, and a mixture-of-experts with 3-D stacks of experts.
+"""The models that are measured, each a stack of ``blocks`` between what comes first and last.
 
-Sizes are chosen so that on two cores a step of ``gpt-7m`` computes about as long as its
-bytes take at 1 Gbit/s.
+gpt-*      dense GPTs; on two cores ``gpt-7m`` computes about as long as its bytes take at 1 Gbit/s
+moe-*      mixtures of experts, whose experts are two 3-D parameters a block
+vit-6m     a vision transformer of awkward shapes: rows of 588 and 1076, a token of its own, 1003
+           classes, a bias everywhere
+norms-1500 1,500 parameters of 64 elements: nothing to compute or send, much to look after
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,17 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from gpt import GPT, loss_of
+from gpt import GPT
 
-__all__ = ["GPT", "PRESETS", "Batches", "Preset", "loss_of"]
+__all__ = ["CONTEXT", "GPT", "PRESETS", "Batches", "Preset", "loss_of"]
 
 VOCABULARY, CONTEXT = 2048, 64
+NUM_BATCHES = 4
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy: (..., classes) and (...) -> ()."""
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 
 class Experts(nn.Module):
@@ -97,40 +108,133 @@ def _asleep_gpt() -> GPT:
     return model
 
 
+class ViTBlock(nn.Module):
+    """Pre-norm attention and MLP, of any width and with a bias in each layer."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width) -> the same
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """Patches of 14 by 14 pixels of three colours, and a token of its own for the class."""
+
+    def __init__(
+        self, side: int, width: int, heads: int, hidden: int, layers: int, classes: int
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, kernel_size=14, stride=14)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(torch.randn((side // 14) ** 2 + 1, width) * 0.02)
+        self.blocks = nn.ModuleList(ViTBlock(width, heads, hidden) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:  # (batch, 3, side, side) -> (batch, classes)
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, 0]))  # type: ignore[no-any-return]
+
+
+class Norms(nn.Module):
+    """Blocks of many layers with next to nothing in them."""
+
+    def __init__(self, width: int, layers: int, norms: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.LayerNorm(width) for _ in range(norms))) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, width) -> the same
+        for block in self.blocks:
+            x = x + block(x) / len(self.blocks)
+        return x
+
+
+Batch = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Preset:
-    """A model, and how many sequences of 64 tokens each rank gets in a step."""
+    """A model and its data.
 
-    make: Callable[[], GPT]
-    batch_size: int = 6
+    Attributes:
+        make: the model, from the state of torch's random numbers.
+        draw: inputs and targets of a batch, from a generator of random numbers.
+        tokens: of one rank in one step.
+    """
 
-    @property
-    def tokens(self) -> int:
-        """Of one rank in one step."""
-        return self.batch_size * CONTEXT
+    make: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], Batch]
+    tokens: int
+
+
+def _text(make: Callable[[], nn.Module], batch_size: int = 6) -> Preset:
+    """Sequences of random tokens, and the tokens after them: (batch, time) each."""
+
+    def draw(random: torch.Generator) -> Batch:
+        tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1), generator=random)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return Preset(make, draw, batch_size * CONTEXT)
 
 
 def _gpt(layers: int, width: int) -> Preset:
-    return Preset(lambda: GPT(VOCABULARY, CONTEXT, layers, width, heads=width // 64))
+    return _text(lambda: GPT(VOCABULARY, CONTEXT, layers, width, heads=width // 64))
+
+
+def _moe(layers: int) -> Preset:
+    return _text(lambda: MoE(num_experts=8, hidden=512, layers=layers, width=256, heads=4))
+
+
+def _vit(layers: int, batch_size: int = 4, side: int = 112, classes: int = 1003) -> Preset:
+    def draw(random: torch.Generator) -> Batch:
+        images = torch.randn(batch_size, 3, side, side, generator=random)
+        return images, torch.randint(classes, (batch_size,), generator=random)
+
+    make = partial(ViT, side, width=288, heads=4, hidden=1076, layers=layers, classes=classes)
+    return Preset(make, draw, tokens=batch_size * ((side // 14) ** 2 + 1))
+
+
+def _norms(layers: int, norms: int, width: int = 64, batch_size: int = 16) -> Preset:
+    def draw(random: torch.Generator) -> Batch:
+        x = torch.randn(batch_size, width, generator=random)
+        return x, torch.randint(width, (batch_size,), generator=random)
+
+    return Preset(partial(Norms, width, layers, norms), draw, batch_size)
 
 
 PRESETS = {
+    "gpt-tiny": _text(lambda: GPT(VOCABULARY, CONTEXT, layers=2, width=64, heads=1), batch_size=1),
     "gpt-7m": _gpt(layers=8, width=256),
     "gpt-27m": _gpt(layers=8, width=512),
     "gpt-50m": _gpt(layers=8, width=704),
-    "asleep-7m": Preset(_asleep_gpt),
-    "moe-20m": Preset(lambda: MoE(num_experts=8, hidden=512, layers=8, width=256, heads=4)),
+    "asleep-7m": _text(_asleep_gpt),
+    "moe-10m": _moe(layers=4),
+    "moe-20m": _moe(layers=8),
+    "vit-6m": _vit(layers=6),
+    "norms-1500": _norms(layers=50, norms=15),
 }
 
 
 class Batches:
-    """The same random tokens for every engine; each rank has its own."""
+    """The same random batches for every engine, over and over; each rank has its own."""
 
     def __init__(self, preset: Preset, rank: int) -> None:
-        self._shape = (preset.batch_size, CONTEXT + 1)
-        self._random = torch.Generator().manual_seed(rank)
+        random = torch.Generator().manual_seed(rank)
+        self._batches = cycle([preset.draw(random) for _ in range(NUM_BATCHES)])
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens, and the tokens after them: (batch, time) each."""
-        tokens = torch.randint(VOCABULARY, self._shape, generator=self._random)
-        return tokens[:, :-1], tokens[:, 1:]
+    def next(self) -> Batch:
+        """Inputs and targets."""
+        return next(self._batches)

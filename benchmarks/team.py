@@ -12,8 +12,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -24,6 +27,7 @@ from benchmarks.slow_network import Place, die_with_parent
 
 if TYPE_CHECKING:
     from benchmarks.engines import Engine, Training
+    from benchmarks.inspection import Inspection
     from benchmarks.tracing import Trace
 
 __all__ = ["Team", "Turn"]
@@ -70,6 +74,7 @@ class Team:
         places: list[Place] | None,
         module: str = "benchmarks.engines",
     ) -> None:
+        self.engine = engine
         self._folder = tempfile.TemporaryDirectory()
         self._ends: list[Connection[Any, Any]] = []
         self._processes: list[BaseProcess] = []
@@ -81,6 +86,7 @@ class Team:
             call = (theirs, module, engine, model, precision, rank, num_ranks, place, rendezvous)
             process = _STARTS.Process(target=_rank, args=call, daemon=True)
             process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
             self._ends.append(mine)
             self._processes.append(process)
 
@@ -88,33 +94,65 @@ class Team:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
         self._folder.cleanup()
 
     def start(self) -> float:
-        """Wait until the engine is ready; the bytes that a rank is expected to send in a step."""
-        expected: list[float] = [end.recv() for end in self._ends]
+        """Wait until the engine is ready; the bytes that a rank is expected to send in a step.
+
+        Raises:
+            RuntimeError: a rank has failed, here or in any other method.
+        """
+        expected: list[float] = self._answers()
         return expected[0]
 
     def trace(self, steps: int) -> list[Trace]:
         """Run one step, and then ``steps`` that are traced; what each rank saw."""
-        for end in self._ends:
-            end.send(("trace", steps))
-        return [end.recv() for end in self._ends]
+        return self._ask("trace", steps)
+
+    def inspect(self) -> list[Inspection]:
+        """Make the engine anew, and count its memory and its copies; what each rank found."""
+        return self._ask("inspect", 0)
 
     def run(self, steps: int) -> Turn:
         """Run one step that is not timed, and then ``steps`` that are."""
-        for end in self._ends:
-            end.send(("run", steps))
-        turns: list[Turn] = [end.recv() for end in self._ends]
+        turns: list[Turn] = self._ask("run", steps)
         return Turn(
             statistics.mean(turn.step_s for turn in turns),
             statistics.mean(turn.cpu_s for turn in turns),
             max(turn.peak_bytes for turn in turns),
             [statistics.mean(each) for each in zip(*(turn.losses for turn in turns), strict=True)],
         )
+
+    def _ask(self, command: str, steps: int) -> list[Any]:
+        for end in self._ends:
+            with suppress(BrokenPipeError):  # who has died says nothing either
+                end.send((command, steps))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        for rank, end in enumerate(self._ends):
+            try:
+                answers.append(end.recv())
+            except (EOFError, ConnectionError):
+                raise RuntimeError(f"{self.engine}: rank {rank} has died") from None
+            if isinstance(answers[-1], Failure):
+                raise RuntimeError(f"{self.engine}: rank {rank}: {answers[-1].text}")
+        return answers
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says that has met an exception."""
+
+    text: str
 
 
 def _rank(
@@ -132,22 +170,36 @@ def _rank(
     die_with_parent()
     if place is not None:
         place.enter()
-    import torch
+    try:
+        import torch
+        import torch.distributed as dist
+        from benchmarks.models import PRESETS
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(minutes=10),
+        )
+        if engine.startswith("deepspeed"):
+            import_module("deepspeed")  # its code is no memory of the model
+        make_engine = import_module(module).make_engine
+        _serve(connection, partial(make_engine, engine, PRESETS[model], precision, rank, num_ranks))
+    except Exception as error:  # told to the one who waits
+        connection.send(Failure(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _serve(connection: Connection[Any, Any], make: Callable[[], Engine]) -> None:
+    """Do what the connection asks for, for ever."""
     import torch.distributed as dist
     from benchmarks.engines import Training
-    from benchmarks.models import PRESETS
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(minutes=10),
-    )
     before = _resident("VmRSS")
-    make_engine = import_module(module).make_engine
-    trained: Engine = make_engine(engine, PRESETS[model], precision, rank, num_ranks)
+    trained: Engine | None = make()
+    assert trained is not None
     gc.collect()
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -155,7 +207,14 @@ def _rank(
     while True:  # until it is killed
         command, steps = connection.recv()
         dist.barrier()
-        if command == "trace":
+        if command == "inspect":
+            from benchmarks.inspection import inspect
+
+            trained = None
+            gc.collect()
+            trained, found = inspect(make)
+            connection.send(found)
+        elif command == "trace":
             assert isinstance(trained, Training), "the parts alone have no parts"
             connection.send(_trace(trained, steps))
         else:

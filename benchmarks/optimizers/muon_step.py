@@ -3,7 +3,7 @@
     python -m benchmarks.optimizers.muon_step --model gpt-7m --ranks 4 --network 1gbit
 
 Only the step of the optimizer, on gradients that are there; `muon_engines` says whose. The engines
-take turns, round by round, and are compared within a round (see benchmarks/step_time.py). Targets:
+take turns, round by round, and are compared within a round (see benchmarks/compare). Targets:
 at most a third of the bytes of ``torch.optim.Muon`` on FSDP2, and at most half of its time.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.compare.spread import quartiles
 from benchmarks.models import PRESETS
 from benchmarks.optimizers.muon_engines import ENGINES
 from benchmarks.optimizers.results import FOLDER, circumstances, read, write
 from benchmarks.slow_network import Network, counted_network, why_not
-from benchmarks.step_time import quartiles
 from benchmarks.team import Team
 
 BYTES_TARGET, TIME_TARGET = 1 / 3, 1 / 2

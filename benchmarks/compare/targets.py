@@ -1,0 +1,88 @@
+"""What we want to reach, and whether it is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.compare.grid import Cell
+from benchmarks.compare.record import Record
+from benchmarks.compare.spread import ratios
+from benchmarks.compare.summary import loss_difference
+
+__all__ = ["PEERS", "Verdict", "padding_verdicts", "verdicts"]
+
+# Our speed over FSDP2's, by cell (docs/design/performance.md).
+OVER_FSDP2 = {
+    Cell("gpt-7m", 2, "1gbit", "fp32"): 1.8,
+    Cell("gpt-7m", 2, "loopback", "fp32"): 1.2,
+    Cell("gpt-7m", 2, "loopback", "bf16"): 1.1,
+    Cell("gpt-7m", 4, "1gbit", "fp32"): 1.5,
+}
+OVER_DEEPSPEED = 1.5  # in fp32 on a limited network
+LOSS_DIFFERENCE = 1e-5  # from DDP's, in fp32, as a part of it
+
+
+PEERS = {"fsdp2": "FSDP2", "megatron": "Megatron-FSDP v2"}  # of padding
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a target is met.
+
+    Attributes:
+        where: the cell, or the plan.
+        found: median, and quartiles where there are rounds.
+    """
+
+    target: str
+    where: str
+    found: str
+    is_met: bool
+
+    def __str__(self) -> str:
+        word = "met    " if self.is_met else "NOT met"
+        return f"{word}  {self.where}: {self.target}: {self.found}"
+
+
+def verdicts(records: Mapping[Cell, Record]) -> list[Verdict]:
+    """All that can be judged by what was measured."""
+    judged = []
+    for cell, record in records.items():
+        least = OVER_FSDP2.get(cell, 1.0)
+        judged += _speed(record, "fsdp2", "FSDP2", least)
+        if cell.precision == "fp32" and cell.rate is not None:
+            judged += _speed(record, "deepspeed", "DeepSpeed ZeRO-3", OVER_DEEPSPEED)
+        if cell.precision == "fp32":
+            judged += _losses(record)
+    return judged
+
+
+def padding_verdicts(padding: dict[str, Any]) -> list[Verdict]:
+    """For the plans of `benchmarks.padding` without blocks, since the others keep none."""
+    judged = []
+    for each in padding.get("plans", {}).values():
+        where = f"{each['group']}, {each['ranks']} ranks"
+        for peer, label in PEERS.items() if each["rows"] is None else ():
+            found = f"{each['ours']:.4f}%, theirs {each[peer]:.4f}%"
+            target = f"padding at most {label}'s"
+            judged.append(Verdict(target, where, found, each["ours"] <= each[peer]))
+    return judged
+
+
+def _speed(record: Record, engine: str, name: str, least: float) -> list[Verdict]:
+    found = ratios(record.step_s(engine), record.step_s("vescale"))
+    if found is None:
+        return []
+    low, middle, high = found
+    text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return [Verdict(f"at least {least} of {name}'s speed", str(record.cell), text, middle >= least)]
+
+
+def _losses(record: Record) -> list[Verdict]:
+    found = loss_difference(record, "vescale")
+    if found is None:
+        return []
+    target = f"losses within {LOSS_DIFFERENCE:g} of DDP's"
+    return [Verdict(target, str(record.cell), f"{found:.1e}", found <= LOSS_DIFFERENCE)]

@@ -1,0 +1,1 @@
+"""RESULTS.md and its pictures, from the JSON files in ``benchmarks/results``."""

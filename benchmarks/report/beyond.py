@@ -1,0 +1,103 @@
+"""The part of RESULTS.md beyond the grid: large worlds, the cost model, the paper's tables,
+adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks import ablation, adapters, copies, scale
+from benchmarks.adapters import __main__ as adapters_command
+from benchmarks.cost_model import check, large
+from benchmarks.optimizers.results import read
+
+__all__ = ["sections"]
+
+
+class Part(NamedTuple):
+    """A heading, what stands below it, and its tables."""
+
+    title: str
+    text: str
+    found: dict[str, Any]
+    tables: list[tuple[list[str], list[list[str]]]]
+
+
+def sections() -> Iterator[str]:
+    """Lines of Markdown; nothing for what was not measured."""
+    for part in _parts():
+        if any(rows for _, rows in part.tables):
+            yield f"## {part.title}"
+            yield ""
+            yield part.text
+            yield ""
+            yield _circumstances(part.found)
+            yield ""
+            for head, rows in part.tables:
+                if rows:
+                    yield "| " + " | ".join(head) + " |"
+                    yield "|" + "---|" * len(head)
+                    yield from ("| " + " | ".join(row) + " |" for row in rows)
+                    yield ""
+
+
+def _parts() -> Iterator[Part]:
+    first = next(iter(sorted(scale.FOLDER.glob("*.json"))), None)
+    yield Part(
+        "Rank 0 of many",
+        "A step of one rank, by ranks: with `fake` ones the others are not there. Copies and host "
+        "time are beyond the model's own. FSDP2 is left out where its padded buffers need more "
+        "than the limit of the run. The second table has the fake group's figures over those of "
+        "as many real ranks.",
+        read(first) if first else {},
+        [scale.lines(), scale.checks()],
+    )
+    yield Part(
+        "A model of step time, and its error",
+        "Predicted from compute alone, bytes by plan, and the rate of the network; what "
+        "collectives reach of it was measured on the first network of each model.",
+        read(check.FILE),
+        [check.lines()],
+    )
+    assumed = read(large.FILE)
+    yield Part(
+        "Computed, not measured: 64 to 10,240 GPUs",
+        "Step times of the same model under assumptions, which are those of "
+        f"`benchmarks/cost_model/large.py` with {assumed.get('assumptions')}. FSDP2 shards "
+        "dimension 0, as by default: what it pays for experts beyond their number is padding. "
+        "Whoever replicates does not pay it; hence two numbers of shards.",
+        assumed,
+        [large.lines()],
+    )
+    yield Part(
+        "Copies (the paper's Table 1)",
+        "Bytes and time of copies in a step beyond the model's own. The paper, GPT-OSS-120B under "
+        "FSDP2 on 64 GPUs: copy-out 5.2 ms beside 43.7 ms of gathers, copy-in 12.4 ms beside "
+        "94.2 ms of reductions, up to 14% of an iteration.",
+        read(copies.FILE),
+        [copies.lines()],
+    )
+    yield Part(
+        "8-bit Adam without parts of the engine (the paper's Table 2)",
+        "In percent of the full engine's speed, within a round; the paper's figures are those of "
+        "its own models and clusters. What each variant is, is in `benchmarks/ablation.py`.",
+        read(ablation.FILE),
+        [ablation.lines(), ablation.padding_lines()],
+    )
+    yield Part(
+        "What adapters cost",
+        adapters.__doc__.split("\n")[0] if adapters.__doc__ else "",
+        read(adapters_command.FILE),
+        [adapters_command.lines()],
+    )
+
+
+def _circumstances(found: dict[str, Any]) -> str:
+    own = found.get("circumstances", {})
+    machine = own.get("machine", {})
+    versions = ", ".join(f"{name} {value}" for name, value in own.get("versions", {}).items())
+    return (
+        f"{machine.get('cores')} cores of {machine.get('cpu')}; {versions}; commit "
+        f"{own.get('commit')}{', with changes' if own.get('is_modified') else ''}; "
+        f"`{own.get('command')}`"
+    )

@@ -1,0 +1,180 @@
+"""Pictures of what was measured: an SVG and a PNG of each, on white, in colours all can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from benchmarks.compare.grid import LABELS, Cell
+from benchmarks.compare.record import Record
+from benchmarks.compare.spread import ratios
+from benchmarks.compare.summary import Summary, summarize
+from benchmarks.optimizers.plots import STYLE
+
+mpl.use("agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = ["draw"]
+
+# Okabe and Ito's colours; with hatches for those who print in grey.
+COLORS = {"vescale": "#0072b2", "fsdp2": "#e69f00", "deepspeed": "#cc79a7", "ddp": "#999999"}
+HATCHES = {"vescale": "", "fsdp2": "///", "deepspeed": "xxx", "ddp": "..."}
+PEERS = {"ours": "#0072b2", "fsdp2": "#e69f00", "megatron": "#cc79a7"}
+PEER_LABELS = {"ours": "veScale-FSDP", "fsdp2": "FSDP2", "megatron": "Megatron-FSDP v2"}
+ROW_STYLES = {None: "-", 1: "--", 16: "-.", 128: ":"}
+PADDED = ["GPT-OSS-120B (HF), layer", "DeepSeek-V3-671B, MoE layer", "Llama-3-70B, layer"]
+
+
+def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw what there is; the PNG files that were written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    makers: dict[str, Callable[[], Figure]] = {}
+    if records:
+        makers |= {
+            "compare-speed": lambda: _speed(records),
+            "compare-costs": lambda: _costs(records),
+        }
+    if padding:
+        makers["padding"] = lambda: _padding(padding["plans"])
+    written = []
+    with mpl.rc_context(STYLE | {"svg.hashsalt": "compare", "hatch.linewidth": 0.4}):
+        for name, make in makers.items():
+            figure = make()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=110, metadata={"Software": None})
+            plt.close(figure)
+    return written
+
+
+def _speed(records: Mapping[Cell, Record]) -> Figure:
+    """Speed over FSDP2's: a row for each precision, a column for each network and ranks."""
+    places = sorted({(cell.network != "loopback", cell.ranks, cell.network) for cell in records})
+    precisions = sorted({cell.precision for cell in records}, reverse=True)  # fp32, bf16
+    models = list(dict.fromkeys(cell.model for cell in records))
+    figure, axes = plt.subplots(
+        len(precisions),
+        len(places),
+        figsize=(1.5 + 2.2 * len(places), 0.7 + (0.5 + 0.5 * len(models)) * len(precisions)),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for row, precision in zip(axes, precisions, strict=True):
+        for each, (_, ranks, network) in zip(row, places, strict=True):
+            found = {model: records.get(Cell(model, ranks, network, precision)) for model in models}
+            _speed_bars(each, found)
+            each.set_title(f"{network}, {ranks} ranks, {precision}", fontsize=9)
+    for each in axes[-1]:
+        each.set_xlabel("speed / FSDP2")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(LABELS))
+    return figure
+
+
+def _speed_bars(axes: Axes, found: Mapping[str, Record | None]) -> None:
+    models, height = list(found), 0.8 / len(LABELS)
+    for index, name in enumerate(LABELS):
+        for place, (model, record) in enumerate(found.items()):
+            ratio = (
+                ratios(record.step_s("fsdp2"), record.step_s(name)) if record is not None else None
+            )
+            low, middle, high = ratio or (0.0, 0.0, 0.0)
+            axes.barh(
+                place + (index - (len(LABELS) - 1) / 2) * height,
+                middle,
+                height,
+                xerr=[[middle - low], [high - middle]],
+                error_kw={"lw": 0.8},
+                color=COLORS[name],
+                hatch=HATCHES[name],
+                edgecolor="white",
+                label=LABELS[name] if model == models[0] else None,
+            )
+    axes.axvline(1, color="#4d4d4d", lw=0.8)
+    axes.set_yticks(range(len(models)), models)
+    axes.set_ylim(len(models) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+
+
+COSTS: dict[str, Callable[[Summary], float | None]] = {
+    "MB sent": lambda each: each.sent_bytes,
+    "MB copied": lambda each: each.copied_bytes,
+    "peak of tensors, MB": lambda each: each.tensor_bytes,
+    "host, ms": lambda each: None if each.host_s is None else 1e9 * each.host_s,
+}
+
+
+def _costs(records: Mapping[Cell, Record]) -> Figure:
+    """What a step and rank costs, over loopback with the fewest ranks, in fp32 if it is there."""
+    least = min(cell.ranks for cell in records)
+    precision = max(cell.precision for cell in records)
+    cells = [cell for cell in records if (cell.ranks, cell.precision) == (least, precision)]
+    cells = [cell for cell in cells if cell.rate is None] or cells
+    figure, axes = plt.subplots(
+        1, len(COSTS), figsize=(2.4 * len(COSTS), 0.9 + 0.5 * len(cells)), sharey=True
+    )
+    height = 0.8 / len(LABELS)
+    for column, (title, cost) in zip(axes, COSTS.items(), strict=True):
+        for place, cell in enumerate(cells):
+            found = {each.engine: each for each in summarize(records, cell)}
+            for index, name in enumerate(LABELS):
+                value = cost(found[name]) if name in found else None
+                column.barh(
+                    place + (index - (len(LABELS) - 1) / 2) * height,
+                    (value or 0) / 1e6,
+                    height,
+                    color=COLORS[name],
+                    hatch=HATCHES[name],
+                    edgecolor="white",
+                    label=LABELS[name] if place == 0 else None,
+                )
+        column.set_title(title, fontsize=9)
+        column.grid(visible=False, axis="y")
+    axes[0].set_yticks(range(len(cells)), [cell.model for cell in cells])
+    axes[0].invert_yaxis()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(LABELS))
+    figure.supxlabel(f"a step and rank, {least} ranks, {precision}", fontsize=8)
+    return figure
+
+
+def _padding(plans: Mapping[str, dict[str, Any]]) -> Figure:
+    """Percent of padding over the number of ranks, as in Figure 11 of the paper."""
+    figure, axes = plt.subplots(1, len(PADDED), figsize=(3 * len(PADDED), 3), sharey=True)
+    for column, group in zip(axes, PADDED, strict=True):
+        entries = [each for each in plans.values() if each["group"] == group]
+        for rows, style in ROW_STYLES.items():
+            own = [each for each in entries if each["rows"] == rows]
+            label = f"{PEER_LABELS['ours']}, {rows or 'no'} row{'s' * (rows != 1)}"
+            _line(column, own, "ours", style, label)
+        for peer in ("fsdp2", "megatron"):
+            own = [each for each in entries if each["rows"] is None]
+            _line(column, own, peer, "-", PEER_LABELS[peer])
+        column.set(xscale="log", xlabel="ranks")
+        column.set_yscale("symlog", linthresh=0.1)
+        ranks = sorted({each["ranks"] for each in entries})
+        column.set_xticks(ranks, [str(each) for each in ranks])
+        column.minorticks_off()
+        column.set_title(group, fontsize=9)
+    axes[0].set_ylabel("padding, % of the elements")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _line(axes: Axes, entries: list[dict[str, Any]], who: str, style: str, label: str) -> None:
+    axes.plot(
+        [each["ranks"] for each in entries],
+        [each[who] for each in entries],
+        style,
+        marker="o",
+        ms=3,
+        lw=1.4,
+        color=PEERS[who],
+        label=label,
+    )

@@ -1,0 +1,238 @@
+"""The page: what was measured, as tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.grid import LABELS, Cell
+from benchmarks.compare.record import Record
+from benchmarks.compare.spread import ratios
+from benchmarks.compare.summary import Summary, summarize
+from benchmarks.compare.table import spread_text
+from benchmarks.compare.targets import PEERS, padding_verdicts, verdicts
+
+__all__ = ["page"]
+
+COPIED, TENSORS = "MB copied in a step, beyond the model's own copies", "Peak of tensors, MB"
+METRICS: dict[str, tuple[str, Callable[[Summary], float | None]]] = {
+    "MB that a rank sends in a step, at the network": (
+        ".1f", lambda each: _mega(each.sent_bytes)
+    ),
+    COPIED: (".1f", lambda each: _mega(each.copied_bytes)),
+    TENSORS: (".1f", lambda each: _mega(each.tensor_bytes)),
+    "Peak of resident memory on a rank since before the model was made, MB": (
+        ".0f", lambda each: _mega(each.resident_bytes)
+    ),
+    "CPU time of a process in a step beyond that of the model alone, ms": (
+        ".0f", lambda each: None if each.host_s is None else 1000 * each.host_s
+    ),
+    "Losses beside DDP's, the largest relative difference of a step": (
+        ".1e", lambda each: each.loss_difference
+    ),
+}  # fmt: skip
+PADDING_RANKS = (64, 256, 512, 1024)
+# Figure 11 as far as it can be read, in percent: rows 1 and 16, and rows of 128.
+PAPER_PADDING = {
+    "DeepSeek-V3-671B, MoE layer": ("under 3", "mostly under 3"),
+    "GPT-OSS-120B (HF), layer": ("under 3", "up to about 18"),
+}
+
+
+def page(
+    records: Mapping[Cell, Record], padding: dict[str, Any], images: list[Path], folder: Path
+) -> str:
+    """RESULTS.md, which lies in ``folder``."""
+    shown = {path.stem: Path(os.path.relpath(path, folder)).as_posix() for path in images}
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.report` from the files in `benchmarks/results`, not by",
+        "hand. What each column is, and how it is measured, is in [README.md](README.md).",
+        "",
+    ]
+    if records:
+        lines += [*_targets(records, padding), *_circumstances(records), *_speed(records, shown)]
+        lines += [*_losses(records), *_metrics(records, shown)]
+    if padding:
+        lines += _padding(padding, shown)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
+
+
+def _targets(records: Mapping[Cell, Record], padding: dict[str, Any]) -> Iterator[str]:
+    judged = [*verdicts(records), *padding_verdicts(padding)]
+    yield "## Targets"
+    yield ""
+    rows: dict[str, list[bool]] = {}
+    for each in judged:
+        rows.setdefault(each.target, []).append(each.is_met)
+    yield from _table(
+        ["target", "cases", "met", "not met"],
+        [[t, str(len(m)), str(sum(m)), str(len(m) - sum(m))] for t, m in rows.items()],
+    )
+    missed = [each for each in judged if not each.is_met]
+    yield "Not met:" if missed else "All are met."
+    yield ""
+    if missed:
+        rows_missed = [[each.where, each.target, each.found] for each in missed]
+        yield from _table(["where", "target", "found"], rows_missed)
+
+
+def _circumstances(records: Mapping[Cell, Record]) -> Iterator[str]:
+    yield "## On what, and how"
+    yield ""
+    kinds: dict[str, list[Cell]] = {}
+    for cell, record in records.items():
+        found = record.circumstances
+        machine = found["machine"]
+        versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
+        modified = ", with changes" if found["is_modified"] else ""
+        text = (
+            f"{machine['cores']} cores of {machine['cpu']}, {machine['system']}; {versions}; "
+            f"commit {found['commit']}{modified}; `{found['command']}`"
+        )
+        kinds.setdefault(text, []).append(cell)
+    for text, cells in kinds.items():
+        what = "all cells" if len(kinds) == 1 else f"{len(cells)} cells"
+        yield f"- {what}: {text}"
+    yield ""
+    for cell, record in records.items():
+        for name, result in record.engines.items():
+            if result.left_out is not None:
+                yield f"- left out: {LABELS.get(name, name)} in {cell}: {result.left_out}"
+    yield ""
+
+
+def _speed(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[str]:
+    yield "## Speed"
+    yield ""
+    yield from _image(shown, "compare-speed", "Speed over FSDP2's in each cell")
+    yield "Medians over the rounds of ms a step; ours over theirs within a round, with quartiles."
+    yield ""
+    rows = []
+    for cell, record in records.items():
+        found = {each.engine: each for each in summarize(records, cell)}
+        times = [f"{1000 * found[n].step_s[1]:.0f}" if n in found else "" for n in LABELS]
+        speeds = [
+            spread_text(ratios(record.step_s(name), record.step_s("vescale")))
+            for name in LABELS
+            if name != "vescale"
+        ]
+        ours = found.get("vescale")
+        tokens = f"{ours.tokens_per_s:.0f}" if ours else ""
+        rows.append([*_place(cell), *times, tokens, *speeds])
+    others = [label for name, label in LABELS.items() if name != "vescale"]
+    head = ["model", "ranks", "network", "precision", *LABELS.values(), "our tokens/s"]
+    yield from _table([*head, *(f"speed / {each}" for each in others)], rows)
+
+
+def _losses(records: Mapping[Cell, Record]) -> Iterator[str]:
+    """Where any other engine is faster."""
+    yield "## Where others are faster"
+    yield ""
+    rows = []
+    for cell, record in records.items():
+        for name, label in LABELS.items():
+            found = ratios(record.step_s(name), record.step_s("vescale"))
+            if name != "vescale" and found is not None and found[1] < 1:
+                rows.append([*_place(cell), label, spread_text(found)])
+    if not rows:
+        yield "Nowhere."
+        yield ""
+        return
+    yield from _table(["model", "ranks", "network", "precision", "engine", "our speed / its"], rows)
+
+
+def _metrics(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[str]:
+    yield "## What a step costs"
+    yield ""
+    yield from _image(shown, "compare-costs", "Bytes, memory and host time of a step")
+    yield "In bold where another engine has less than 0.99 of ours."
+    yield ""
+    for title, (form, value_of) in METRICS.items():
+        rows = []
+        for cell in records:
+            if title in (COPIED, TENSORS) and cell.rate is not None:
+                continue  # counted over loopback
+            found = {each.engine: value_of(each) for each in summarize(records, cell)}
+            ours = found.get("vescale")
+            texts = []
+            for name in LABELS:
+                value = found.get(name)
+                text = "" if value is None else f"{value:{form}}"
+                is_less = value is not None and ours is not None and value < 0.99 * ours
+                texts.append(f"**{text}**" if is_less else text)
+            if any(texts):
+                rows.append([*_place(cell), *texts])
+        yield f"### {title}"
+        yield ""
+        yield from _table(["model", "ranks", "network", "precision", *LABELS.values()], rows)
+
+
+def _padding(padding: dict[str, Any], shown: dict[str, str]) -> Iterator[str]:
+    plans = list(padding["plans"].values())
+    yield "## Padding and planning time"
+    yield ""
+    yield from _image(shown, "padding", "Padding over the number of ranks")
+    slowest = max(plans, key=lambda each: each["seconds"])
+    yield (
+        f"The slowest of {len(plans)} plans took {1000 * slowest['seconds']:.0f} ms "
+        f"({slowest['group']}, {slowest['tensors']} tensors); the paper says under 300 ms."
+    )
+    yield ""
+    for peer, label in PEERS.items():
+        blocked = [each for each in plans if each["rows"]]
+        worse = [each for each in blocked if each["ours"] > each[peer]]
+        if worse:
+            most = max(worse, key=lambda each: each["ours"] - each[peer])
+            yield (
+                f"- With blocks, which {label} does not keep, ours is above its in {len(worse)} of "
+                f"{len(blocked)} plans, by most {most['ours']:.2f} to {most[peer]:.2f}% "
+                f"({most['group']}, {most['rows']} rows, {most['ranks']} ranks)."
+            )
+    yield ""
+    ranks = ", ".join(map(str, PADDING_RANKS))
+    yield f"Percent of the elements, at {ranks} ranks:"
+    yield ""
+    rows = []
+    for group in dict.fromkeys(each["group"] for each in plans):
+        own = [each for each in plans if each["group"] == group]
+        for size in dict.fromkeys(each["rows"] for each in own):
+            there = [each for each in own if each["rows"] == size]
+            at = {each["ranks"]: each for each in there}
+            if size is None:
+                peers = [_percents(at, "fsdp2"), _percents(at, "megatron"), ""]
+            else:
+                paper = PAPER_PADDING.get(group, ("", ""))
+                peers = ["", "", paper[size == 128]]
+            rows.append([group, str(size or "none"), _percents(at, "ours"), *peers])
+    head = ["group", "rows in a block", "ours", "FSDP2", "Megatron-FSDP v2", "the paper"]
+    yield from _table(head, rows)
+
+
+def _percents(at: dict[int, dict[str, Any]], who: str) -> str:
+    return ", ".join(f"{at[ranks][who]:.2f}" for ranks in PADDING_RANKS)
+
+
+def _place(cell: Cell) -> list[str]:
+    return [cell.model, str(cell.ranks), cell.network, cell.precision]
+
+
+def _image(shown: dict[str, str], name: str, text: str) -> Iterator[str]:
+    if name in shown:
+        yield f"![{text}]({shown[name]})"
+        yield ""
+
+
+def _mega(value: float | None) -> float | None:
+    return None if value is None else value / 1e6

@@ -1,0 +1,357 @@
+"""Rank 0 of up to 10,240 ranks, and real ranks beside it: memory, copies, host time, planning.
+
+    python -m benchmarks.scale                             # 12 minutes on two cores
+    python -m benchmarks.scale --models gpt-4m --fake-ranks 64 --ranks 2
+
+With torch's fake process group the other ranks are not there and nothing is sent, but buffers,
+copies and the work of the host are those of the large world. Both engines gather and reduce with
+``all_gather`` and ``reduce_scatter``, as over NCCL. The same is counted on 2 and 4 real ranks
+over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size: what differs
+there is what the fake group does not show.
+
+Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
+that of the model without an engine and of the collectives alone, which take turns with the
+engines. (The fake group fills a gather's output rank by rank.) On CPU FSDP2's copies into a
+reduction are an operator for each rank, on CUDA one kernel: its host time in large worlds is
+high here. gloo's reduce-scatter clones its input and copies its result, which the fake group
+does not: peak and copies of real ranks are higher by that, for both.
+
+FSDP2 pads each tensor to a full number of rows on each rank; where its buffers would need more
+than ``--limit-gb`` it is left out, and only what it would gather is said. Each model has a file
+in benchmarks/results/scale; what is there of the same code is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.compare.record import source_digest
+from benchmarks.copies import COUNTED, copies_of
+from benchmarks.engines import ENGINES, Training
+from benchmarks.inspection import inspect
+from benchmarks.models import CONTEXT, GPT, PRESETS, VOCABULARY, Batches, MoE, Preset, ViT
+from benchmarks.optimizers.results import ROOT, circumstances, read, write
+from benchmarks.other_models import OTHER_PRESETS
+from benchmarks.wire import Recorder, Replay
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp.planner.peers import fsdp2_shard_size
+
+__all__ = ["FOLDER", "MODELS", "Reading", "checks", "lines"]
+
+FOLDER = ROOT / "benchmarks" / "results" / "scale"
+# The models of `benchmarks.models` with fewer blocks: a unit is what matters here, and on CPU
+# FSDP2's copies into a reduction are an operator for each rank and parameter, which fill a profile.
+MODELS: dict[str, Preset] = {
+    "gpt-4m": replace(PRESETS["gpt-7m"], make=lambda: GPT(VOCABULARY, CONTEXT, 3, 256, heads=4)),
+    "moe-6m": replace(PRESETS["moe-10m"], make=lambda: MoE(8, 512, layers=2, width=256, heads=4)),
+    "vit-4m": replace(
+        PRESETS["vit-6m"],
+        make=lambda: ViT(112, width=288, heads=4, hidden=1076, layers=3, classes=1003),
+    ),
+    **OTHER_PRESETS,
+}
+NAMES = ("vescale", "fsdp2", "compute")
+NUM_WARM = 2
+BUFFERS_OF_UNIT = 4  # FSDP2: what is gathered, what is copied out of it, gradients, what is reduced
+
+
+@dataclass
+class Reading:
+    """Of rank 0 under one engine.
+
+    Attributes:
+        peak_bytes, resting_bytes: of tensors at most in a step, and before it.
+        copied_bytes: written by copies in a step, the model's included, the process group's not.
+        sent_bytes: in a step, with gathers and reductions that send each part once.
+        cpu_s: of the process a step, a median for each round.
+        group_s: the same for its collectives alone: what the process group does, real or fake.
+        shard_s: of all calls of ``fully_shard``.
+        plan_s: of the plans among it.
+        gathered_bytes: of the largest unit, padding included.
+        left_out: why there is nothing else.
+    """
+
+    peak_bytes: int = 0
+    resting_bytes: int = 0
+    copied_bytes: int = 0
+    sent_bytes: float = 0.0
+    cpu_s: list[float] = field(default_factory=list)
+    group_s: list[float] = field(default_factory=list)
+    shard_s: float = 0.0
+    plan_s: float = 0.0
+    gathered_bytes: int = 0
+    left_out: str | None = None
+
+
+def _units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each unit that `engines` makes."""
+    blocks: Any = model.blocks
+    inner = {id(param) for param in blocks.parameters()}
+    yield from (list(block.parameters()) for block in blocks)
+    yield [param for param in model.parameters() if id(param) not in inner]
+
+
+def fsdp2_gathered_bytes(model: nn.Module, num_ranks: int) -> int:
+    """What FSDP2 gathers for the largest unit, in the dtype of the parameters."""
+    return max(
+        num_ranks
+        * fsdp2_shard_size([TensorSpec("", tuple(p.shape), 1) for p in unit], num_ranks)
+        * unit[0].itemsize
+        for unit in _units(model)
+        if unit
+    )
+
+
+def _make(name: str, preset: Preset, num_ranks: int, rank: int, reading: Reading) -> Training:
+    torch.manual_seed(0)
+    model = preset.make()
+    started = time.perf_counter()
+    model, optimized = ENGINES[name](model, "fp32", num_ranks)
+    reading.shard_s = time.perf_counter() - started
+    training = Training(model, optimized, Batches(preset, rank))
+    for _ in range(NUM_WARM):
+        training.step()
+    return training
+
+
+def read_all(
+    preset: Preset, num_ranks: int, rank: int, rounds: int, steps: int, limit: int
+) -> dict[str, Reading]:
+    """Every engine on this rank, one at a time, and then in turns."""
+    readings = {name: Reading() for name in NAMES}
+    trainings: dict[str, Training] = {}
+    replays: dict[str, Replay] = {}
+    readings["fsdp2"].gathered_bytes = fsdp2_gathered_bytes(preset.make(), num_ranks)
+    needed = BUFFERS_OF_UNIT * readings["fsdp2"].gathered_bytes
+    for name, reading in readings.items():
+        if name == "fsdp2" and needed > limit:
+            reading.left_out = f"needs {needed / 1e9:.1f} GB for the padded buffers of a unit"
+            continue
+
+        def make(name: str = name, reading: Reading = reading) -> Training:
+            return _make(name, preset, num_ranks, rank, reading)
+
+        training, found = inspect(make)
+        assert isinstance(training, Training), "the parts alone are not measured"
+        reading.peak_bytes, reading.resting_bytes = found.peak_bytes, found.resting_bytes
+        copies = copies_of(training)
+        reading.copied_bytes = sum(copies[part][0] for part in COUNTED)
+        recorder = Recorder(keeps_calls=True)
+        with recorder:
+            training.step()
+        replays[name] = Replay(recorder.collectives)
+        whole = sum(each.num_bytes for each in recorder.collectives)
+        reading.sent_bytes = whole * (num_ranks - 1) / num_ranks
+        if name == "vescale":
+            _plan_again(training.model, reading)
+        trainings[name] = training
+    gc.collect()
+    gc.freeze()  # what one engine holds must not slow the collector of another
+    for _ in range(rounds):
+        for name, training in trainings.items():
+            readings[name].cpu_s.append(_turn(training.step, steps))
+            readings[name].group_s.append(_turn(replays[name].step, steps))
+    return readings
+
+
+def _turn(step: Callable[[], object], steps: int) -> float:
+    step()  # the caches hold another engine's data at first
+    taken = []
+    for _ in range(steps):
+        started = time.process_time()
+        step()
+        taken.append(time.process_time() - started)
+    return median(taken)
+
+
+def _plan_again(model: nn.Module, reading: Reading) -> None:
+    """Time the plans of all units, as ``fully_shard`` has made them."""
+    for unit in units_in(model).values():
+        gathered = 0
+        for group in unit.groups:
+            layout = group.layout
+            started = time.perf_counter()
+            again = lay_out(layout.specs, layout.num_shards, alignment=layout.alignment)
+            reading.plan_s += time.perf_counter() - started
+            assert again.digest == layout.digest, "a plan is a function of its arguments"
+            gathered += layout.total_size * group.buffer.full_dtype.itemsize
+        reading.gathered_bytes = max(reading.gathered_bytes, gathered)
+
+
+def on_rank(
+    rank: int, num_ranks: int, port: int | None, model: str, rounds: int, steps: int, limit: int
+) -> dict[str, Reading]:
+    """One rank of a group; without a port of a fake one."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if port is None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    else:
+        address = f"tcp://localhost:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    readings = read_all(MODELS[model], num_ranks, rank, rounds, steps, limit)
+    if port is not None:
+        dist.barrier()
+    dist.destroy_process_group()
+    return readings
+
+
+def measure(
+    model: str, num_ranks: int, *, is_fake: bool, rounds: int, steps: int, limit: int
+) -> dict[str, Reading]:
+    """The readings of rank 0, in processes of their own."""
+    port = None
+    if not is_fake:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+    started = 1 if is_fake else num_ranks
+    with ProcessPoolExecutor(started, mp_context=get_context("spawn")) as pool:
+        ranks = [
+            pool.submit(on_rank, rank, num_ranks, port, model, rounds, steps, limit)
+            for rank in range(started)
+        ]
+        first, *_ = [each.result() for each in ranks]
+    return first
+
+
+HEAD = [
+    "model", "ranks", "group", "engine", "peak MB", "resting MB", "copied MB", "sent MB",
+    "largest gather MB", "host ms", "plan ms",
+]  # fmt: skip
+
+
+def lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table for RESULTS.md: copies and host time beyond the model's own."""
+    rows = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
+        for key, found in read(path)["readings"].items():
+            group, ranks = key.split()
+            readings = {name: Reading(**each) for name, each in found.items()}
+            compute = readings["compute"]
+            for name in ("vescale", "fsdp2"):
+                rows.append([path.stem, ranks, group, name, *_columns(readings[name], compute)])
+    return HEAD, rows
+
+
+CHECK_HEAD = ["model", "ranks", "engine", "peak", "copies", "bytes sent", "host time"]
+
+
+def checks(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of the fake group's figures over those of as many real ranks."""
+    rows = []
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
+        kept = read(path)["readings"]
+        for key in [key for key in kept if key.startswith("gloo")]:
+            ranks = key.split()[1]
+            pair = [kept.get(f"{group} {ranks}") for group in ("fake", "gloo")]
+            for name in ("vescale", "fsdp2") if all(pair) else ():
+                fake, real = ([Reading(**of[n]) for n in (name, "compute")] for of in pair if of)
+                rows.append([path.stem, ranks, name, *_over(fake, real)])
+    return CHECK_HEAD, rows
+
+
+def _over(fake: list[Reading], real: list[Reading]) -> list[str]:
+    """Peak, copies, bytes and host time: an engine and ``compute`` of each group."""
+    peak = fake[0].peak_bytes / real[0].peak_bytes
+    copies = [own.copied_bytes - model.copied_bytes for own, model in (fake, real)]
+    host = [median(_host_s(*each)) for each in (fake, real)]
+    sent = fake[0].sent_bytes / real[0].sent_bytes
+    ratios = (peak, copies[0] / copies[1], sent, host[0] / host[1])
+    return [f"{each:.3f}" for each in ratios]
+
+
+def _host_s(own: Reading, model: Reading) -> list[float]:
+    """Beyond the model and what the process group does, by round."""
+    rounds = zip(own.cpu_s, own.group_s, model.cpu_s, strict=True)
+    return [cpu_s - group_s - model_s for cpu_s, group_s, model_s in rounds]
+
+
+def _columns(reading: Reading, compute: Reading) -> list[str]:
+    gathered = f"{reading.gathered_bytes / 1e6:.2f}"
+    if reading.left_out:
+        return ["left out", "", "", "", gathered, "", ""]
+    beyond = _host_s(reading, compute)
+    megabytes = (
+        reading.peak_bytes,
+        reading.resting_bytes,
+        reading.copied_bytes - compute.copied_bytes,
+        reading.sent_bytes,
+    )
+    host, plan_ms = f"{1000 * median(beyond):.1f}", f"{1000 * reading.plan_s:.1f}"
+    return [*(f"{each / 1e6:.2f}" for each in megabytes), gathered, host, plan_ms]
+
+
+def main() -> int:
+    """Measure what is not there yet, and show it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale", description="Rank 0 of many ranks."
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4], help="real, over gloo")
+    parser.add_argument(
+        "--fake-ranks", nargs="*", type=int, default=[2, 4, 64, 1024, 10240], help="rank 0 alone"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of each engine in each round")
+    parser.add_argument("--limit-gb", type=float, default=6.0, help="for FSDP2's padded buffers")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "VESCALE_FSDP_REDUCE": "native"}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    source = source_digest()
+    wanted = [(False, each) for each in args.ranks] + [(True, each) for each in args.fake_ranks]
+    for model in args.models:
+        path = args.out / f"{model}.json"
+        kept = read(path)
+        is_same = kept.get("source") == source and not args.fresh
+        readings = kept["readings"] if is_same else {}
+        for is_fake, num_ranks in wanted:
+            key = f"{'fake' if is_fake else 'gloo'} {num_ranks}"
+            if key not in readings:
+                found = measure(
+                    model,
+                    num_ranks,
+                    is_fake=is_fake,
+                    rounds=args.rounds,
+                    steps=args.steps,
+                    limit=int(1e9 * args.limit_gb),
+                )
+                readings[key] = {name: asdict(each) for name, each in found.items()}
+                told = {"circumstances": circumstances(), "source": source, "readings": readings}
+                write(path, told)
+            console.print(f"{model}, {key}: done", style="dim", highlight=False)
+    for head, rows in (lines(args.out), checks(args.out)):
+        table = Table(*head)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

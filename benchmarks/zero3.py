@@ -1,0 +1,112 @@
+"""The training step under DeepSpeed ZeRO-3, on CPU over gloo.
+
+DeepSpeed has no units: it gathers what a layer needs, ahead of time as far as the prefetch bucket
+reaches, and reduces gradients in buckets. All its sizes are in elements, and the defaults suit
+models of billions of them: with them nothing of a small model would ever be released. `settings`
+scales them to the model's blocks, so that like the others it gathers each block twice. What else
+was tried is in `VARIANTS`; benchmarks/README.md says how they compare.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.engines import Training
+from benchmarks.models import Batches
+from torch import Tensor, nn
+
+__all__ = ["VARIANTS", "ZeroTraining", "settings"]
+
+LEAST_BUCKET = 500_000  # elements
+LEAVES = "leaves"  # not a setting: whether each block is gathered as a whole
+
+# What differs from `settings`, by the number of elements of a block.
+VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "deepspeed": lambda block: {},
+    "deepspeed-one-block": lambda block: {
+        "reduce_bucket_size": block,
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+    },
+    "deepspeed-large": lambda block: {
+        "reduce_bucket_size": 20 * block,
+        "stage3_prefetch_bucket_size": 20 * block,
+    },
+    "deepspeed-kept": lambda block: {
+        "stage3_max_live_parameters": 1_000_000_000,  # the defaults
+        "stage3_max_reuse_distance": 1_000_000_000,
+    },
+    "deepspeed-leaves": lambda block: {LEAVES: True},
+    "deepspeed-linear": lambda block: {"memory_efficient_linear": True},  # the default
+    "deepspeed-no-overlap": lambda block: {"overlap_comm": False},
+    "deepspeed-persistent": lambda block: {"stage3_param_persistence_threshold": 10_000},
+}
+
+
+def settings(block: int, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed is configured with, for blocks of that many elements."""
+    bucket = max(4 * block, LEAST_BUCKET)
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # it only counts with it
+        "steps_per_print": 1_000_000,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "memory_efficient_linear": False,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": bucket + block,
+            "stage3_max_reuse_distance": block,
+            "stage3_param_persistence_threshold": 0,
+            **changes,
+        },
+    }
+
+
+class ZeroTraining(Training):
+    """A model under one of `VARIANTS`."""
+
+    def __init__(self, name: str, model: nn.Module, precision: str, batches: Batches) -> None:
+        dtype = torch.bfloat16 if precision == "bf16" else None
+        super().__init__(model, list(model.parameters()), batches, input_dtype=dtype)
+        deepspeed = _adopt_process_group()
+        blocks: Any = model.blocks
+        block = sum(param.numel() for param in blocks[0].parameters())
+        changes = VARIANTS[name](block)
+        if changes.pop(LEAVES, False):
+            deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self.optimizer,
+            config=settings(block, precision, changes),
+            dist_init_required=False,
+        )
+        self.model = self.engine
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+def _adopt_process_group() -> Any:
+    """DeepSpeed, told to use the processes that are there."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "DS_ACCELERATOR": "cpu"}
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    deepspeed = import_module("deepspeed")
+    # It would compile an operator for inference in every process.
+    backend: Any = import_module("deepspeed.comm.torch")  # the attribute is torch itself
+    backend.build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
+    return deepspeed
