@@ -100,12 +100,14 @@ def test_replicas_add_an_all_reduce_of_the_shard() -> None:
     assert with_replicas(sent, 8, 4) == UnitBytes(350, 700 + 150, 0, 400)
 
 
-def test_padding_to_the_least_common_multiple() -> None:
-    from benchmarks.ablation import lcm_shard_size
+def test_padding_without_a_planner() -> None:
+    from benchmarks.ablation import alone_shard_size, lcm_shard_size
 
     specs = [TensorSpec("a", (10, 6), 12), TensorSpec("b", (33,), 8)]
     # b starts at 64 and ends at 97; half of it is 48.5, and cuts fall at multiples of 24.
     assert lcm_shard_size(specs, 2) == 72
+    # 5 blocks of 12 are 3 on a rank, and 5 of 8, of which the last is partial, are 3.
+    assert alone_shard_size(specs, 2) == 3 * 12 + 3 * 8
 
 
 def test_copies_are_told_apart_by_who_makes_them() -> None:

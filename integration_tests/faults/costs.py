@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from vescale_fsdp import checkpoint, compat, fully_shard
+from vescale_fsdp.testing import close_pools
 
 from .engines import OURS, STOCK, load, make, save, train
 from .harness import Scenario, Trial, observe
@@ -71,7 +72,11 @@ def times(root: Path, rounds: int, size: tuple[int, int]) -> dict[str, list[floa
 def beside_dcp(
     size: tuple[int, int], engine: str, num_trials: int, folder: Path
 ) -> Iterator[Trial]:
-    """The ratio is the median of those of the rounds: what else runs disturbs both alike."""
+    """The ratio is the median of those of the rounds: what else runs disturbs both alike.
+
+    In new processes: memory that earlier work has left behind is for tensors of some sizes only.
+    """
+    close_pools()
     end, _ = observe(times, 2, folder, num_trials, size, timeout_s=60 + 15 * num_trials)
     assert end.how == "returned", end
     for what, most in (("save", MOST_OF_SAVE), ("load", MOST_OF_LOAD)):

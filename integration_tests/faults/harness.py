@@ -54,6 +54,7 @@ class Trial:
     survivors: tuple[str, ...] = ()  # "raised", "hung", "died"
     seconds: float | None = None  # from the fault until the last survivor raised
     detail: str = ""
+    stuck: str = ""  # where a survivor hung
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,9 @@ class Result:
             if outcome not in good
         ]
         found += [
-            f"{count} survivors {how}" for how, count in self.survivors.items() if how != "raised"
+            f"{count} survivors {how}: {self.examples.get(how, '')}"
+            for how, count in self.survivors.items()
+            if how != "raised"
         ]
         if self.slowest is not None and self.slowest > LIMIT_S:
             found.append(f"a survivor took {self.slowest:.1f} s")
@@ -142,6 +145,8 @@ def run(scenario: Scenario, engine: str, num_trials: int, folder: Path) -> Resul
             result.outcomes[trial.outcome] += 1
             result.survivors.update(trial.survivors)
             result.examples.setdefault(trial.outcome, trial.detail or trial.evidence)
+            if trial.stuck:
+                result.examples.setdefault("hung", trial.stuck)
             if trial.seconds is not None:
                 result.slowest = max(result.slowest or 0.0, trial.seconds)
     except Skipped as reason:
@@ -204,12 +209,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def survivors_of(ends: list[End], victim: int, killed_at: float) -> dict[str, Any]:
-    """``survivors`` and ``seconds`` of a `Trial` in which one rank was killed."""
+    """``survivors``, ``seconds`` and ``stuck`` of a `Trial` in which one rank was killed."""
     others = [end for end in ends if end.rank != victim]
     raised = [end.at - killed_at for end in others if end.how == "raised"]
     return {
         "survivors": tuple(end.how for end in others),
         "seconds": max(raised, default=None),
+        "stuck": next((end.message for end in others if end.how == "hung"), ""),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import random
@@ -304,7 +305,7 @@ def at_each_point(engine: str, num_trials: int, folder: Path) -> Iterator[Trial]
 
 
 def with_detail(trial: Trial, detail: str) -> Trial:
-    return Trial(trial.outcome, trial.evidence, trial.survivors, trial.seconds, detail)
+    return dataclasses.replace(trial, detail=detail)
 
 
 # At random times
