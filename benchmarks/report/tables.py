@@ -13,6 +13,7 @@ from benchmarks.compare.spread import ratios
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.compare.table import spread_text
 from benchmarks.compare.targets import PEERS, padding_verdicts, verdicts
+from benchmarks.report.beyond import sections
 
 __all__ = ["page"]
 
@@ -58,6 +59,7 @@ def page(
         lines += [*_losses(records), *_metrics(records, shown)]
     if padding:
         lines += _padding(padding, shown)
+    lines += sections()
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from vescale_fsdp import checkpoint, compat, fully_shard
-from vescale_fsdp.testing import close_pools
+from vescale_fsdp.testing.ranks import close_pools
 
 from .engines import OURS, STOCK, load, make, save, train
 from .harness import Scenario, Trial, observe
