@@ -8,6 +8,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -162,4 +164,6 @@ def as_json(scenario: Scenario, each: dict[str, Result]) -> dict[str, Any]:
 
 def plain(text: str) -> str:
     """Without the folders of this machine."""
-    return text.replace(str(ROOT), "").replace(os.environ.get("TMPDIR", "/tmp"), "")
+    for folder in (ROOT, tempfile.gettempdir(), f"{sys.base_prefix}/", f"{sys.prefix}/"):
+        text = text.replace(str(folder), "")
+    return text.replace(str(Path.home()), "~")

@@ -66,6 +66,9 @@ def finish(folder: Path, *, is_written: bool = False) -> None:
     def put() -> None:
         stage, saved = folder / _SAVING, folder / _SAVED
         if is_written and stage.is_dir():
+            for entry in stage.iterdir():
+                if entry.is_file():  # what is in directories is on the disk already
+                    _flush(entry)
             _flush(stage)
             stage.rename(saved)
         for entry in sorted(saved.iterdir()) if saved.is_dir() else ():
@@ -73,6 +76,7 @@ def finish(folder: Path, *, is_written: bool = False) -> None:
             entry.replace(folder / entry.name)
             _remove_twin(folder / entry.name)
         if saved.is_dir():
+            _flush(folder)
             saved.rmdir()
 
     in_first(put)
@@ -115,12 +119,13 @@ def _numbered(folder: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def _flush(stage: Path) -> None:
-    """Have files on the disk; what is in directories is there already."""
-    for entry in stage.iterdir():
-        if entry.is_file():
-            with open(entry, "rb") as file:
-                os.fsync(file.fileno())
+def _flush(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk: they are there after a power cut."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _remove(path: Path, *, unless_file: bool = False) -> None:
@@ -146,7 +151,9 @@ def replace_file(file: Path, state: Any) -> None:
     def write() -> None:
         new = file.with_name(f"{file.name}.new")
         torch.save(state, new)
+        _flush(new)
         new.replace(file)
+        _flush(file.parent)
         _remove_twin(file)
 
     in_first(write)
@@ -169,6 +176,7 @@ def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
         if path.exists():
             path.rename(old)
         new.rename(path)
+        _flush(path.parent)
         _remove(old)
         _remove_twin(path)
 
