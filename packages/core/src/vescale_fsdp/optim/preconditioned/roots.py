@@ -17,6 +17,7 @@ import torch
 
 __all__ = [
     "accumulate_",
+    "aligned",
     "apply_",
     "bias_corrections",
     "eigenbasis",
@@ -26,6 +27,18 @@ __all__ = [
     "refined_basis",
     "update_moments_",
 ]
+
+_ALIGNMENT = 64  # bytes; torch's own allocations have at least that
+
+
+def aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """The same numbers in row-major order, at an address that is a multiple of 64 bytes.
+
+    What a matrix product rounds to may depend on how its factors lie in memory (small ones on CPUs
+    with AVX-512), and in a shard a matrix lies elsewhere than in the whole tensor.
+    """
+    matrix = matrix.contiguous()
+    return matrix if matrix.data_ptr() % _ALIGNMENT == 0 else matrix.clone()
 
 
 def inverse_root(matrix: torch.Tensor, exponent: float, eps: float) -> torch.Tensor:
@@ -51,7 +64,7 @@ def refined_basis(matrix: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tens
         The new basis, largest estimated eigenvalue first, and the old column that each of its
         columns comes from.
     """
-    product = matrix @ basis
+    product = aligned(matrix) @ aligned(basis)
     estimates = (basis * product).sum(0)
     order = estimates.argsort(descending=True, stable=True)
     product = product[:, order]
@@ -80,8 +93,9 @@ def accumulate_(statistic: torch.Tensor, grad: torch.Tensor, side: int, beta: fl
 
     With ``beta`` 1 it is a sum instead.
     """
-    grad = grad if side == 0 else grad.mT
-    statistic.addmm_(grad, grad.mT, beta=beta, alpha=weight_of(beta))
+    grad = aligned(grad)
+    product = grad @ grad.mT if side == 0 else grad.mT @ grad
+    statistic.mul_(beta).add_(product, alpha=weight_of(beta))
 
 
 def weight_of(beta: float) -> float:

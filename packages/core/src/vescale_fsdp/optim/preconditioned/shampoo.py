@@ -28,6 +28,7 @@ from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, c
 from vescale_fsdp.optim.preconditioned.resting import Line, line_of
 from vescale_fsdp.optim.preconditioned.roots import (
     accumulate_,
+    aligned,
     bias_corrections,
     first_due,
     inverse_root,
@@ -218,7 +219,7 @@ class Shampoo(Preconditioned):
             if step < start:
                 continue
             (_, left), (_, right) = sides
-            moved = left @ average[block] @ right
+            moved = aligned(left) @ aligned(average[block]) @ aligned(right)
             if group["grafting"] is not None:
                 wanted, found = (torch.linalg.vector_norm(each) for each in (graft[block], moved))
                 moved *= wanted / (found + _TINY)

@@ -15,6 +15,7 @@ from vescale_fsdp.optim.base import Group, Params
 from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, check_options
 from vescale_fsdp.optim.preconditioned.roots import (
     accumulate_,
+    aligned,
     bias_corrections,
     eigenbasis,
     is_due,
@@ -143,15 +144,17 @@ class SOAP(Preconditioned):
 def _turned(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
     """A matrix of the original space, in the eigenbases."""
     if "left" in part.state:
-        matrix = part.state["left_basis"].mT @ matrix
-    return matrix @ part.state["right_basis"] if "right" in part.state else matrix
+        matrix = aligned(part.state["left_basis"]).mT @ aligned(matrix)
+    return aligned(matrix) @ aligned(part.state["right_basis"]) if "right" in part.state else matrix
 
 
 def _turned_back(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
     """A matrix in the eigenbases, in the original space."""
     if "left" in part.state:
-        matrix = part.state["left_basis"] @ matrix
-    return matrix @ part.state["right_basis"].mT if "right" in part.state else matrix
+        matrix = aligned(part.state["left_basis"]) @ aligned(matrix)
+    if "right" in part.state:
+        matrix = aligned(matrix) @ aligned(part.state["right_basis"]).mT
+    return matrix
 
 
 def _refresh(part: MatrixPart, sides: list[tuple[int, str]]) -> None:
