@@ -44,8 +44,10 @@ def measure() -> list[tuple[int, float]]:
 
 
 def test_the_first_rank_gets_all_and_others_hold_a_few_tensors_at_a_time() -> None:
-    """Of 8 matrices, and 16 moments of AdamW; a gather makes one, and a copy of it;
-    gloo's threads let go of theirs a little later."""
+    """Of 8 matrices, and 16 moments of AdamW. A gather makes one, and a copy of it.
+
+    Gloo's threads let go of theirs a little later.
+    """
     first, other = run_ranks(measure, 2)
     assert [count for count, _ in first] == [8, 8]
     assert first[0][1] > 8  # the premise: it is seen
