@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.dcp.directory import MetadataUnpickler
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]
@@ -182,42 +183,13 @@ def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     return tree
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds what DCP's metadata are made of, and refuses every other name."""
-
-    _dtypes = frozenset(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))
-    _classes = frozenset(
-        (each.__module__, each.__qualname__)
-        for module in (metadata, filesystem)
-        for each in vars(module).values()
-        if isinstance(each, type) and each.__module__ == module.__name__
-        if module is metadata or each.__qualname__ == "_StorageInfo"
-    )
-    _others = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Called for every name in the pickle."""
-        is_dtype = module == "torch" and name in self._dtypes
-        if is_dtype or (module, name) in self._classes or (module, name) in self._others:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The metadata, by the restricted unpickler."""
         file = Path(self.path) / ".metadata"
         try:
             with open(file, "rb") as stream:
-                found = _Unpickler(stream).load()
+                found = MetadataUnpickler(stream).load()
         except pickle.UnpicklingError as error:
             raise CheckpointCorruptError(
                 f"{file} is refused: it wants {error}, which is no part of this format and could "

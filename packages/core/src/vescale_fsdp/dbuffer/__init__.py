@@ -3,8 +3,7 @@
 `memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
 parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
 (`exchange` on CPUs, where `threads` keeps gloo's out of the way). A `codec` writes what travels:
-`block_codec` has codes of `eight_bits`, which
-`kept_codes` hands on as they are.
+`block_codec` has codes of `eight_bits`, which `kept_codes` hands on as they are.
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks

@@ -42,7 +42,7 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
 )
 
-__all__ = ["METADATA", "StockDirectory"]
+__all__ = ["METADATA", "MetadataUnpickler", "StockDirectory"]
 
 METADATA = ".metadata"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -87,7 +87,7 @@ class StockDirectory:
 
     def _unpickled(self, data: bytes) -> Metadata:
         try:
-            found = _Unpickler(io.BytesIO(data)).load()
+            found = MetadataUnpickler(io.BytesIO(data)).load()
         except _RefusedError as error:
             raise CheckpointCorruptError(
                 f"{self._file} is refused: it wants {error}, which is no part of this format and "
@@ -224,7 +224,7 @@ class _RefusedError(pickle.UnpicklingError):
     """A name that is no part of the format."""
 
 
-class _Unpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Builds what DCP's metadata are made of, and refuses every other name."""
 
     _dtypes = frozenset(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))

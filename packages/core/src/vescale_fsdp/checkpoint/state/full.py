@@ -170,11 +170,12 @@ def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any
             taken, too; where they are cut otherwise, they are gathered.
 
     Raises:
-        CheckpointMismatchError: it is of other parameters, or a state has another shape. The
-            optimizer is as it was.
+        CheckpointMismatchError: it is of other parameters, a state has another shape, or parameters
+            of one group have been in several with other options. The optimizer is as it was.
     """
     named = _named(models, optimizer)
     state, groups = _by_name(saved, named)
+    named.check(groups, strict=True)
     before = Snapshot(optimizer)
     try:
         named.make_states({key: state[key] for key in named.params if key in state})
