@@ -1,18 +1,20 @@
 """The same training step under each engine, and the two parts that no engine can do without.
 
-vescale, fsdp2, ddp    the whole step: forward, backward, AdamW
+vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded as most people do it, with
+                       the defaults: a unit for each block, and the root
+vescale-tuned,         as one does it who has tried: what runs last in forward and first in backward
+fsdp2-tuned            stays gathered, the head in a unit of its own; ours with in_flight=3
 deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
 vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
                        travel in 8 bits too
 compute                a local model in the compute dtype; AdamW on this rank's share of it
-wire                   the collectives of our step, with nothing between them
+wire                   the collectives of vescale-tuned's step, with nothing between them
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,33 +109,27 @@ class Wire:
 
 
 def _sharded(
-    shard: Callable[..., Any], model: nn.Module, precision: str, num_ranks: int
-) -> tuple[nn.Module, list[nn.Parameter]]:
-    for block in model.blocks:  # type: ignore[union-attr]
-        shard(block, mp_policy=POLICIES[precision])
-    shard(model, mp_policy=POLICIES[precision])
-    return model, list(model.parameters())
+    shard: Callable[..., Any], *, keeps_last: bool = False, **options: Any
+) -> Callable[[nn.Module, str, int], tuple[nn.Module, list[nn.Parameter]]]:
+    """Wraps a model in units: its blocks, and what is around them.
 
+    Args:
+        keeps_last: norm and head are a unit, and it and the last block stay between forward and
+            backward, which would gather them at once again.
+    """
 
-def _vescale(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    return _sharded(fully_shard, model, precision, n)
+    def wrap(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
+        kinds = {"mp_policy": POLICIES[precision], **options}
+        *others, last = model.blocks  # type: ignore[misc]
+        for block in others:
+            shard(block, **kinds)
+        shard(last, **kinds | ({"reshard_after_forward": False} if keeps_last else {}))
+        if keeps_last and hasattr(model, "head"):
+            shard([model.norm, model.head], **kinds, reshard_after_forward=False)
+        shard(model, **kinds)
+        return model, list(model.parameters())
 
-
-def _int8(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    return _sharded(partial(fully_shard, gather=QuantizedGather("int8")), model, precision, n)
-
-
-def _e4m3(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    return _sharded(partial(fully_shard, gather=QuantizedGather("e4m3")), model, precision, n)
-
-
-def _int8_grads(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    shard = partial(fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce())
-    return _sharded(shard, model, precision, n)
-
-
-def _fsdp2(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
-    return _sharded(torch_fully_shard, model, precision, n)
+    return wrap
 
 
 def _ddp(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
@@ -162,14 +158,18 @@ def _compute(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[
 
 
 ENGINES = {
-    "vescale": _vescale,
-    "vescale-int8": _int8,
-    "vescale-e4m3": _e4m3,
-    "vescale-int8-grads": _int8_grads,
-    "fsdp2": _fsdp2,
+    "vescale": _sharded(fully_shard),
+    "vescale-tuned": _sharded(fully_shard, keeps_last=True, in_flight=3),
+    "vescale-int8": _sharded(fully_shard, gather=QuantizedGather("int8")),
+    "vescale-e4m3": _sharded(fully_shard, gather=QuantizedGather("e4m3")),
+    "vescale-int8-grads": _sharded(
+        fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce()
+    ),
+    "fsdp2": _sharded(torch_fully_shard),
+    "fsdp2-tuned": _sharded(torch_fully_shard, keeps_last=True),
     "ddp": _ddp,
     "compute": _compute,
-    "wire": _vescale,
+    "wire": _sharded(fully_shard, keeps_last=True, in_flight=3),
 }
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 __all__ = ["VARIANTS", "ZeroTraining", "settings"]
 
 LEAST_BUCKET = 500_000  # elements
-LEAVES = "leaves"  # not a setting: whether each block is gathered as a whole
+LEAVES = "leaves"  # not a setting: whether each block is gathered as a whole, as the others do
 
 # What differs from `settings`, by the number of elements of a block.
 VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -42,7 +42,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
         "stage3_max_live_parameters": 1_000_000_000,  # the defaults
         "stage3_max_reuse_distance": 1_000_000_000,
     },
-    "deepspeed-leaves": lambda block: {LEAVES: True},
+    "deepspeed-modules": lambda block: {LEAVES: False},
     "deepspeed-linear": lambda block: {"memory_efficient_linear": True},  # the default
     "deepspeed-no-overlap": lambda block: {"overlap_comm": False},
     "deepspeed-persistent": lambda block: {"stage3_param_persistence_threshold": 10_000},
@@ -82,7 +82,7 @@ class ZeroTraining(Training):
         blocks: Any = model.blocks
         block = sum(param.numel() for param in blocks[0].parameters())
         changes = VARIANTS[name](block)
-        if changes.pop(LEAVES, False):
+        if changes.pop(LEAVES, True):
             deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])
         self.engine, *_ = deepspeed.initialize(
             model=model,

@@ -86,14 +86,14 @@ def _measure_all(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("cells", total=len(cells), doing="")
         for cell in cells:
-            path = folder / cell.file_name
-            if is_fresh or not is_done(path, engines, settings):
+            path, chosen = folder / cell.file_name, grid.engines_of(cell, engines)
+            if is_fresh or not is_done(path, chosen, settings):
 
                 def say(what: str, cell: Cell = cell) -> None:
                     progress.update(task, doing=f"{cell}: {what}")
 
                 try:
-                    found, link = measure(cell, engines, settings, say)
+                    found, link = measure(cell, chosen, settings, say)
                 except (RuntimeError, OSError, SubprocessError) as error:
                     progress.console.print(f"{cell}: {error}", style="red")
                     failed.append(cell)

@@ -5,10 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["ENGINES", "LABELS", "MODELS", "Cell", "cells", "place_of"]
+__all__ = ["ENGINES", "LABELS", "MODELS", "PAIRS", "Cell", "cells", "engines_of", "place_of"]
 
-ENGINES = ["vescale", "fsdp2", "deepspeed", "ddp", "compute"]
-LABELS = {"vescale": "veScale-FSDP", "fsdp2": "FSDP2", "deepspeed": "ZeRO-3", "ddp": "DDP"}
+LABELS = {
+    "vescale": "veScale-FSDP",
+    "vescale-tuned": "veScale-FSDP, tuned",
+    "fsdp2": "FSDP2",
+    "fsdp2-tuned": "FSDP2, tuned",
+    "deepspeed": "ZeRO-3, tuned",
+    "ddp": "DDP",
+}
+ENGINES = [*LABELS, "compute"]
+# Ours, and what it is compared with: defaults with defaults, tuned with tuned. DDP has nothing to
+# tune that matters here.
+PAIRS = [
+    ("vescale", "fsdp2"),
+    ("vescale", "ddp"),
+    ("vescale-tuned", "fsdp2-tuned"),
+    ("vescale-tuned", "deepspeed"),
+    ("vescale-tuned", "ddp"),
+]
 MODELS = ["gpt-7m", "moe-10m", "vit-6m", "norms-1500"]
 
 
@@ -47,6 +63,15 @@ def cells(
 ) -> list[Cell]:
     """All combinations, those of one model after each other."""
     return [Cell(*each) for each in product(models, ranks, networks, precisions)]
+
+
+def engines_of(cell: Cell, engines: list[str]) -> list[str]:
+    """Those to measure in a cell: on a limited network also ``wire``, if ``compute`` is among them.
+
+    Together they are the least that a step can take.
+    """
+    bounds = cell.rate is not None and "compute" in engines and "wire" not in engines
+    return [*engines, "wire"] if bounds else engines
 
 
 def place_of(cell: Cell) -> tuple[object, ...]:

@@ -40,6 +40,15 @@ class Record:
         """By round; empty if it was not measured."""
         return self.engines[engine].step_s if engine in self.engines else []
 
+    @property
+    def bound_s(self) -> list[float]:
+        """The least that a step can take, by round: the longer of ``compute`` and ``wire``.
+
+        Empty if one of them was not measured.
+        """
+        pairs = zip(self.step_s("compute"), self.step_s("wire"), strict=False)
+        return [max(pair) for pair in pairs]
+
 
 def source_digest() -> str:
     """Of all files of the core: where it is another one, what was measured is out of date."""

@@ -51,8 +51,6 @@ def summarize(records: Mapping[Cell, Record], cell: Cell) -> list[Summary]:
     record = records[cell]
     counted = records.get(replace(cell, network="loopback"), record).engines
     compute = record.engines.get("compute")
-    parts = zip(record.step_s("compute"), record.step_s("wire"), strict=False)
-    limit = [max(pair) for pair in parts]
     found = []
     for name, result in record.engines.items():
         if result.left_out is not None:
@@ -67,7 +65,7 @@ def summarize(records: Mapping[Cell, Record], cell: Cell) -> list[Summary]:
                 step_s,
                 record.tokens * cell.ranks / step_s[1],
                 ratios(record.step_s("fsdp2"), result.step_s) if is_whole else None,
-                ratios(limit, result.step_s) if is_whole else None,
+                ratios(record.bound_s, result.step_s) if is_whole else None,
                 median(result.cpu_s),
                 median(a - b for a, b in beyond) if compute and is_whole else None,
                 result.sent_bytes,

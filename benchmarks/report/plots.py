@@ -21,8 +21,23 @@ from matplotlib.figure import Figure
 __all__ = ["draw"]
 
 # Okabe and Ito's colours; with hatches for those who print in grey.
-COLORS = {"vescale": "#0072b2", "fsdp2": "#e69f00", "deepspeed": "#cc79a7", "ddp": "#999999"}
-HATCHES = {"vescale": "", "fsdp2": "///", "deepspeed": "xxx", "ddp": "..."}
+COLORS = {
+    "vescale": "#0072b2",
+    "vescale-tuned": "#56b4e9",
+    "fsdp2": "#e69f00",
+    "fsdp2-tuned": "#f0e442",
+    "deepspeed": "#cc79a7",
+    "ddp": "#999999",
+}
+HATCHES = {
+    "vescale": "",
+    "vescale-tuned": "",
+    "fsdp2": "///",
+    "fsdp2-tuned": "///",
+    "deepspeed": "xxx",
+    "ddp": "...",
+}
+WIDEST = 3.0  # of the speeds that are drawn
 PEERS = {"ours": "#0072b2", "fsdp2": "#e69f00", "megatron": "#cc79a7"}
 PEER_LABELS = {"ours": "veScale-FSDP", "fsdp2": "FSDP2", "megatron": "Megatron-FSDP v2"}
 ROW_STYLES = {None: "-", 1: "--", 16: "-.", 128: ":"}
@@ -59,7 +74,7 @@ def _speed(records: Mapping[Cell, Record]) -> Figure:
     figure, axes = plt.subplots(
         len(precisions),
         len(places),
-        figsize=(1.5 + 2.2 * len(places), 0.7 + (0.5 + 0.5 * len(models)) * len(precisions)),
+        figsize=(1.5 + 2.2 * len(places), 0.9 + (0.5 + 0.65 * len(models)) * len(precisions)),
         squeeze=False,
         sharex=True,
         sharey=True,
@@ -72,7 +87,7 @@ def _speed(records: Mapping[Cell, Record]) -> Figure:
     for each in axes[-1]:
         each.set_xlabel("speed / FSDP2")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(LABELS))
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
 
 
@@ -84,8 +99,11 @@ def _speed_bars(axes: Axes, found: Mapping[str, Record | None]) -> None:
                 ratios(record.step_s("fsdp2"), record.step_s(name)) if record is not None else None
             )
             low, middle, high = ratio or (0.0, 0.0, 0.0)
+            y = place + (index - (len(LABELS) - 1) / 2) * height
+            if middle > WIDEST:
+                axes.text(WIDEST, y, f"{middle:.1f} ", ha="right", va="center", fontsize=6)
             axes.barh(
-                place + (index - (len(LABELS) - 1) / 2) * height,
+                y,
                 middle,
                 height,
                 xerr=[[middle - low], [high - middle]],
@@ -96,6 +114,7 @@ def _speed_bars(axes: Axes, found: Mapping[str, Record | None]) -> None:
                 label=LABELS[name] if model == models[0] else None,
             )
     axes.axvline(1, color="#4d4d4d", lw=0.8)
+    axes.set_xlim(0, WIDEST)
     axes.set_yticks(range(len(models)), models)
     axes.set_ylim(len(models) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
@@ -116,7 +135,7 @@ def _costs(records: Mapping[Cell, Record]) -> Figure:
     cells = [cell for cell in records if (cell.ranks, cell.precision) == (least, precision)]
     cells = [cell for cell in cells if cell.rate is None] or cells
     figure, axes = plt.subplots(
-        1, len(COSTS), figsize=(2.4 * len(COSTS), 0.9 + 0.5 * len(cells)), sharey=True
+        1, len(COSTS), figsize=(2.4 * len(COSTS), 1.1 + 0.65 * len(cells)), sharey=True
     )
     height = 0.8 / len(LABELS)
     for column, (title, cost) in zip(axes, COSTS.items(), strict=True):
@@ -138,7 +157,7 @@ def _costs(records: Mapping[Cell, Record]) -> Figure:
     axes[0].set_yticks(range(len(cells)), [cell.model for cell in cells])
     axes[0].invert_yaxis()
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(LABELS))
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
     figure.supxlabel(f"a step and rank, {least} ranks, {precision}", fontsize=8)
     return figure
 

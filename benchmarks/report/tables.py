@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.grid import LABELS, Cell
+from benchmarks.compare.grid import LABELS, PAIRS, Cell
 from benchmarks.compare.record import Record
-from benchmarks.compare.spread import ratios
+from benchmarks.compare.spread import quartiles, ratios
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.compare.table import spread_text
 from benchmarks.compare.targets import PEERS, padding_verdicts, verdicts
@@ -34,6 +34,13 @@ METRICS: dict[str, tuple[str, Callable[[Summary], float | None]]] = {
         ".1e", lambda each: each.loss_difference
     ),
 }  # fmt: skip
+PLACE = ["model", "ranks", "network", "precision"]
+CAUSES = {
+    "ddp": "DDP holds all parameters, gradients and optimizer states on every rank, and gathers "
+    "nothing: of three transfers of the model in a step it makes two, in one collective. Whoever "
+    "has the memory for it should use it; [Where a step goes](README.md#where-a-step-goes) has "
+    "the profile."
+}
 PADDING_RANKS = (64, 256, 512, 1024)
 # Figure 11 as far as it can be read, in percent: rows 1 and 16, and rows of 128.
 PAPER_PADDING = {
@@ -119,47 +126,63 @@ def _speed(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[st
     yield "## Speed"
     yield ""
     yield from _image(shown, "compare-speed", "Speed over FSDP2's in each cell")
-    yield "Medians over the rounds of ms a step; ours over theirs within a round, with quartiles."
+    yield "Milliseconds a step, medians over the rounds:"
     yield ""
     rows = []
     for cell, record in records.items():
         found = {each.engine: each for each in summarize(records, cell)}
         times = [f"{1000 * found[n].step_s[1]:.0f}" if n in found else "" for n in LABELS]
-        speeds = [
-            spread_text(ratios(record.step_s(name), record.step_s("vescale")))
-            for name in LABELS
-            if name != "vescale"
-        ]
         ours = found.get("vescale")
         tokens = f"{ours.tokens_per_s:.0f}" if ours else ""
-        rows.append([*_place(cell), *times, tokens, *speeds])
-    others = [label for name, label in LABELS.items() if name != "vescale"]
-    head = ["model", "ranks", "network", "precision", *LABELS.values(), "our tokens/s"]
-    yield from _table([*head, *(f"speed / {each}" for each in others)], rows)
+        least = {n: quartiles(record.step_s(n))[1] for n in ("compute", "wire") if n in found}
+        bounds = [f"{1000 * least[n]:.0f}" if n in least else "" for n in ("compute", "wire")]
+        rows.append([*_place(cell), *times, tokens, *bounds])
+    bounds = ["compute alone", "wire alone"]
+    yield from _table([*PLACE, *LABELS.values(), "our tokens/s", *bounds], rows)
+    yield "Our speed over theirs within a round, with quartiles; of the tuned ones too:"
+    yield ""
+    heads = [f"{LABELS[ours]} / {LABELS[theirs]}" for ours, theirs in PAIRS]
+    rows = [
+        [*_place(cell), *(spread_text(_ratio(record, *pair)) for pair in PAIRS)]
+        for cell, record in records.items()
+    ]
+    yield from _table([*PLACE, *heads], rows)
+
+
+def _ratio(record: Record, ours: str, theirs: str) -> tuple[float, float, float] | None:
+    return ratios(record.step_s(theirs), record.step_s(ours))
 
 
 def _losses(records: Mapping[Cell, Record]) -> Iterator[str]:
-    """Where any other engine is faster."""
+    """Where any other engine is faster, and why."""
     yield "## Where others are faster"
     yield ""
-    rows = []
-    for cell, record in records.items():
-        for name, label in LABELS.items():
-            found = ratios(record.step_s(name), record.step_s("vescale"))
-            if name != "vescale" and found is not None and found[1] < 1:
-                rows.append([*_place(cell), label, spread_text(found)])
-    if not rows:
+    lost: dict[tuple[str, str], list[tuple[Cell, tuple[float, float, float]]]] = {}
+    for pair in PAIRS:
+        for cell, record in records.items():
+            found = _ratio(record, *pair)
+            if found is not None and found[1] < 1:
+                lost.setdefault(pair, []).append((cell, found))
+    if not lost:
         yield "Nowhere."
         yield ""
-        return
-    yield from _table(["model", "ranks", "network", "precision", "engine", "our speed / its"], rows)
+    for (ours, theirs), cells in lost.items():
+        middles = [found[1] for _, found in cells]
+        span = f"{min(middles):.2f} to {max(middles):.2f}"
+        yield (
+            f"{LABELS[ours]} has {span} of the speed of {LABELS[theirs]} in {len(cells)} of "
+            f"{len(records)} cells. {CAUSES.get(theirs, '')}".rstrip()
+        )
+        yield ""
+        rows = [[*_place(cell), spread_text(found)] for cell, found in cells]
+        yield from _table([*PLACE, "our speed / its"], rows)
 
 
 def _metrics(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[str]:
     yield "## What a step costs"
     yield ""
     yield from _image(shown, "compare-costs", "Bytes, memory and host time of a step")
-    yield "In bold where another engine has less than 0.99 of ours."
+    yield "In bold where another engine has less than 0.99 of what ours has with its defaults."
     yield ""
     for title, (form, value_of) in METRICS.items():
         rows = []
@@ -178,7 +201,7 @@ def _metrics(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[
                 rows.append([*_place(cell), *texts])
         yield f"### {title}"
         yield ""
-        yield from _table(["model", "ranks", "network", "precision", *LABELS.values()], rows)
+        yield from _table([*PLACE, *LABELS.values()], rows)
 
 
 def _padding(padding: dict[str, Any], shown: dict[str, str]) -> Iterator[str]:
