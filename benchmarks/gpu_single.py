@@ -1,6 +1,6 @@
 """One GPU beside FSDP2: step time, host time, peak memory, kernels and copies, and the targets.
 
-    python -m benchmarks.gpu_single                       # an accelerator of 80 GB
+    python -m benchmarks.gpu_single                       # a GPU of 80 GB; writes results/gpu.json
     python -m benchmarks.gpu_single --models gpt-tiny moe-tiny --worlds 1 64 --device cpu
 
 World size 1 trains over NCCL. For larger worlds torch's fake process group stands for the other
@@ -22,7 +22,6 @@ says so and exits with 2; ``--device cpu`` shows that the script runs, and measu
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import re
 import statistics
@@ -40,6 +39,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.gpu_models import PRESETS, Preset
 from benchmarks.models import loss_of
+from benchmarks.optimizers.results import ROOT, circumstances, read, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -50,6 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vescale_fsdp import fully_shard
 
+FILE = ROOT / "benchmarks" / "results" / "gpu.json"
 ENGINES: dict[str, Callable[..., Any]] = {"vescale": fully_shard, "fsdp2": torch_fully_shard}
 MEMORY_TARGET = 0.84
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -295,28 +296,51 @@ def verdicts(model: str, world_size: int, ours: Measured, theirs: Measured) -> l
     ]
 
 
+HEAD = [
+    "model", "rank 0 of", "engine", "ms a step", "host ms", "kernels", "copies", "copies out",
+    "in place", "peak GB", "reserved GB", "loss",
+]  # fmt: skip
+
+
+def _columns(result: Measured, world_size: int) -> list[str]:
+    return [
+        result.engine,
+        f"{1000 * statistics.median(result.step_s):.2f}",
+        f"{1000 * statistics.median(result.host_s):.2f}",
+        str(result.kernels),
+        str(result.copies),
+        str(result.copies_out),
+        {True: "yes", False: "no", None: ""}[result.is_in_place],
+        f"{result.peak_allocated / 1e9:.2f}",
+        f"{result.peak_reserved / 1e9:.2f}",
+        f"{result.losses[-1]:.6f}" if world_size == 1 else "",
+    ]
+
+
+def load(path: Path) -> dict[tuple[str, int], list[Measured]]:
+    """What was kept there, by model and ranks, in the order of `ENGINES`."""
+    found: dict[tuple[str, int], list[Measured]] = {}
+    for key, values in read(path).get("readings", {}).items():
+        model, world_size, _ = key.split(", ")
+        found.setdefault((model, int(world_size)), []).append(Measured(**values))
+    return found
+
+
+def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table for RESULTS.md."""
+    kept = load(path).items()
+    return HEAD, [
+        [model, str(size), *_columns(each, size)] for (model, size), pair in kept for each in pair
+    ]
+
+
 def show(model: str, world_size: int, results: list[Measured], console: Console) -> None:
     """Print a table of both engines."""
     table = Table(title=f"{model}, rank 0 of {world_size}", title_justify="left")
-    table.add_column("engine")
-    for column in (
-        "ms a step", "host ms", "kernels", "copies", "copies out", "in place",
-        "peak GB", "reserved GB", "loss",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
+    for column in HEAD[2:]:
+        table.add_column(column, justify="left" if column == "engine" else "right")
     for result in results:
-        table.add_row(
-            result.engine,
-            f"{1000 * statistics.median(result.step_s):.2f}",
-            f"{1000 * statistics.median(result.host_s):.2f}",
-            str(result.kernels),
-            str(result.copies),
-            str(result.copies_out),
-            {True: "yes", False: "no", None: ""}[result.is_in_place],
-            f"{result.peak_allocated / 1e9:.2f}",
-            f"{result.peak_reserved / 1e9:.2f}",
-            f"{result.losses[-1]:.6f}" if world_size == 1 else "",
-        )
+        table.add_row(*_columns(result, world_size))
     console.print(table)
 
 
@@ -327,7 +351,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="in one turn")
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument(
+        "--json", type=Path, help="where to keep what was measured (on a GPU: results/gpu.json)"
+    )
     return parser.parse_args()
 
 
@@ -341,18 +367,23 @@ def main() -> int:
             "--device cpu --models gpt-tiny moe-tiny shows that the script runs."
         )
         return 2
-    found, judged = [], []
+    kept = arguments.json or (FILE if arguments.device == "cuda" else None)
+    found: dict[str, dict[str, Any]] = {}
+    judged = []
     for model in arguments.models:
         for world_size in arguments.worlds:
             device = "cpu" if arguments.device == "cpu" else "cuda:0"
             results = measure(model, world_size, device, arguments.rounds, arguments.steps)
             show(model, world_size, results, console)
             judged += verdicts(model, world_size, *results)
-            found += [{"model": model, "world": world_size} | asdict(each) for each in results]
+            found |= {f"{model}, {world_size}, {each.engine}": asdict(each) for each in results}
     for verdict in judged:
         console.print(str(verdict), highlight=False)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    if kept is not None:
+        told = circumstances()
+        if arguments.device == "cuda":
+            told["machine"]["gpu"] = torch.cuda.get_device_name()
+        write(kept, {"circumstances": told, "readings": found})
     return 0
 
 

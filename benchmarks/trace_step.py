@@ -48,7 +48,11 @@ def busy_share(samples: list[tuple[float, int]], begin: float, end: float, rate:
 
 
 def show(
-    trace: Trace, samples: list[tuple[float, int]], rate: float | None, console: Console
+    trace: Trace,
+    samples: list[tuple[float, int]],
+    rate: float | None,
+    num_ranks: int,
+    console: Console,
 ) -> None:
     """Print where rank 0 waited, part by part and collective by collective."""
     num_steps = len(step_starts(trace))
@@ -68,10 +72,10 @@ def show(
         columns = [total, *waits.values()]
         table.add_row(part, *(f"{1000 * each / num_steps:.0f}" for each in columns), share)
     console.print(table)
-    console.print(_last_step(trace, rate))
+    console.print(_last_step(trace, rate, num_ranks))
 
 
-def _last_step(trace: Trace, rate: float | None) -> Table:
+def _last_step(trace: Trace, rate: float | None, num_ranks: int) -> Table:
     """Every collective of one step, in the order of issue."""
     start = step_starts(trace)[-1]
     table = Table(title="the last step, ms since its start", title_justify="left")
@@ -81,7 +85,9 @@ def _last_step(trace: Trace, rate: float | None) -> Table:
         table.add_row(name, "", f"{1000 * (at - start):.0f}", style="bold")
     events: list[tuple[float, Event]] = [(e.issued, e) for e in trace.events if e.issued >= start]
     for at, event in events:
-        ideal = f"{1000 * event.num_bytes / 2 / rate:.1f}" if rate else ""
+        # Of a collective a rank has its own part already; a message travels whole.
+        travels = 1.0 if event.kind in ("send", "receive") else (num_ranks - 1) / num_ranks
+        ideal = f"{1000 * event.num_bytes * travels / rate:.1f}" if rate else ""
         table.add_row(
             event.kind,
             f"{event.num_bytes / 1e3:.0f}",
@@ -135,7 +141,8 @@ def main() -> None:
             team.start()
             with network.sampled() as samples:
                 traces = team.trace(args.steps)
-    show(traces[0], samples, bits_per_s(rate) / 8 if rate else None, Console(width=120))
+    limit = bits_per_s(rate) / 8 if rate else None
+    show(traces[0], samples, limit, args.ranks, Console(width=120))
     if args.json:
         args.json.write_text(json.dumps(perfetto(traces)))
 

@@ -82,7 +82,8 @@ class ZeroTraining(Training):
         blocks: Any = model.blocks
         block = sum(param.numel() for param in blocks[0].parameters())
         changes = VARIANTS[name](block)
-        if changes.pop(LEAVES, True):
+        # DeepSpeed 0.19.8 fails on a Sequential of norms as a leaf.
+        if changes.pop(LEAVES, type(blocks[0]) is not nn.Sequential):
             deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])
         self.engine, *_ = deepspeed.initialize(
             model=model,

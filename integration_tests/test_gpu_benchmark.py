@@ -38,11 +38,13 @@ def test_on_a_cpu_it_runs_and_judges_neither_speed_nor_memory(tmp_path: Path) ->
     size = ["--models", "moe-tiny", "--worlds", "1", "64", "--rounds", "1", "--steps", "1"]
     done = run_benchmark("--device", "cpu", *size, "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [(each["engine"], each["world"]) for each in found] == [
-        ("vescale", 1), ("fsdp2", 1), ("vescale", 64), ("fsdp2", 64)
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert kept["circumstances"]["command"].startswith("python -m benchmarks.gpu_single --device")
+    found = kept["readings"]
+    assert list(found) == [
+        "moe-tiny, 1, vescale", "moe-tiny, 1, fsdp2", "moe-tiny, 64, vescale", "moe-tiny, 64, fsdp2"
     ]  # fmt: skip
-    ours_alone, theirs_alone, ours, theirs = found
+    ours_alone, theirs_alone, ours, theirs = found.values()
     assert ours_alone["losses"] == pytest.approx(theirs_alone["losses"], abs=1e-3)
     assert ours["is_in_place"]
     assert not theirs["is_in_place"]

@@ -9,17 +9,23 @@ from typing import Any
 from benchmarks.compare.grid import LABELS, Cell
 from benchmarks.compare.record import Record
 from benchmarks.compare.spread import ratios
-from benchmarks.compare.summary import loss_difference
+from benchmarks.compare.summary import loss_difference, summarize
 
 __all__ = ["PEERS", "Verdict", "padding_verdicts", "verdicts"]
 
-# Our speed over FSDP2's, by cell (docs/design/performance.md).
+# Our speed over FSDP2's, by ranks, network and precision, for a GPT and a mixture of experts.
 OVER_FSDP2 = {
-    Cell("gpt-7m", 2, "1gbit", "fp32"): 1.8,
-    Cell("gpt-7m", 2, "loopback", "fp32"): 1.2,
-    Cell("gpt-7m", 2, "loopback", "bf16"): 1.1,
-    Cell("gpt-7m", 4, "1gbit", "fp32"): 1.5,
+    (2, "1gbit", "fp32"): 1.8,
+    (2, "1gbit", "bf16"): 1.3,
+    (2, "loopback", "fp32"): 1.2,
+    (2, "loopback", "bf16"): 1.1,
+    (4, "1gbit", "fp32"): 1.5,
+    (4, "1gbit", "bf16"): 1.2,
 }
+LARGE = ("gpt-7m", "moe-10m")
+SMALL = "norms-1500"
+OF_FSDP2_HOST = 0.6  # host time with many small parameters
+OF_FSDP2_BYTES = 0.75  # on the wire, with bf16 compute and fp32 reduction
 OVER_DEEPSPEED = 1.5  # in fp32 on a limited network
 LOSS_DIFFERENCE = 1e-5  # from DDP's, in fp32, as a part of it
 
@@ -50,12 +56,15 @@ def verdicts(records: Mapping[Cell, Record]) -> list[Verdict]:
     """All that can be judged by what was measured."""
     judged = []
     for cell, record in records.items():
-        judged += _speed(record, "vescale", "fsdp2", OVER_FSDP2.get(cell, 1.0))
+        kind = cell.ranks, cell.network, cell.precision
+        least = OVER_FSDP2.get(kind, 1.0) if cell.model in LARGE else 1.0
+        judged += _speed(record, "vescale", "fsdp2", least)
         judged += _speed(record, "vescale-tuned", "fsdp2-tuned", 1.0)
         if cell.precision == "fp32" and cell.rate is not None:
             judged += _speed(record, "vescale-tuned", "deepspeed", OVER_DEEPSPEED)
         if cell.precision == "fp32":
             judged += _losses(record)
+        judged += _costs(records, cell)
     return judged
 
 
@@ -83,6 +92,22 @@ def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]
         text += f"; {bound[1]:.2f} if nothing but the longer of compute and wire took time"
     target = f"at least {least} of the speed of {LABELS[other]}"
     return [Verdict(target, str(record.cell), text, middle >= least)]
+
+
+def _costs(records: Mapping[Cell, Record], cell: Cell) -> list[Verdict]:
+    """Bytes on the wire, and host time, beside FSDP2's."""
+    found = {each.engine: each for each in summarize(records, cell)}
+    ours, theirs = found.get("vescale"), found.get("fsdp2")
+    judged = []
+    if cell.precision == "bf16" and ours and theirs and ours.sent_bytes and theirs.sent_bytes:
+        ratio = ours.sent_bytes / theirs.sent_bytes
+        target = f"at most {OF_FSDP2_BYTES} of the bytes of FSDP2 in bf16"
+        judged.append(Verdict(target, str(cell), f"{ratio:.2f}", ratio <= OF_FSDP2_BYTES))
+    if cell.model == SMALL and ours and theirs and ours.host_s and theirs.host_s:
+        ratio = ours.host_s / theirs.host_s
+        target = f"at most {OF_FSDP2_HOST} of the host time of FSDP2"
+        judged.append(Verdict(target, str(cell), f"{ratio:.2f}", ratio <= OF_FSDP2_HOST))
+    return judged
 
 
 def _losses(record: Record) -> list[Verdict]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.compare import record
 from benchmarks.optimizers.results import ROOT, read
 from benchmarks.padding import FILE
-from benchmarks.report import plots
+from benchmarks.report import headline, plots
 from benchmarks.report.tables import page
 
 
@@ -25,12 +25,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=record.FOLDER)
     parser.add_argument("--padding", type=Path, default=FILE)
     parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "RESULTS.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     args = parser.parse_args()
     records, padding = record.load_all(args.results), read(args.padding)
     drawn = plots.draw(records, padding, args.images)
     args.page.write_text(page(records, padding, drawn, args.page.parent))
-    for path in [args.page, *drawn]:
+    headline.write(records, args.readme)
+    for path in [args.page, args.readme, *drawn]:
         print(f"{path.name}: written")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks import ablation, adapters, copies, scale
+from benchmarks import ablation, adapters, copies, gpu_single, scale
 from benchmarks.adapters import __main__ as adapters_command
 from benchmarks.cost_model import check, large
 from benchmarks.optimizers.results import read
@@ -91,13 +91,21 @@ def _parts() -> Iterator[Part]:
         [adapters_command.lines()],
     )
 
+    yield Part(
+        "One GPU",
+        "World size 1 over NCCL; in larger ones the other ranks are not there and nothing is sent.",
+        read(gpu_single.FILE),
+        [gpu_single.lines()],
+    )
+
 
 def _circumstances(found: dict[str, Any]) -> str:
     own = found.get("circumstances", {})
     machine = own.get("machine", {})
     versions = ", ".join(f"{name} {value}" for name, value in own.get("versions", {}).items())
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
     return (
-        f"{machine.get('cores')} cores of {machine.get('cpu')}; {versions}; commit "
+        f"{gpu}{machine.get('cores')} cores of {machine.get('cpu')}; {versions}; commit "
         f"{own.get('commit')}{', with changes' if own.get('is_modified') else ''}; "
         f"`{own.get('command')}`"
     )

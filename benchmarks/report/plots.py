@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from benchmarks.compare.grid import LABELS, Cell
+from benchmarks.compare.grid import LABELS, MODELS, Cell
 from benchmarks.compare.record import Record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.optimizers.plots import STYLE
+from benchmarks.report import headline
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
@@ -50,6 +51,7 @@ def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) 
     makers: dict[str, Callable[[], Figure]] = {}
     if records:
         makers |= {
+            "headline": lambda: _headline(records),
             "compare-speed": lambda: _speed(records),
             "compare-costs": lambda: _costs(records),
         }
@@ -64,6 +66,41 @@ def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) 
             figure.savefig(written[-1], dpi=110, metadata={"Software": None})
             plt.close(figure)
     return written
+
+
+def _headline(records: Mapping[Cell, Record]) -> Figure:
+    """What the README's table has, a panel for each kind of row."""
+    figure, axes = plt.subplots(1, len(headline.ROWS), figsize=(2.5 * len(headline.ROWS), 3.4))
+    height = 0.8 / len(LABELS)
+    for column, (title, (network, value_of, _)) in zip(axes, headline.ROWS.items(), strict=True):
+        for place, model in enumerate(MODELS):
+            found = headline.found_in(records, model, network)
+            for index, name in enumerate(LABELS):
+                y = place + (index - (len(LABELS) - 1) / 2) * height
+                value = value_of(found[name]) if name in found else None
+                _bar(column, y, value or 0.0, height, name, is_first=model == MODELS[0])
+        column.set_title(title, fontsize=9)
+        column.set_yticks(range(len(MODELS)), MODELS if column is axes[0] else [""] * len(MODELS))
+        column.set_ylim(len(MODELS) - 0.5, -0.5)
+        column.grid(visible=False, axis="y")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(LABELS), fontsize=8)
+    return figure
+
+
+def _bar(
+    axes: Axes, y: float, value: float, height: float, name: str, *, is_first: bool, **more: Any
+) -> None:
+    axes.barh(
+        y,
+        value,
+        height,
+        color=COLORS[name],
+        hatch=HATCHES[name],
+        edgecolor="white",
+        label=LABELS[name] if is_first else None,
+        **more,
+    )
 
 
 def _speed(records: Mapping[Cell, Record]) -> Figure:
@@ -102,17 +139,8 @@ def _speed_bars(axes: Axes, found: Mapping[str, Record | None]) -> None:
             y = place + (index - (len(LABELS) - 1) / 2) * height
             if middle > WIDEST:
                 axes.text(WIDEST, y, f"{middle:.1f} ", ha="right", va="center", fontsize=6)
-            axes.barh(
-                y,
-                middle,
-                height,
-                xerr=[[middle - low], [high - middle]],
-                error_kw={"lw": 0.8},
-                color=COLORS[name],
-                hatch=HATCHES[name],
-                edgecolor="white",
-                label=LABELS[name] if model == models[0] else None,
-            )
+            spread = {"xerr": [[middle - low], [high - middle]], "error_kw": {"lw": 0.8}}
+            _bar(axes, y, middle, height, name, is_first=model == models[0], **spread)
     axes.axvline(1, color="#4d4d4d", lw=0.8)
     axes.set_xlim(0, WIDEST)
     axes.set_yticks(range(len(models)), models)
@@ -143,15 +171,8 @@ def _costs(records: Mapping[Cell, Record]) -> Figure:
             found = {each.engine: each for each in summarize(records, cell)}
             for index, name in enumerate(LABELS):
                 value = cost(found[name]) if name in found else None
-                column.barh(
-                    place + (index - (len(LABELS) - 1) / 2) * height,
-                    (value or 0) / 1e6,
-                    height,
-                    color=COLORS[name],
-                    hatch=HATCHES[name],
-                    edgecolor="white",
-                    label=LABELS[name] if place == 0 else None,
-                )
+                y = place + (index - (len(LABELS) - 1) / 2) * height
+                _bar(column, y, (value or 0) / 1e6, height, name, is_first=place == 0)
         column.set_title(title, fontsize=9)
         column.grid(visible=False, axis="y")
     axes[0].set_yticks(range(len(cells)), [cell.model for cell in cells])

@@ -14,6 +14,7 @@ from benchmarks.compare.summary import Summary, summarize
 from benchmarks.compare.table import spread_text
 from benchmarks.compare.targets import PEERS, padding_verdicts, verdicts
 from benchmarks.report.beyond import sections
+from benchmarks.report.goals import goals
 
 __all__ = ["page"]
 
@@ -79,7 +80,7 @@ def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 
 def _targets(records: Mapping[Cell, Record], padding: dict[str, Any]) -> Iterator[str]:
-    judged = [*verdicts(records), *padding_verdicts(padding)]
+    judged = [*verdicts(records), *padding_verdicts(padding), *goals()]
     yield "## Targets"
     yield ""
     rows: dict[str, list[bool]] = {}

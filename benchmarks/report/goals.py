@@ -1,0 +1,75 @@
+"""Targets that are judged by what was measured outside of the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from benchmarks import copies, gpu_single, scale
+from benchmarks.compare import record
+from benchmarks.compare.spread import ratios
+from benchmarks.compare.targets import Verdict
+from benchmarks.optimizers.results import ROOT, read
+
+__all__ = ["goals"]
+
+OF_FSDP2_PEAK = 0.84
+PEAK_RANKS = ("64", "1024")
+STATE_BYTES = 2.04  # of AdamW8bit, a parameter
+OVER_FSDP2_IN_INT8 = 2.5
+OPTIMIZERS = ROOT / "benchmarks" / "optimizers" / "results"
+QUANTIZED = record.FOLDER.parent / "quantized_speed"
+
+
+def goals() -> list[Verdict]:
+    """Those of memory in large worlds, of copies, of optimizers and of communication in 8 bits."""
+    return [*_peaks(), *_copies(), *_optimizers(), *_quantized(), *_gpu()]
+
+
+def _peaks() -> Iterator[Verdict]:
+    target = f"peak of tensors at most {OF_FSDP2_PEAK} of FSDP2's"
+    for path in sorted(scale.FOLDER.glob("*.json")):
+        readings = read(path)["readings"]
+        for ranks in PEAK_RANKS:
+            pair = readings.get(f"fake {ranks}")
+            if pair is None or pair["fsdp2"]["left_out"]:
+                continue
+            ratio = pair["vescale"]["peak_bytes"] / pair["fsdp2"]["peak_bytes"]
+            where = f"{path.stem}, rank 0 of {ranks}"
+            yield Verdict(target, where, f"{ratio:.2f}", ratio <= OF_FSDP2_PEAK)
+
+
+def _copies() -> Iterator[Verdict]:
+    for key, found in read(copies.FILE).get("cells", {}).items():
+        copied, model = (found[name]["bytes"]["copy-out"] for name in ("vescale", "compute"))
+        text = f"{(copied - model) / 1e6:.2f} MB"
+        yield Verdict("nothing copied out of a gather", key, text, copied <= model)
+
+
+def _optimizers() -> Iterator[Verdict]:
+    for where, each in read(OPTIMIZERS / "muon_step.json").items():
+        for what, found in each["targets"].items():
+            target = f"Muon's step: {what} at most {found['target']:.2f} of FSDP2's"
+            yield Verdict(target, where, f"{found['ratio']:.2f}", found["met"])
+    for model, each in read(OPTIMIZERS / "states.json").items():
+        if model != "circumstances":
+            size = each["optimizers"]["AdamW8bit"]["per_parameter"]
+            target = f"AdamW8bit: at most {STATE_BYTES} bytes of state a parameter"
+            yield Verdict(target, model, f"{size:.3f}", size <= STATE_BYTES)
+
+
+def _quantized() -> Iterator[Verdict]:
+    for cell, found in record.load_all(QUANTIZED).items():
+        speed = ratios(found.step_s("fsdp2"), found.step_s("vescale-int8"))
+        if speed is not None:
+            target = f"int8 gathers: at least {OVER_FSDP2_IN_INT8} of the speed of FSDP2 in fp32"
+            text = f"{speed[1]:.2f} ({speed[0]:.2f} to {speed[2]:.2f})"
+            yield Verdict(target, str(cell), text, median(speed) >= OVER_FSDP2_IN_INT8)
+
+
+def _gpu() -> Iterator[Verdict]:
+    for (model, world_size), pair in gpu_single.load(gpu_single.FILE).items():
+        for each in gpu_single.verdicts(model, world_size, *pair):
+            if each.holds is not None:
+                target = each.target.split(", ")[-1]
+                yield Verdict(target, f"{model}, 1 GPU of {world_size}", each.found, each.holds)
