@@ -75,7 +75,6 @@ def keep(
 ) -> Record:
     """Write a cell's file, in place of the one before."""
     found = circumstances()
-    found["command"] = found["command"].replace(".__main__", "")
     if any(name.startswith("deepspeed") for name in engines):
         found["versions"] |= {"deepspeed": _version("deepspeed")}
     record = Record(

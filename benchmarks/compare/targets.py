@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from benchmarks.compare.grid import LABELS, Cell
@@ -11,7 +12,7 @@ from benchmarks.compare.record import Record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.summary import loss_difference, summarize
 
-__all__ = ["PEERS", "Verdict", "padding_verdicts", "verdicts"]
+__all__ = ["PEERS", "Verdict", "busy_share", "padding_verdicts", "verdicts"]
 
 # Our speed over FSDP2's, by ranks, network and precision, for a GPT and a mixture of experts.
 OVER_FSDP2 = {
@@ -27,6 +28,7 @@ SMALL = "norms-1500"
 OF_FSDP2_HOST = 0.6  # host time with many small parameters
 OF_FSDP2_BYTES = 0.75  # on the wire, with bf16 compute and fp32 reduction
 OVER_DEEPSPEED = 1.5  # in fp32 on a limited network
+MUCH = 0.75  # of the cores' time: what is missed then is not for want of overlap
 LOSS_DIFFERENCE = 1e-5  # from DDP's, in fp32, as a part of it
 
 
@@ -90,8 +92,16 @@ def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]
     text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
     if bound := ratios(record.step_s(other), record.bound_s):
         text += f"; {bound[1]:.2f} if nothing but the longer of compute and wire took time"
+    if middle < least and (busy := busy_share(record, ours)) > MUCH:
+        text += f"; the cores are busy {busy:.0%} of ours"
     target = f"at least {least} of the speed of {LABELS[other]}"
     return [Verdict(target, str(record.cell), text, middle >= least)]
+
+
+def busy_share(record: Record, engine: str) -> float:
+    """What part of the cores' time a step's processes compute."""
+    found, cores = record.engines[engine], record.circumstances["machine"]["cores"]
+    return median(found.cpu_s) * record.cell.ranks / cores / median(found.step_s)
 
 
 def _costs(records: Mapping[Cell, Record], cell: Cell) -> list[Verdict]:

@@ -22,6 +22,7 @@ def circumstances() -> dict[str, Any]:
     """Machine, versions, commit and command."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = module.name if module is not None else Path(sys.argv[0]).name
+    name = name.removesuffix(".__main__")
     return {
         "command": " ".join(["python -m", name, *sys.argv[1:]]),
         "commit": _git("rev-parse", "--short", "HEAD"),

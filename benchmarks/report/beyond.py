@@ -3,7 +3,7 @@ adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import ablation, adapters, copies, gpu_single, scale
@@ -21,10 +21,11 @@ class Part(NamedTuple):
     text: str
     found: dict[str, Any]
     tables: list[tuple[list[str], list[list[str]]]]
+    image: str = ""
 
 
-def sections() -> Iterator[str]:
-    """Lines of Markdown; nothing for what was not measured."""
+def sections(shown: Mapping[str, str]) -> Iterator[str]:
+    """Lines of Markdown with the pictures that are ``shown``; nothing for what was not measured."""
     for part in _parts():
         if any(rows for _, rows in part.tables):
             yield f"## {part.title}"
@@ -33,6 +34,9 @@ def sections() -> Iterator[str]:
             yield ""
             yield _circumstances(part.found)
             yield ""
+            if part.image in shown:
+                yield f"![{part.title}]({shown[part.image]})"
+                yield ""
             for head, rows in part.tables:
                 if rows:
                     yield "| " + " | ".join(head) + " |"
@@ -47,10 +51,12 @@ def _parts() -> Iterator[Part]:
         "Rank 0 of many",
         "A step of one rank, by ranks: with `fake` ones the others are not there. Copies and host "
         "time are beyond the model's own. FSDP2 is left out where its padded buffers need more "
-        "than the limit of the run. The second table has the fake group's figures over those of "
-        "as many real ranks.",
+        "than the limit of the run. Batches are full ones: at 64 ranks most of a peak are "
+        "activations and the loss, which all engines have. The second table has the fake group's "
+        "figures over those of as many real ranks.",
         read(first) if first else {},
         [scale.lines(), scale.checks()],
+        "scale",
     )
     yield Part(
         "A model of step time, and its error",
@@ -68,6 +74,7 @@ def _parts() -> Iterator[Part]:
         "Whoever replicates does not pay it; hence two numbers of shards.",
         assumed,
         [large.lines()],
+        "large",
     )
     yield Part(
         "Copies (the paper's Table 1)",

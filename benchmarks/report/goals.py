@@ -41,7 +41,7 @@ def _peaks() -> Iterator[Verdict]:
 
 def _copies() -> Iterator[Verdict]:
     for key, found in read(copies.FILE).get("cells", {}).items():
-        copied, model = (found[name]["bytes"]["copy-out"] for name in ("vescale", "compute"))
+        copied, model = (found[name]["bytes"]["gather out"] for name in ("vescale", "compute"))
         text = f"{(copied - model) / 1e6:.2f} MB"
         yield Verdict("nothing copied out of a gather", key, text, copied <= model)
 

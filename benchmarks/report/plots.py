@@ -12,7 +12,7 @@ from benchmarks.compare.record import Record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.optimizers.plots import STYLE
-from benchmarks.report import headline
+from benchmarks.report import headline, plots_beyond
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
@@ -57,6 +57,7 @@ def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) 
         }
     if padding:
         makers["padding"] = lambda: _padding(padding["plans"])
+    makers |= plots_beyond.makers()
     written = []
     with mpl.rc_context(STYLE | {"svg.hashsalt": "compare", "hatch.linewidth": 0.4}):
         for name, make in makers.items():

@@ -12,7 +12,7 @@ from benchmarks.compare.record import Record
 from benchmarks.compare.spread import quartiles, ratios
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.compare.table import spread_text
-from benchmarks.compare.targets import PEERS, padding_verdicts, verdicts
+from benchmarks.compare.targets import PEERS, busy_share, padding_verdicts, verdicts
 from benchmarks.report.beyond import sections
 from benchmarks.report.goals import goals
 
@@ -37,10 +37,11 @@ METRICS: dict[str, tuple[str, Callable[[Summary], float | None]]] = {
 }  # fmt: skip
 PLACE = ["model", "ranks", "network", "precision"]
 CAUSES = {
-    "ddp": "DDP holds all parameters, gradients and optimizer states on every rank, and gathers "
-    "nothing: of three transfers of the model in a step it makes two, in one collective. Whoever "
-    "has the memory for it should use it; [Where a step goes](README.md#where-a-step-goes) has "
-    "the profile."
+    "ddp": "DDP holds all parameters, gradients and optimizer states on every rank and gathers "
+    "nothing: of three transfers of the model in a step it makes two, in one collective, and has "
+    "no buffers to fill and release. Whoever has that memory should use it. "
+    "[A profile of both](../docs/design/performance.md#where-processor-time-goes).",
+    "deepspeed": "The cores are busy throughout there, so that hiding communication gains nothing.",
 }
 PADDING_RANKS = (64, 256, 512, 1024)
 # Figure 11 as far as it can be read, in percent: rows 1 and 16, and rows of 128.
@@ -67,7 +68,7 @@ def page(
         lines += [*_losses(records), *_metrics(records, shown)]
     if padding:
         lines += _padding(padding, shown)
-    lines += sections()
+    lines += sections(shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -175,8 +176,12 @@ def _losses(records: Mapping[Cell, Record]) -> Iterator[str]:
             f"{len(records)} cells. {CAUSES.get(theirs, '')}".rstrip()
         )
         yield ""
-        rows = [[*_place(cell), spread_text(found)] for cell, found in cells]
-        yield from _table([*PLACE, "our speed / its"], rows)
+        rows = []
+        for cell, found in cells:
+            busy = [f"{busy_share(records[cell], each):.0%}" for each in (ours, theirs)]
+            rows.append([*_place(cell), spread_text(found), *busy])
+        head = ["our speed / its", "cores busy, ours", "its"]
+        yield from _table([*PLACE, *head], rows)
 
 
 def _metrics(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[str]:
