@@ -16,8 +16,7 @@ LABELS = {
     "ddp": "DDP",
 }
 ENGINES = [*LABELS, "compute"]
-# Ours, and what it is compared with: defaults with defaults, tuned with tuned. DDP has nothing to
-# tune that matters here.
+# Ours, and what it is compared with: defaults with defaults, tuned with tuned; DDP as it is.
 PAIRS = [
     ("vescale", "fsdp2"),
     ("vescale", "ddp"),

@@ -90,7 +90,8 @@ def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]
         return []
     low, middle, high = found
     text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    if bound := ratios(record.step_s(other), record.bound_s):
+    bound = ratios(record.step_s(other), record.bound_s)
+    if bound and ours == "vescale-tuned":  # whose collectives `wire` are
         text += f"; {bound[1]:.2f} if nothing but the longer of compute and wire took time"
     if middle < least and (busy := busy_share(record, ours)) > MUCH:
         text += f"; the cores are busy {busy:.0%} of ours"

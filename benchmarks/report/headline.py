@@ -10,7 +10,7 @@ from benchmarks.compare.record import Record
 from benchmarks.compare.summary import Summary, summarize
 from benchmarks.models import PRESETS
 
-__all__ = ["ROWS", "found_in", "table", "write"]
+__all__ = ["ROWS", "found_in", "mega", "table", "write"]
 
 RANKS, PRECISION = 2, "fp32"
 NAMES = {
@@ -23,8 +23,8 @@ NAMES = {
 ROWS: dict[str, tuple[str, Callable[[Summary], float | None], str]] = {
     "ms a step at 1 Gbit/s": ("1gbit", lambda each: 1e3 * each.step_s[1], ".0f"),
     "ms a step over loopback": ("loopback", lambda each: 1e3 * each.step_s[1], ".0f"),
-    "MB sent in a step": ("loopback", lambda each: _mega(each.sent_bytes), ".1f"),
-    "MB of tensors at most": ("loopback", lambda each: _mega(each.tensor_bytes), ".1f"),
+    "MB sent in a step": ("loopback", lambda each: mega(each.sent_bytes), ".1f"),
+    "MB of tensors at most": ("loopback", lambda each: mega(each.tensor_bytes), ".1f"),
 }
 BEGIN, END = "<!-- python -m benchmarks.report -->", "<!-- end -->"
 
@@ -74,5 +74,6 @@ def _millions(model: str) -> str:
     return f"{count / 1e6:.1f} M"
 
 
-def _mega(value: float | None) -> float | None:
+def mega(value: float | None) -> float | None:
+    """In millions."""
     return None if value is None else value / 1e6

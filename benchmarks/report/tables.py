@@ -15,18 +15,19 @@ from benchmarks.compare.table import spread_text
 from benchmarks.compare.targets import PEERS, busy_share, padding_verdicts, verdicts
 from benchmarks.report.beyond import sections
 from benchmarks.report.goals import goals
+from benchmarks.report.headline import mega
 
 __all__ = ["page"]
 
 COPIED, TENSORS = "MB copied in a step, beyond the model's own copies", "Peak of tensors, MB"
 METRICS: dict[str, tuple[str, Callable[[Summary], float | None]]] = {
     "MB that a rank sends in a step, at the network": (
-        ".1f", lambda each: _mega(each.sent_bytes)
+        ".1f", lambda each: mega(each.sent_bytes)
     ),
-    COPIED: (".1f", lambda each: _mega(each.copied_bytes)),
-    TENSORS: (".1f", lambda each: _mega(each.tensor_bytes)),
+    COPIED: (".1f", lambda each: mega(each.copied_bytes)),
+    TENSORS: (".1f", lambda each: mega(each.tensor_bytes)),
     "Peak of resident memory on a rank since before the model was made, MB": (
-        ".0f", lambda each: _mega(each.resident_bytes)
+        ".0f", lambda each: mega(each.resident_bytes)
     ),
     "CPU time of a process in a step beyond that of the model alone, ms": (
         ".0f", lambda each: None if each.host_s is None else 1000 * each.host_s
@@ -263,7 +264,3 @@ def _image(shown: dict[str, str], name: str, text: str) -> Iterator[str]:
     if name in shown:
         yield f"![{text}]({shown[name]})"
         yield ""
-
-
-def _mega(value: float | None) -> float | None:
-    return None if value is None else value / 1e6
