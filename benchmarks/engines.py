@@ -3,7 +3,8 @@
 vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded as most people do it, with
                        the defaults: a unit for each block, and the root
 vescale-tuned,         as one does it who has tried: what runs last in forward and first in backward
-fsdp2-tuned            stays gathered, the head in a unit of its own; ours with in_flight=4
+fsdp2-tuned            stays gathered, the head in a unit of its own; ours with in_flight=5, as many
+                       blocks as ZeRO-3 may have live
 deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
 vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
                        travel in 8 bits too
@@ -159,7 +160,7 @@ def _compute(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[
 
 ENGINES = {
     "vescale": _sharded(fully_shard),
-    "vescale-tuned": _sharded(fully_shard, keeps_last=True, in_flight=4),
+    "vescale-tuned": _sharded(fully_shard, keeps_last=True, in_flight=5),
     "vescale-int8": _sharded(fully_shard, gather=QuantizedGather("int8")),
     "vescale-e4m3": _sharded(fully_shard, gather=QuantizedGather("e4m3")),
     "vescale-int8-grads": _sharded(
@@ -169,7 +170,7 @@ ENGINES = {
     "fsdp2-tuned": _sharded(torch_fully_shard, keeps_last=True),
     "ddp": _ddp,
     "compute": _compute,
-    "wire": _sharded(fully_shard, keeps_last=True, in_flight=4),
+    "wire": _sharded(fully_shard, keeps_last=True, in_flight=5),
 }
 
 

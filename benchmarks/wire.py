@@ -109,13 +109,17 @@ class Replay:
 def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
     """What one rank sends in a step of ours, by the plan: without headers.
 
-    A unit is gathered in forward, and again in backward unless it was kept (as the root is), in
-    the compute dtype; its gradients travel once in the same dtype. Each time a rank sends its part
-    to all others: ``(num_ranks - 1) * shard_size`` elements, or a message of its codec.
+    A unit is gathered in forward, and again in backward unless it was kept (as the root is, and the
+    last ``in_flight - 2`` of the others), in the compute dtype; its gradients travel once in the
+    same dtype. Each time a rank sends its part to all others: ``(num_ranks - 1) * shard_size``
+    elements, or a message of its codec.
     """
     total = 0
-    for unit in units_in(model).values():
-        num_gathers = 1 if unit.keeps_after_forward(wants_gradients=True) else 2
+    units = list(units_in(model).values())
+    released = [unit for unit in units if not unit.keeps_after_forward(wants_gradients=True)]
+    twice = released[: len(released) - max(units[0].in_flight - 2, 0)]
+    for unit in units:
+        num_gathers = 2 if unit in twice else 1
         for group in unit.groups:
             layout, compute_dtype = group.layout, group.buffer.full_dtype
             gathers, reductions = zip(*group.codings, strict=True)

@@ -88,6 +88,14 @@ def test_each_unit_is_gathered_once_in_forward_and_released_ones_again_in_backwa
     assert step.backward_gathers == [3, 1]
 
 
+@pytest.mark.parametrize(("in_flight", "again"), [(2, [3, 2, 1]), (3, [2, 1]), (4, [1]), (6, [])])
+def test_with_more_in_flight_the_last_units_stay_for_the_backward(
+    in_flight: int, again: list[int]
+) -> None:
+    step = run_step([unit(1, root=True), *[unit(1)] * 3], "gloo", in_flight=in_flight)
+    assert (step.forward_gathers, step.backward_gathers) == ([0, 1, 2, 3], again)
+
+
 def test_a_root_that_is_released_is_gathered_again() -> None:
     step = run_step([unit(1, root=True, keeps=False), unit(1)], "gloo")
     assert step.backward_gathers == [0, 1]

@@ -22,6 +22,8 @@ blocks 1 to 4::
     end             F_r          M_r g_4 g_3 g_2 g_1 G_r R_r     a large root's peak
     after           g_4 g_3 g_2 g_1 g_r
 
+With ``in_flight=3`` F_4 stays from the forward of 4 on, and so on.
+
 On NCCL gathers and reductions do not take turns: F_2 is there from the start of the backward of 3,
 and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit. Gradients
 of a unit come in the reverse of the order in which its tensors are defined.
@@ -44,7 +46,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 from vescale_fsdp.cli.settings import Backend, Dtype
@@ -206,17 +208,18 @@ class _Simulation:
         """Forward, then backward."""
         in_forward = range(len(self._units))
         upcoming = _Upcoming(in_forward, (bool(unit.groups) for unit in self._units))
+        order = _backward_order(self._units)
+        again = [bool(self._units[i].groups) and not self._units[i].keeps for i in order]
+        stays = set(islice(compress(order, again), max(self._in_flight - 2, 0)))
         for index, unit in enumerate(self._units):
             self._when = f"the forward of {unit.title}"
             self._gather(index, upcoming.after(index))
             if not unit.is_root:
-                self._end_forward(index)
-        self._end_forward(0)
+                self._end_forward(index, index in stays)
+        self._end_forward(0, 0 in stays)
         forward_gathers, self._gathers = self._gathers, []
         self._is_in_backward = True
-        order = _backward_order(self._units)
-        gathers = (bool(self._units[i].groups) and not self._units[i].keeps for i in order)
-        upcoming = _Upcoming(order, gathers)
+        upcoming = _Upcoming(order, again)
         for place, index in enumerate(order):
             self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
         self._when = "the end of the backward"
@@ -233,8 +236,8 @@ class _Simulation:
         """Whether the unit's inputs need no gradient, so that only the end completes it."""
         return index == 0 or (index == order[-1] and not self._units[0].trainable)
 
-    def _end_forward(self, index: int) -> None:
-        if not self._units[index].keeps:
+    def _end_forward(self, index: int, stays: bool) -> None:
+        if not (stays or self._units[index].keeps):
             self._release(index)
         elif not self._is_in_backward:  # nobody will send them again
             self._drop(KEPT, self._message_bytes(index))

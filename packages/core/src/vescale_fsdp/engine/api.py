@@ -101,7 +101,9 @@ def fully_shard(
             backward; "zeros" never asks.
         in_flight: units gathered at a time (1: no prefetch, and each reduction is waited for). In a
             backward on CPU a reduction under way counts as one: with 2 the reduction of a unit
-            and the gather of the next take turns beside the unit that runs. Set on the root.
+            and the gather of the next take turns beside the unit that runs. From 3 on the
+            ``in_flight - 2`` units that a backward would gather first stay gathered since forward,
+            which spares as many gathers. Set on the root.
         gather: `QuantizedGather` lets weights travel, and be computed with, in 8 bits. Their blocks
             become the granularity, where ``granularity`` asks for nothing. Embeddings and heads are
             told by the names of their modules: call it on a head alone without this.

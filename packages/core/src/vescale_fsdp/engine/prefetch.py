@@ -8,13 +8,16 @@ hide behind, and both together take of the network what they take in any case::
 
     compute      | backward of 5                 | backward of 4                 |
     on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
+
+From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``, stay
+gathered from the end of a forward on: its backward would gather them again at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.dbuffer import plain_tensors
@@ -116,13 +119,14 @@ class Prefetch:
                 continue  # kept since its forward: nothing to fetch
             room -= 1
 
-    def drop(self) -> None:
-        """Release what was gathered on a prediction that did not come true."""
-        for index in self.ahead:
+    def drop(self, but: Set[int] = frozenset()) -> None:
+        """Release what was gathered on a prediction that did not come true; not what is in ``but``."""
+        for index in self.ahead - but:
             unit = self._units[index]()
             if unit is not None:
                 unit.reshard()
-        self.forget()
+        self.ahead &= but
+        self._missing = None
 
     def forget(self) -> None:
         """Nothing is ahead any more."""

@@ -2,7 +2,8 @@
 
 The order of a pass is recorded the first time, in agreement with the other ranks, and walked from
 then on (`order`): while a unit computes, the gather of the one after it is under way. ``in_flight``
-is how many units may be gathered or on their way for that at a time (1: no prefetch).
+is how many units may be gathered or on their way for that at a time (1: no prefetch). Where a forward
+turns into its backward, the ``in_flight - 2`` units that come back first stay gathered.
 
 While an order is recorded, nothing is predicted. Each rank tells the others through the store which
 unit it wants next, all take part in the gather that the order asks for first, and so ranks that
@@ -106,6 +107,7 @@ class Schedule:
         self._kind: _Kind = (0, "", False)
         self._orders: dict[_Kind, Order] = {}
         self._forward = Walk(Order())
+        self._stays: set[int] = set()  # units that the backward would gather first
         # Backward
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self._last_kind: _Kind = (0, "", True)  # of the last pass that wanted gradients
@@ -115,6 +117,7 @@ class Schedule:
         self._num_backwards = 0  # since that pass
         self._back_kind: _BackKind = (self._last_kind, 0, ())
         self._back_orders: dict[_BackKind, Order] = {}
+        self._first_back: dict[_Kind, Order] = {}  # of the first backward after each forward
         self._backward = Walk(Order())
         self._reductions = self._no_reductions()
         self._unused = unused
@@ -185,8 +188,11 @@ class Schedule:
         for unit in self.units():
             for group in unit.groups:
                 group.start_outer_gather(self.comm(group))
+        self._prefetch.forget()
         self._kind = (self._index[id(first)], method, wants_gradients)
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
+        back = None if self._forward.is_recording else self._first_back.get(self._kind)
+        self._stays = set(back.gathers[: max(self.in_flight - 2, 0)]) if back else set()
         if wants_gradients:
             self._last_kind, self._last_forward = self._kind, self._forward
             if self._num_backwards:
@@ -195,7 +201,7 @@ class Schedule:
 
     def _end_pass(self, has_failed: bool) -> None:
         for unit in self.units():
-            unit.end_pass(self.wants_gradients)
+            unit.end_pass()
         self._has_failed = has_failed
         if isinstance(sys.exception(), RankMismatchError):
             return  # there is no order to follow
@@ -207,9 +213,24 @@ class Schedule:
             self._catch_up(self._forward)
         if not self._has_failed:
             self._orders[self._kind] = self._finished(self._forward)
-        self._prefetch.drop()
+        self._prefetch.drop(but=self._stays)
         if not self.wants_gradients:
             hand_back()
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether a unit that has run in the forward under way stays gathered for the backward.
+
+        As it was told to, or because the backward would gather it again at once: then it counts as
+        gathered ahead. The same on all ranks, whatever they have run.
+        """
+        if unit.keeps_after_forward(self.wants_gradients):
+            return True
+        index = self._index[id(unit)]
+        comes_again = self._forward.find(index) is not None
+        if index not in self._stays or comes_again or not unit.unshard_in_backward:
+            return False
+        self._prefetch.ahead.add(index)
+        return True
 
     # Walking along an order, forward or backward
 
@@ -260,8 +281,7 @@ class Schedule:
         self._start(unit, walk)
         unit.finish_gather()
         if not in_backward:
-            comes_back = self.wants_gradients
-            unit.end_forward(unit.keeps_after_forward(comes_back), comes_back)
+            unit.end_forward(self.stays(unit), self.wants_gradients)
             return
         if unit.reshard_after_backward:
             unit.reshard()
@@ -462,7 +482,9 @@ class Schedule:
                 unit.end_backward()
             self._publish()
             hand_back()
-        self._back_orders[self._back_kind] = self._finished(self._backward)
+        self._back_orders[self._back_kind] = order = self._finished(self._backward)
+        if not self._num_backwards:
+            self._first_back[self._last_kind] = order
         self._num_backwards += 1
         self._end, self._reductions = None, self._no_reductions()
 

@@ -243,7 +243,7 @@ class Unit:
             assert self.schedule is not None, "pre_forward made it"
             # Without a tensor to come back through, a backward could not gather them again.
             comes_back = self.schedule.wants_gradients
-            keep = not reachable or bool(self._to_run) or self.keeps_after_forward(comes_back)
+            keep = bool(self._to_run) or self.schedule.stays(self) or not reachable
             # Hooks that run after an exception see it as the one that is being handled.
             has_failed = sys.exception() is not self._handled
             with plain_tensors():
@@ -253,7 +253,7 @@ class Unit:
         return self._cast_output(output)
 
     def keeps_after_forward(self, wants_gradients: bool) -> bool:
-        """Whether the parameters stay gathered between forward and backward."""
+        """Whether it is told to have the parameters stay gathered between forward and backward."""
         if self.reshard_after_forward is None:
             return self.is_root and wants_gradients
         return not self.reshard_after_forward
@@ -367,11 +367,12 @@ class Unit:
         for group in self.groups:
             group.mark_kept()
 
-    def end_pass(self, comes_back: bool) -> None:
+    def end_pass(self) -> None:
         """The outermost forward has ended: modules of a list that have not run do not any more."""
         if self._to_run:
+            assert self.schedule is not None, "its pass has ended"
             self._to_run.clear()
-            self.end_forward(self.keeps_after_forward(comes_back), comes_back)
+            self.end_forward(self.schedule.stays(self), self.schedule.wants_gradients)
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
