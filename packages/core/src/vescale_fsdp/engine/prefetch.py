@@ -9,8 +9,8 @@ hide behind, and both together take of the network what they take in any case::
     compute      | backward of 5                 | backward of 4                 |
     on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
 
-From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``, stay
-gathered from the end of a forward on: its backward would gather them again at once.
+From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``,
+stay gathered from the end of a forward on: its backward would gather them again at once.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Prefetch:
             room -= 1
 
     def drop(self, but: Set[int] = frozenset()) -> None:
-        """Release what was gathered on a prediction that did not come true; not what is in ``but``."""
+        """Release what was gathered on a prediction that did not come true, except ``but``."""
         for index in self.ahead - but:
             unit = self._units[index]()
             if unit is not None:

@@ -2,8 +2,8 @@
 
 The order of a pass is recorded the first time, in agreement with the other ranks, and walked from
 then on (`order`): while a unit computes, the gather of the one after it is under way. ``in_flight``
-is how many units may be gathered or on their way for that at a time (1: no prefetch). Where a forward
-turns into its backward, the ``in_flight - 2`` units that come back first stay gathered.
+is how many units may be gathered or on their way for that at a time (1: no prefetch). Where a
+forward turns into its backward, the ``in_flight - 2`` units that come back first stay gathered.
 
 While an order is recorded, nothing is predicted. Each rank tells the others through the store which
 unit it wants next, all take part in the gather that the order asks for first, and so ranks that
