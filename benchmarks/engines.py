@@ -3,8 +3,8 @@
 vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded as most people do it, with
                        the defaults: a unit for each block, and the root
 vescale-tuned,         as one does it who has tried: what runs last in forward and first in backward
-fsdp2-tuned            stays gathered, the head in a unit of its own; ours with in_flight=5, as many
-                       blocks as ZeRO-3 may have live
+fsdp2-tuned            stays gathered, the last four blocks, with norm and head in a unit of their own;
+                       ours with in_flight=5, as many blocks as ZeRO-3 may have live
 deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
 vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
                        travel in 8 bits too
@@ -110,22 +110,22 @@ class Wire:
 
 
 def _sharded(
-    shard: Callable[..., Any], *, keeps_last: bool = False, **options: Any
+    shard: Callable[..., Any], *, num_kept: int = 0, **options: Any
 ) -> Callable[[nn.Module, str, int], tuple[nn.Module, list[nn.Parameter]]]:
     """Wraps a model in units: its blocks, and what is around them.
 
     Args:
-        keeps_last: norm and head are a unit, and it and the last block stay between forward and
-            backward, which would gather them at once again.
+        num_kept: more than 0: norm and head are a unit, and it and so many of the last blocks are
+            told to stay gathered between forward and backward.
     """
 
     def wrap(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
         kinds = {"mp_policy": POLICIES[precision], **options}
-        *others, last = model.blocks  # type: ignore[misc]
-        for block in others:
-            shard(block, **kinds)
-        shard(last, **kinds | ({"reshard_after_forward": False} if keeps_last else {}))
-        if keeps_last and hasattr(model, "head"):
+        blocks = list(model.blocks)  # type: ignore[arg-type]
+        for number, block in enumerate(blocks, start=1):
+            stays = number > len(blocks) - num_kept
+            shard(block, **kinds | ({"reshard_after_forward": False} if stays else {}))
+        if num_kept and hasattr(model, "head"):
             shard([model.norm, model.head], **kinds, reshard_after_forward=False)
         shard(model, **kinds)
         return model, list(model.parameters())
@@ -158,19 +158,20 @@ def _compute(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[
     return (model if dtype is None else model.to(dtype)), shares
 
 
+TUNED = {"num_kept": 1, "in_flight": 5}  # which keeps three blocks more
 ENGINES = {
     "vescale": _sharded(fully_shard),
-    "vescale-tuned": _sharded(fully_shard, keeps_last=True, in_flight=5),
+    "vescale-tuned": _sharded(fully_shard, **TUNED),
     "vescale-int8": _sharded(fully_shard, gather=QuantizedGather("int8")),
     "vescale-e4m3": _sharded(fully_shard, gather=QuantizedGather("e4m3")),
     "vescale-int8-grads": _sharded(
         fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce()
     ),
     "fsdp2": _sharded(torch_fully_shard),
-    "fsdp2-tuned": _sharded(torch_fully_shard, keeps_last=True),
+    "fsdp2-tuned": _sharded(torch_fully_shard, num_kept=4),
     "ddp": _ddp,
     "compute": _compute,
-    "wire": _sharded(fully_shard, keeps_last=True, in_flight=5),
+    "wire": _sharded(fully_shard, **TUNED),
 }
 
 
