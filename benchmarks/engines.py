@@ -3,9 +3,10 @@
 vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded as most people do it, with
                        the defaults: a unit for each block, and the root
 vescale-tuned,         as one does it who has tried: what runs last in forward and first in backward
-fsdp2-tuned            stays gathered, the last four blocks, with norm and head in a unit of their own;
-                       ours with in_flight=5, as many blocks as ZeRO-3 may have live
+fsdp2-tuned            stays gathered, the last four blocks, and norm and head as a unit; ours with
+                       in_flight=5, as many blocks as ZeRO-3 may have live
 deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
+vescale-lean           ours with in_flight=1: the least memory
 vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
                        travel in 8 bits too
 compute                a local model in the compute dtype; AdamW on this rank's share of it
@@ -162,6 +163,7 @@ TUNED = {"num_kept": 1, "in_flight": 5}  # which keeps three blocks more
 ENGINES = {
     "vescale": _sharded(fully_shard),
     "vescale-tuned": _sharded(fully_shard, **TUNED),
+    "vescale-lean": _sharded(fully_shard, in_flight=1),
     "vescale-int8": _sharded(fully_shard, gather=QuantizedGather("int8")),
     "vescale-e4m3": _sharded(fully_shard, gather=QuantizedGather("e4m3")),
     "vescale-int8-grads": _sharded(

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmarks.compare.targets import ALIGNMENT
 from benchmarks.optimizers.results import ROOT, circumstances, write
 
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -29,7 +30,6 @@ from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size
 __all__ = ["FILE", "MODELS", "RANKS", "ROWS"]
 
 FILE = ROOT / "benchmarks" / "results" / "padding.json"
-ALIGNMENT = 8  # elements: 16 bytes in bf16
 RANKS = (8, 64, 256, 512, 1024)
 ROWS = (None, 1, 16, 128)
 Shape = tuple[int, ...]

@@ -9,6 +9,10 @@ copies and the work of the host are those of the large world. Both engines gathe
 over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size: what differs
 there is what the fake group does not show.
 
+``vescale-lean`` is ours with ``in_flight=1``: beside the model's activations and what rests it has
+the unit that runs and its gradients, which every engine of these units must have. Only its memory
+is counted.
+
 Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
 that of the model without an engine and of the collectives alone, which take turns with the
 engines. (The fake group fills a gather's output rank by rank.) On CPU FSDP2's copies into a
@@ -70,7 +74,7 @@ MODELS: dict[str, Preset] = {
     ),
     **OTHER_PRESETS,
 }
-NAMES = ("vescale", "fsdp2", "compute")
+NAMES = ("vescale", "vescale-lean", "fsdp2", "compute")
 NUM_WARM = 2
 BUFFERS_OF_UNIT = 4  # FSDP2: what is gathered, what is copied out of it, gradients, what is reduced
 
@@ -154,6 +158,8 @@ def read_all(
         training, found = inspect(make)
         assert isinstance(training, Training), "the parts alone are not measured"
         reading.peak_bytes, reading.resting_bytes = found.peak_bytes, found.resting_bytes
+        if name == "vescale-lean":
+            continue  # asked for its memory alone
         copies = copies_of(training)
         reading.copied_bytes = sum(copies[part][0] for part in COUNTED)
         recorder = Recorder(keeps_calls=True)
@@ -251,7 +257,7 @@ def lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
             group, ranks = key.split()
             readings = {name: Reading(**each) for name, each in found.items()}
             compute = readings["compute"]
-            for name in ("vescale", "fsdp2"):
+            for name in ("vescale", "vescale-lean", "fsdp2"):
                 rows.append([path.stem, ranks, group, name, *_columns(readings[name], compute)])
     return HEAD, rows
 
@@ -293,15 +299,13 @@ def _columns(reading: Reading, compute: Reading) -> list[str]:
     gathered = f"{reading.gathered_bytes / 1e6:.2f}"
     if reading.left_out:
         return ["left out", "", "", "", gathered, "", ""]
+    memory = [f"{each / 1e6:.2f}" for each in (reading.peak_bytes, reading.resting_bytes)]
+    if not reading.cpu_s:
+        return [*memory, "", "", "", "", ""]
     beyond = _host_s(reading, compute)
-    megabytes = (
-        reading.peak_bytes,
-        reading.resting_bytes,
-        reading.copied_bytes - compute.copied_bytes,
-        reading.sent_bytes,
-    )
+    traffic = (reading.copied_bytes - compute.copied_bytes, reading.sent_bytes)
     host, plan_ms = f"{1000 * median(beyond):.1f}", f"{1000 * reading.plan_s:.1f}"
-    return [*(f"{each / 1e6:.2f}" for each in megabytes), gathered, host, plan_ms]
+    return [*memory, *(f"{each / 1e6:.2f}" for each in traffic), gathered, host, plan_ms]
 
 
 def main() -> int:

@@ -123,8 +123,26 @@ def test_verdicts_compare_with_the_targets() -> None:
     slow.engines["vescale-tuned"].losses = [2.0, 1.0001]
     assert not verdicts({SLOW: slow})[-1].is_met
     plan = {"group": "layer", "ranks": 8, "rows": None, "ours": 1.0, "fsdp2": 0.9, "megatron": 1.0}
+    plan["elements"] = 8 * 8 * 10_000
     judged = padding_verdicts({"plans": {"one": plan, "with blocks": plan | {"rows": 1}}})
     assert [each.is_met for each in judged] == [False, True]
+
+
+def test_what_nobody_could_reach_is_a_limit() -> None:
+    plan = {"group": "layer", "ranks": 8, "rows": None, "fsdp2": 0.0, "megatron": 0.0}
+    for ours, least in ((4.9180, True), (5.0, False)):  # 61 elements, where 64 begin at 16 bytes
+        judged = padding_verdicts({"plans": {"one": plan | {"ours": ours, "elements": 61}}})
+        assert [each.is_met for each in judged] == [False, False]
+        assert [bool(each.limit) for each in judged] == [least, least]
+    parts = {"compute": 0.9, "wire": 0.5}
+    slow = made(SLOW, **{"vescale-tuned": 1.0}, deepspeed=1.3, **parts)
+    (verdict,) = verdicts({SLOW: slow})
+    assert not verdict.is_met
+    assert verdict.limit.startswith("1.44 if nothing but the longer of compute and wire")
+    assert str(verdict).startswith("a limit")
+    quick = made(SLOW, **{"vescale-tuned": 1.0}, deepspeed=1.4, **parts)
+    (verdict,) = verdicts({SLOW: quick})
+    assert (verdict.is_met, verdict.limit) == (False, "")
 
 
 def test_memory_and_copies_of_a_limited_network_are_those_of_loopback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -32,6 +33,7 @@ MUCH = 0.75  # of the cores' time: what is missed then is not for want of overla
 LOSS_DIFFERENCE = 1e-5  # from DDP's, in fp32, as a part of it
 
 
+ALIGNMENT = 8  # elements: 16 bytes in bf16, below which NCCL copies one by one
 PEERS = {"fsdp2": "FSDP2", "megatron": "Megatron-FSDP v2"}  # of padding
 
 
@@ -42,16 +44,19 @@ class Verdict:
     Attributes:
         where: the cell, or the plan.
         found: median, and quartiles where there are rounds.
+        limit: why nobody could meet it there; empty if that is not known.
     """
 
     target: str
     where: str
     found: str
     is_met: bool
+    limit: str = ""
 
     def __str__(self) -> str:
-        word = "met    " if self.is_met else "NOT met"
-        return f"{word}  {self.where}: {self.target}: {self.found}"
+        word = "met    " if self.is_met else "a limit" if self.limit else "NOT met"
+        why = f"; {self.limit}" if self.limit and not self.is_met else ""
+        return f"{word}  {self.where}: {self.target}: {self.found}{why}"
 
 
 def verdicts(records: Mapping[Cell, Record]) -> list[Verdict]:
@@ -77,11 +82,20 @@ def padding_verdicts(padding: dict[str, Any]) -> list[Verdict]:
         where = f"{each['group']}, {each['ranks']} ranks"
         for peer, label in PEERS.items() if each["rows"] is None else ():
             found = f"{each['ours']:.4f}%, theirs {each[peer]:.4f}%"
-            if each["ours"] > each[peer]:
-                found += "; ours begins each shard at a multiple of 16 bytes"
+            least = _least_padding(each["elements"], each["ranks"])
+            limit = f"shards that begin at multiples of 16 bytes need {least:.4f}%"
             target = f"padding at most {label}'s"
-            judged.append(Verdict(target, where, found, each["ours"] <= each[peer]))
+            is_met = each["ours"] <= each[peer]
+            judged.append(
+                Verdict(target, where, found, is_met, limit if each["ours"] <= least else "")
+            )
     return judged
+
+
+def _least_padding(num_elements: int, num_ranks: int) -> float:
+    """In percent, of any layout whose shards begin at multiples of 16 bytes in bf16."""
+    total = math.ceil(num_elements / (num_ranks * ALIGNMENT)) * num_ranks * ALIGNMENT
+    return round(100 * (total / num_elements - 1), 4)
 
 
 def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]:
@@ -90,13 +104,18 @@ def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]
         return []
     low, middle, high = found
     text = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    limit = ""
     bound = ratios(record.step_s(other), record.bound_s)
     if bound and ours == "vescale-tuned":  # whose collectives `wire` are
-        text += f"; {bound[1]:.2f} if nothing but the longer of compute and wire took time"
+        why = f"{bound[1]:.2f} if nothing but the longer of compute and wire took time"
+        if bound[1] < least:
+            limit = why
+        else:
+            text += f"; {why}"
     if middle < least and (busy := busy_share(record, ours)) > MUCH:
         text += f"; the cores are busy {busy:.0%} of ours"
     target = f"at least {least} of the speed of {LABELS[other]}"
-    return [Verdict(target, str(record.cell), text, middle >= least)]
+    return [Verdict(target, str(record.cell), text, middle >= least, limit)]
 
 
 def busy_share(record: Record, engine: str) -> float:

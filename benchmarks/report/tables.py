@@ -85,19 +85,26 @@ def _targets(records: Mapping[Cell, Record], padding: dict[str, Any]) -> Iterato
     judged = [*verdicts(records), *padding_verdicts(padding), *goals()]
     yield "## Targets"
     yield ""
-    rows: dict[str, list[bool]] = {}
-    for each in judged:
-        rows.setdefault(each.target, []).append(each.is_met)
-    yield from _table(
-        ["target", "cases", "met", "not met"],
-        [[t, str(len(m)), str(sum(m)), str(len(m) - sum(m))] for t, m in rows.items()],
-    )
     missed = [each for each in judged if not each.is_met]
-    yield "Not met:" if missed else "All are met."
-    yield ""
-    if missed:
-        rows_missed = [[each.where, each.target, each.found] for each in missed]
-        yield from _table(["where", "target", "found"], rows_missed)
+    limits = [each for each in missed if each.limit]
+    others = [each for each in missed if not each.limit]
+    rows = []
+    for target in dict.fromkeys(each.target for each in judged):
+        counts = [sum(v.target == target for v in part) for part in (judged, missed, limits)]
+        cases, num_missed, num_limits = counts
+        numbers = cases, cases - num_missed, num_limits, num_missed - num_limits
+        rows.append([target, *map(str, numbers)])
+    yield from _table(["target", "cases", "met", "at a limit", "not met"], rows)
+    if limits:
+        yield "At a limit, beyond which no engine of the same units could be:"
+        yield ""
+        told = [[each.where, each.target, each.found, each.limit] for each in limits]
+        yield from _table(["where", "target", "found", "limit"], told)
+    if others:
+        yield "Not met:"
+        yield ""
+        told = [[each.where, each.target, each.found] for each in others]
+        yield from _table(["where", "target", "found"], told)
 
 
 def _circumstances(records: Mapping[Cell, Record]) -> Iterator[str]:
