@@ -127,7 +127,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
     """Have everything that the engine allocates and sends written to ``ledger``."""
     make_region, take, give = flat.make_region, memory.SlabPool.take, memory.SlabPool.give
     add, gather, scatter = gradients.GradientBuffer.add, _gather(), _scatter()
-    exchange, all_reduce = dist.all_to_all_single, dist.all_reduce
+    exchange, all_reduce, send = dist.all_to_all_single, dist.all_reduce, dist.isend
 
     def make_counted(num_bytes: int, device: torch.device) -> CountedRegion:
         return CountedRegion(make_region(num_bytes, device), ledger)
@@ -168,6 +168,10 @@ def counted(ledger: Ledger) -> Iterator[None]:
         ledger.sent += 2 * (size - 1) * tensor.nbytes // size
         return all_reduce(tensor, *args, **rest)
 
+    def counted_send(tensor: Tensor, *args: Any, **rest: Any) -> Any:
+        ledger.sent += tensor.nbytes
+        return send(tensor, *args, **rest)
+
     with (
         mock.patch.object(flat, "make_region", make_counted),
         mock.patch.object(memory.SlabPool, "take", counted_take),
@@ -179,6 +183,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(dist, scatter.__name__, counted_scatter),
         mock.patch.object(dist, "all_to_all_single", counted_exchange),
         mock.patch.object(dist, "all_reduce", counted_all_reduce),
+        mock.patch.object(dist, "isend", counted_send),
     ):
         yield
 

@@ -28,7 +28,9 @@ class Wire(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         namespace, name = func._schema.name.split("::")
-        if namespace == "c10d":
+        if name == "send":  # to one of the others
+            self.num_bytes += args[0][0].nbytes
+        elif namespace == "c10d" and name != "recv_":
             num_peers = dist.get_world_size() - 1
             output, input_ = (t for t in tree_leaves(args[:2]) if isinstance(t, torch.Tensor))
             shard_bytes = {

@@ -62,7 +62,7 @@ MADE = "gradients"
 KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
 # As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
-SHORTEST_EXCHANGE = 1 << 19
+SHORTEST_EXCHANGE = 1 << 13
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 __all__ = ["Exchange", "is_worthwhile"]
 
-# Of the part for each rank. Shorter ones are quicker in gloo's own collectives, over loopback.
-SHORTEST_BYTES = 1 << 19
+# Of the part for each rank. Shorter ones hardly count on a network, and stay collectives.
+SHORTEST_BYTES = 1 << 13
 
 
 def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
