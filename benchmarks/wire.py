@@ -117,6 +117,7 @@ def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
     total = 0
     units = list(units_in(model).values())
     released = [unit for unit in units if not unit.keeps_after_forward(wants_gradients=True)]
+    assert units[0] not in released, "a backward would gather a root first"
     twice = released[: len(released) - max(units[0].in_flight - 2, 0)]
     for unit in units:
         num_gathers = 2 if unit in twice else 1

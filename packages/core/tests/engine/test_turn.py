@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
@@ -113,6 +117,51 @@ def check_not_where_a_backward_gathers_nothing() -> None:
     assert gathered(model) == ["layers.3"]
 
 
+class Recomputed(MLP):
+    """Each layer runs again in the backward, on the ranks that run it."""
+
+    def forward(self, x: torch.Tensor, layers: Sequence[int] = range(NUM_BLOCKS)) -> torch.Tensor:
+        for number in layers:
+            x = torch.tanh(checkpoint(self.layers[number], x, use_reentrant=True))
+        return x
+
+
+def check_recomputation() -> None:
+    """Ranks that leave out layers, and micro-batches that are not reduced (each a kind of its own)."""
+    plain, model = make(Recomputed, NUM_BLOCKS), make(Recomputed, NUM_BLOCKS)
+    shard_units(model, model.layers, in_flight=3)
+    for step in range(5):
+        random = Random(10 * step + dist.get_rank())
+        for each in (plain, model):
+            each.zero_grad()
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            layers = [number for number in range(NUM_BLOCKS) if random.random() < 0.7]
+            for each in (plain, model):
+                x = inputs_of(step, dist.get_rank()).requires_grad_()
+                each(x, layers).sum().backward()
+        found, expected = full_gradients(model), averaged_gradients(plain)
+        for name, gradient in expected.items():
+            other = found[name]
+            if gradient is not None and other is not None:
+                torch.testing.assert_close(other, gradient, rtol=1e-5, atol=1e-6, msg=name)
+        assert gathered(model) == []
+
+
+def check_unshard_after_a_step() -> None:
+    """What a forward without a backward has left is not what a user asks for later."""
+    model = sharded_mlp()
+    for step in range(2):
+        model(inputs_of(step, 0)).sum().backward()
+    model(inputs_of(2, 0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.layers[-1].unshard()
+    assert torch.equal(model.layers[-1].weight, torch.zeros_like(model.layers[-1].weight))
+    assert torch.equal(model(inputs_of(2, 0)), torch.zeros_like(model(inputs_of(2, 0))))
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -122,6 +171,8 @@ def check_not_where_a_backward_gathers_nothing() -> None:
         check_without_backward,
         check_two_forwards,
         check_not_where_a_backward_gathers_nothing,
+        check_recomputation,
+        check_unshard_after_a_step,
     ],
     ids=lambda check: check.__name__,
 )

@@ -11,8 +11,9 @@ Reduction, two ways with the same numbers:
   the buffer; this moves (m-1)/m of it. What travels keeps the dtype of the gradients (bf16) and
   is summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
 
-``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There long
-gathers and all-to-alls are sends and receives of their own (`exchange`), but not with ``native``.
+``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There
+gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`exchange`),
+but not with ``native``.
 """
 
 from __future__ import annotations

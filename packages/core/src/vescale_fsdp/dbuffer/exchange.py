@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 __all__ = ["Exchange", "is_worthwhile"]
 
-# Of the part for each rank. Shorter ones hardly count on a network, and stay collectives.
+# Of the part for each rank. Shorter ones take one call of a collective in place of one for each rank.
 SHORTEST_BYTES = 1 << 13
 
 
 def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether an exchange is quicker than a collective, for ``part`` to each rank.
+    """Whether to make an exchange rather than a collective, for ``part`` to each rank.
 
     The same on all ranks, if their parts are of one size.
     """

@@ -51,6 +51,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         the next forward do it.
         """
         unit = self._unit()
+        unit.drop_stale()
         unit.held = True
         for group in unit.groups:
             group.mark_kept()
@@ -104,6 +105,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed after forward, and gathered again in backward.
 
+        From ``in_flight=3`` on those that come back first stay all the same (`fully_shard`).
         Also instead of the int that ``fully_shard`` was given: no part is kept from now on.
 
         Raises:
@@ -126,8 +128,8 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of ``nn.Module``. Between passes these are the sharded parameters, always.
 
-        A root keeps its gathered parameters between forward and backward; an optimizer or a
-        clipping that was given those would work on nothing.
+        A root keeps its gathered parameters between forward and backward, and so do other units; an
+        optimizer or a clipping that was given those would work on nothing.
         """
         sharded: dict[int, nn.Parameter] = {}
         for unit in units_in(self).values():  # type: ignore[arg-type]

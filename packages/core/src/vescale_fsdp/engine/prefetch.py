@@ -45,7 +45,7 @@ class Prefetch:
         self, units: Sequence[weakref.ref[Unit]], index: Mapping[int, int], in_flight: int
     ) -> None:
         self._units, self._index, self._room = units, index, in_flight - 1
-        self.ahead: set[int] = set()  # units that were gathered before anybody wanted them
+        self.ahead: set[int] = set()  # units that are gathered before anybody wants them
         # The unit that runs, and the elements of gradients that are missing until half are there.
         self._missing: tuple[weakref.ref[Unit], float] | None = None
 

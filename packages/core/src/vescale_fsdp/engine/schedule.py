@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import weakref
@@ -192,7 +193,8 @@ class Schedule:
         self._kind = (self._index[id(first)], method, wants_gradients)
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
         back = None if self._forward.is_recording else self._first_back.get(self._kind)
-        self._stays = set(back.gathers[: max(self.in_flight - 2, 0)]) if back else set()
+        first = dict.fromkeys(back.gathers) if back and self._can_settle else ()
+        self._stays = set(itertools.islice(first, max(self.in_flight - 2, 0)))
         if wants_gradients:
             self._last_kind, self._last_forward = self._kind, self._forward
             if self._num_backwards:
@@ -213,7 +215,7 @@ class Schedule:
             self._catch_up(self._forward)
         if not self._has_failed:
             self._orders[self._kind] = self._finished(self._forward)
-        self._prefetch.drop(but=self._stays)
+        self._prefetch.drop(but=set() if has_failed else self._stays)
         if not self.wants_gradients:
             hand_back()
 
@@ -221,10 +223,13 @@ class Schedule:
         """Whether a unit that has run in the forward under way stays gathered for the backward.
 
         As it was told to, or because the backward would gather it again at once: then it counts as
-        gathered ahead. The same on all ranks, whatever they have run.
+        gathered ahead. The same on all ranks, whatever they have run: where they can settle an
+        order, and not in a recomputation, which only some may make.
         """
         if unit.keeps_after_forward(self.wants_gradients):
             return True
+        if compat.current_backward() != -1:
+            return False
         index = self._index[id(unit)]
         comes_again = self._forward.find(index) is not None
         if index not in self._stays or comes_again or not unit.unshard_in_backward:
@@ -249,6 +254,8 @@ class Schedule:
             self._skip_to(place, walk)
             walk.place = place + 1
         elif needs_gather and has_run:
+            if walk is self._forward:  # it has stayed, and may have been written to since
+                unit.reshard()
             walk.wrap(index)
         elif needs_gather:
             # All ranks may have gone another way. If only some have, the others do not come here.

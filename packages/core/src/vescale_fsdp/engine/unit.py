@@ -102,12 +102,16 @@ class Unit:
 
     def gather(self) -> None:
         """Have the parameters gathered and registered when this returns. Outside of a pass too."""
-        running = self.schedule is not None and self.schedule.is_running
-        if not (running or self.pins) and any(group.is_stale for group in self.groups):
-            self.reshard()
+        self.drop_stale()
         with plain_tensors():
             self.start_gather()
             self.finish_gather()
+
+    def drop_stale(self) -> None:
+        """Reshard, outside of a pass, if an optimizer has stepped since the gather."""
+        running = self.schedule is not None and self.schedule.is_running
+        if not (running or self.pins) and any(group.is_stale for group in self.groups):
+            self.reshard()
 
     def rest(self) -> None:
         """Reshard, and forget what was gathered: the weights may be changed from outside."""
@@ -267,7 +271,7 @@ class Unit:
                 group.drop_message()
         if not keep:
             self.release_after_forward(comes_back)
-        elif self.reshard_after_forward is False:
+        else:
             for group in self.groups:
                 group.mark_kept()
 
