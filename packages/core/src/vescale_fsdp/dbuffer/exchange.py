@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 __all__ = ["Exchange", "is_worthwhile"]
 
-# Of the part for each rank. Shorter ones take one call of a collective in place of one for each rank.
+# Of the part for each rank. For shorter ones one call of a collective is enough.
 SHORTEST_BYTES = 1 << 13
 
 

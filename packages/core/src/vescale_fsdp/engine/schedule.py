@@ -193,8 +193,8 @@ class Schedule:
         self._kind = (self._index[id(first)], method, wants_gradients)
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
         back = None if self._forward.is_recording else self._first_back.get(self._kind)
-        first = dict.fromkeys(back.gathers) if back and self._can_settle else ()
-        self._stays = set(itertools.islice(first, max(self.in_flight - 2, 0)))
+        coming = dict.fromkeys(back.gathers if back and self._can_settle else [])
+        self._stays = set(itertools.islice(coming, max(self.in_flight - 2, 0)))
         if wants_gradients:
             self._last_kind, self._last_forward = self._kind, self._forward
             if self._num_backwards:
