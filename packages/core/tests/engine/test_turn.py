@@ -127,7 +127,7 @@ class Recomputed(MLP):
 
 
 def check_recomputation() -> None:
-    """Ranks that leave out layers, and micro-batches that are not reduced, which is another kind."""
+    """Ranks that leave out layers, and micro-batches that are not reduced: another kind."""
     plain, model = make(Recomputed, NUM_BLOCKS), make(Recomputed, NUM_BLOCKS)
     shard_units(model, model.layers, in_flight=3)
     for step in range(5):
