@@ -24,7 +24,7 @@ OVER_FSDP2 = {
     (4, "1gbit", "fp32"): 1.5,
     (4, "1gbit", "bf16"): 1.2,
 }
-LARGE = ("gpt-7m", "moe-10m")
+LARGE = ("gpt-7m", "moe-10m", "moe-20m")
 SMALL = "norms-1500"
 OF_FSDP2_HOST = 0.6  # host time with many small parameters
 OF_FSDP2_BYTES = 0.75  # on the wire, with bf16 compute and fp32 reduction
