@@ -125,8 +125,9 @@ def test_copies_are_told_apart_by_who_makes_them() -> None:
     assert theirs["gather out"] == gathered
     assert theirs["reduce in"] == total
     assert ours["gather in"] == ours["gather out"] == ours["reduce in"] == 0
-    # Gradients once, and at most a rank's own shard in each gather: nothing of gloo's.
-    assert total <= ours[REST] - alone[REST] <= total + gathered / 2
+    # Gradients once, and a rank's own shard in each gather, whose padding is less than 16 bytes for
+    # each of the 5 gathers: nothing of gloo's.
+    assert total <= ours[REST] - alone[REST] <= total + gathered / 2 + 5 * 16
 
 
 def test_rank_0_of_64_copies_gradients_once_and_what_the_fake_group_fills_is_not_counted(
