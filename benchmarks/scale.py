@@ -10,8 +10,7 @@ over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size
 there is what the fake group does not show.
 
 ``vescale-lean`` is ours with ``in_flight=1``: beside the model's activations and what rests it has
-the unit that runs and its gradients, which every engine of these units must have. Only its memory
-is counted.
+the unit that runs, and its gradients until they are reduced. Only its memory is counted.
 
 Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
 that of the model without an engine and of the collectives alone, which take turns with the

@@ -44,7 +44,7 @@ class Record:
     def bound_s(self) -> list[float]:
         """The least that a step can take, by round: the longer of ``compute`` and ``wire``.
 
-        It is that of vescale-tuned, which sends a little less than the defaults. Empty if one of
+        It is that of vescale-tuned, which sends less than the defaults. Empty if one of
         the two was not measured.
         """
         pairs = zip(self.step_s("compute"), self.step_s("wire"), strict=False)

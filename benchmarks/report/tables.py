@@ -96,7 +96,7 @@ def _targets(records: Mapping[Cell, Record], padding: dict[str, Any]) -> Iterato
         rows.append([target, *map(str, numbers)])
     yield from _table(["target", "cases", "met", "at a limit", "not met"], rows)
     if limits:
-        yield "At a limit, beyond which no engine of the same units could be:"
+        yield "At a limit:"
         yield ""
         told = [[each.where, each.target, each.found, each.limit] for each in limits]
         yield from _table(["where", "target", "found", "limit"], told)
