@@ -10,7 +10,8 @@ over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size
 there is what the fake group does not show.
 
 ``vescale-lean`` is ours with ``in_flight=1``: beside the model's activations and what rests it has
-the unit that runs, and its gradients until they are reduced. Only its memory is counted.
+the unit that runs, and its gradients until they are reduced. ``floor`` is less than any engine of
+these units can have (`floor`). Of both only memory is counted.
 
 Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
 that of the model without an engine and of the collectives alone, which take turns with the
@@ -39,13 +40,13 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from benchmarks.compare.record import source_digest
 from benchmarks.copies import COUNTED, copies_of
 from benchmarks.engines import ENGINES, Training
+from benchmarks.floor import least_bytes, units_of
 from benchmarks.inspection import inspect
 from benchmarks.models import CONTEXT, GPT, PRESETS, VOCABULARY, Batches, MoE, Preset, ViT
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
@@ -74,6 +75,7 @@ MODELS: dict[str, Preset] = {
     **OTHER_PRESETS,
 }
 NAMES = ("vescale", "vescale-lean", "fsdp2", "compute")
+ROWS = ("vescale", "vescale-lean", "fsdp2", "floor")  # of the table
 NUM_WARM = 2
 BUFFERS_OF_UNIT = 4  # FSDP2: what is gathered, what is copied out of it, gradients, what is reduced
 
@@ -106,21 +108,13 @@ class Reading:
     left_out: str | None = None
 
 
-def _units(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each unit that `engines` makes."""
-    blocks: Any = model.blocks
-    inner = {id(param) for param in blocks.parameters()}
-    yield from (list(block.parameters()) for block in blocks)
-    yield [param for param in model.parameters() if id(param) not in inner]
-
-
 def fsdp2_gathered_bytes(model: nn.Module, num_ranks: int) -> int:
     """What FSDP2 gathers for the largest unit, in the dtype of the parameters."""
     return max(
         num_ranks
         * fsdp2_shard_size([TensorSpec("", tuple(p.shape), 1) for p in unit], num_ranks)
         * unit[0].itemsize
-        for unit in _units(model)
+        for _, unit in units_of(model)
         if unit
     )
 
@@ -170,6 +164,7 @@ def read_all(
         if name == "vescale":
             _plan_again(training.model, reading)
         trainings[name] = training
+    readings["floor"] = Reading(*least_bytes(preset, num_ranks))
     gc.collect()
     gc.freeze()  # what one engine holds must not slow the collector of another
     for _ in range(rounds):
@@ -256,7 +251,7 @@ def lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
             group, ranks = key.split()
             readings = {name: Reading(**each) for name, each in found.items()}
             compute = readings["compute"]
-            for name in ("vescale", "vescale-lean", "fsdp2"):
+            for name in ROWS:
                 rows.append([path.stem, ranks, group, name, *_columns(readings[name], compute)])
     return HEAD, rows
 
@@ -295,7 +290,7 @@ def _host_s(own: Reading, model: Reading) -> list[float]:
 
 
 def _columns(reading: Reading, compute: Reading) -> list[str]:
-    gathered = f"{reading.gathered_bytes / 1e6:.2f}"
+    gathered = f"{reading.gathered_bytes / 1e6:.2f}" if reading.gathered_bytes else ""
     if reading.left_out:
         return ["left out", "", "", "", gathered, "", ""]
     memory = [f"{each / 1e6:.2f}" for each in (reading.peak_bytes, reading.resting_bytes)]

@@ -38,8 +38,11 @@ def _peaks() -> Iterator[Verdict]:
             ratio, lean = (pair[n]["peak_bytes"] / theirs for n in ("vescale", "vescale-lean"))
             where = f"{path.stem}, rank 0 of {ranks}"
             found = f"{ratio:.2f}, {lean:.2f} with in_flight=1"
+            least = pair["floor"]["peak_bytes"] / theirs
+            told = f"activations, shards, and the unit that runs are {least:.2f}"
+            limit = told if least > OF_FSDP2_PEAK else ""
             yield Verdict(never, where, f"{ratio:.3f}", ratio <= 1)
-            yield Verdict(target, where, found, min(ratio, lean) <= OF_FSDP2_PEAK)
+            yield Verdict(target, where, found, min(ratio, lean) <= OF_FSDP2_PEAK, limit)
 
 
 def _copies() -> Iterator[Verdict]:

@@ -156,3 +156,25 @@ def test_peak_is_the_sum_of_its_terms(in_flight: int) -> None:
             for step in steps:
                 assert 0 <= step.peak - step.derived < SMALL_BYTES, f"{name}: {steps}"
                 assert step.left == 0, f"{name}: {steps}"
+
+
+def measure_tokens() -> tuple[int, int]:
+    """The peak of a step on a table of embeddings, and the table's bytes."""
+    with through_the_allocator():
+        table = nn.Embedding(WIDTH, WIDTH)
+        shard_units(table, [])
+        tokens = torch.arange(4)
+
+        def step() -> None:
+            table(tokens).sum().backward()
+
+        step()
+        table.zero_grad()
+        return peak_of(traced(step))[0], WIDTH * WIDTH * 4
+
+
+def test_tables_are_gone_when_their_gradients_are_copied() -> None:
+    """Tokens want no gradient, so that only the end of the backward tells that all are there."""
+    for peak, whole in run_ranks(measure_tokens, WORLD_SIZE):
+        gradients_and_buffer, received = 2 * whole, whole // WORLD_SIZE
+        assert peak < gradients_and_buffer + received + SMALL_BYTES

@@ -364,12 +364,21 @@ class Unit:
         for group in self.groups:
             if self.requires_gradient_sync:  # an optimizer comes next
                 group.drop_copies()
-        if self.reshard_after_backward or self.requires_gradient_sync:
-            self.reshard()
+        if self.release_after_backward():
             return
         self._is_kept = True
         for group in self.groups:
             group.mark_kept()
+
+    def release_after_backward(self) -> bool:
+        """No gradient of it comes any more: reshard, unless micro-batches use the same weights.
+
+        Returns whether it did.
+        """
+        releases = self.reshard_after_backward or self.requires_gradient_sync
+        if releases:
+            self.reshard()
+        return releases
 
     def end_pass(self) -> None:
         """The outermost forward has ended: modules of a list that have not run do not any more."""
