@@ -40,8 +40,9 @@ def test_gathers_and_reductions_take_turns_in_a_block() -> None:
     group = GroupMemory(1, NUM_SHARDS, (2, 3, 1, 4), FP32, BF16, FP32, trainable=True)
     blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
     # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for
-    # each reduced gradient and the sum. Later there are two F and M, which is less.
-    assert peak(unit(0, root=True), *blocks) == 20 * 3 + 2 * 5 + 4 * 11
+    # each reduced gradient and the sum. Later there are two F and M, which is less. In the last
+    # block, where nothing is left to gather, F, G, R and M; ten gradients have been reduced.
+    assert peak(unit(0, root=True), *blocks) == 20 * 4 + 4 * 11
     # With room for two, one of each is under way: with half of the gradients 2 F, G, R and them.
     more = peak(unit(0, root=True), *blocks, in_flight=3)
     assert more > 20 * 4 + 2 * 5
@@ -50,8 +51,8 @@ def test_gathers_and_reductions_take_turns_in_a_block() -> None:
 def test_peak_of_a_large_root_is_at_the_end() -> None:
     blocks = [unit(1)] * 4
     step = run_step([unit(100, root=True), *blocks], "gloo")
-    # F_r G_r R_r and the root's sum; the four blocks have left their reduced gradients.
-    assert step.peak.num_bytes == 3 * 2000 + 400 + 4 * 4
+    # G_r R_r and the root's sum; the four blocks have left their reduced gradients.
+    assert step.peak.num_bytes == 2 * 2000 + 400 + 4 * 4
     assert step.peak.when == "the end of the backward"
 
 
@@ -70,9 +71,8 @@ def test_nccl_reduces_in_place_where_no_cast_is_needed() -> None:
 
 def test_one_in_flight_gathers_nothing_ahead_and_waits_for_each_reduction() -> None:
     blocks = [unit(1)] * 12
-    # At the end, when the reduction of the first block (G and R) lands. Its inputs need no gradient
-    # here, so that F is released last; twelve reduced gradients.
-    assert peak(unit(0, root=True), *blocks, in_flight=1) == 20 * 3 + 4 * 12
+    # When the last reduction (G and R) lands; twelve reduced gradients.
+    assert peak(unit(0, root=True), *blocks, in_flight=1) == 20 * 2 + 4 * 12
 
 
 def test_without_training_there_are_two_gathered_blocks() -> None:
@@ -126,8 +126,8 @@ def test_a_hundred_thousand_units_take_a_second(keeps: bool) -> None:
 def test_one_rank_needs_no_scratch(backend: Backend) -> None:
     group = GroupMemory(10, 1, (10,), FP32, BF16, FP32, trainable=True)
     root = UnitMemory("r", (group,), is_root=True, keeps=True)
-    # gloo: F, G and the sum. An accelerator collects in the dtype of the sum: F, M and that.
-    assert peak(root, backend=backend) == 20 + 20 + 40
+    # gloo: G and the sum. An accelerator collects in the dtype of the sum: M and that.
+    assert peak(root, backend=backend) == 20 + 40
 
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:

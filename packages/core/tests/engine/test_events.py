@@ -58,14 +58,14 @@ def step_of(options: dict[str, Any]) -> Events:
             """gather root, gather a, forward root, gather b, forward a, free a, gather c,
             forward b, free b, forward c, free c, loss,
             gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-            free b, reduce b, backward a, reduce a, reduce root, free a, free root, end""",
+            free b, reduce b, backward a, free a, free root, reduce a, reduce root, end""",
         ),
         (
             {"reshard_after_forward": True},
             """gather root, gather a, forward root, gather b, forward a, free a, gather c,
             forward b, free b, forward c, free c, free root, loss,
             gather root, gather c, backward root, gather b, backward c, free c, reduce c, gather a,
-            backward b, free b, reduce b, backward a, reduce a, reduce root, free a, free root,
+            backward b, free b, reduce b, backward a, free a, free root, reduce a, reduce root,
             end""",
         ),
         (
@@ -73,14 +73,14 @@ def step_of(options: dict[str, Any]) -> Events:
             """gather root, gather a, forward root, gather b, forward a, gather c, forward b,
             forward c, loss,
             backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-            reduce a, reduce root, free a, free root, end""",
+            free a, free root, reduce a, reduce root, end""",
         ),
         (
             {"in_flight": 1},
             """gather root, forward root, gather a, forward a, free a, gather b, forward b, free b,
             gather c, forward c, free c, loss,
             backward root, gather c, backward c, free c, reduce c, gather b, backward b, free b,
-            reduce b, gather a, backward a, reduce a, reduce root, free a, free root, end""",
+            reduce b, gather a, backward a, free a, free root, reduce a, reduce root, end""",
         ),
     ],
     ids=["default", "released", "kept", "no_prefetch"],
@@ -127,7 +127,7 @@ def backward_of_two_calls() -> Events:
 def test_units_called_twice_are_gathered_once_in_backward_and_reduced_after_the_last_call() -> None:
     expected = """loss, gather c, backward root, gather b, backward c, gather a, backward b,
         backward a, backward root, backward c, free c, reduce c, backward b, free b, reduce b,
-        backward a, reduce a, reduce root, free a, free root, end"""
+        backward a, free a, free root, reduce a, reduce root, end"""
     assert_events(backward_of_two_calls, expected)
 
 
@@ -141,8 +141,8 @@ def test_recomputation_uses_the_gather_of_backward_and_releases_nothing(
     model_class: type[Stack],
 ) -> None:
     expected = """loss, gather c, backward root, gather b, forward c, backward c, free c, reduce c,
-        gather a, forward b, backward b, free b, reduce b, backward a, reduce a, reduce root,
-        free a, free root, end"""
+        gather a, forward b, backward b, free b, reduce b, backward a, free a, free root,
+        reduce a, reduce root, end"""
     assert_events(step_with_checkpoints, expected, model_class)
 
 
@@ -163,7 +163,7 @@ def test_a_list_of_modules_is_gathered_before_its_first_and_released_after_its_l
     expected = """gather root, gather a, forward root, gather b+c, forward a, free a, forward b,
         forward c, free b+c, loss,
         gather b+c, backward root, gather a, backward c, backward b, free b+c, reduce b+c,
-        backward a, reduce a, reduce root, free a, free root, end"""
+        backward a, free a, free root, reduce a, reduce root, end"""
     assert_events(step_with_a_list, expected)
 
 
@@ -204,7 +204,7 @@ def test_a_unit_around_another_is_gathered_and_released_around_it() -> None:
         free outer, forward last, free last, loss,
         gather last, gather outer, backward last, free last, reduce last,
         backward outer, second part, gather inner, backward inner, free inner, reduce inner,
-        backward outer, first part, reduce outer, free outer, end"""
+        backward outer, first part, free outer, reduce outer, end"""
     assert_events(step_of_nested, expected)
 
 
@@ -224,7 +224,7 @@ def test_prefetch_lists_are_gathered_in_their_order_when_the_unit_begins() -> No
     expected = """gather root, gather a, gather b, forward root, gather c, forward a, free a,
         forward b, free b, forward c, free c, loss,
         gather c, gather b, backward root, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, reduce a, reduce root, free a, free root, end"""
+        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
     assert_events(step_with_lists, expected)
 
 
@@ -240,7 +240,7 @@ def step_with_frozen_layers() -> Events:
 
 def test_frozen_units_are_gathered_on_the_way_of_a_gradient_and_not_reduced() -> None:
     expected = """loss, gather c, backward root, gather b, backward c, free c, gather a,
-        backward b, free b, backward a, reduce a, reduce root, free a, free root, end"""
+        backward b, free b, backward a, free a, free root, reduce a, reduce root, end"""
     assert_events(step_with_frozen_layers, expected)
 
 
@@ -281,14 +281,14 @@ def test_micro_batches_without_synchronization_gather_and_release_and_reduce_not
     silent = """gather c, backward root, gather b, backward c, free c, gather a, backward b,
         free b, backward a, free a, free root, end"""
     last = """gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, reduce a, reduce root, free a, free root, end"""
+        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
     expected = [f"{FORWARD} {silent}", f"{FORWARD} {silent}", f"{FORWARD} {last}"]
     assert_micro_batches(expected, {}, True)
 
 
 SILENT = "backward root, backward c, backward b, backward a, end"
 LAST = """backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-    reduce a, reduce root, free a, free root, end"""
+    free a, free root, reduce a, reduce root, end"""
 
 
 def test_micro_batches_that_keep_everything_gather_once() -> None:
@@ -303,7 +303,7 @@ def test_a_forward_uses_what_the_backward_before_it_has_kept() -> None:
     silent = """gather c, backward root, gather b, backward c, gather a, backward b, backward a,
         end"""
     last = """gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, reduce a, reduce root, free a, free root, end"""
+        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
     later = """forward root, forward a, free a, forward b, free b, forward c, free c, loss,"""
     expected = [f"{FORWARD} {silent}", f"{later} {silent}", f"{later} {last}"]
     assert_micro_batches(expected, {}, False)
@@ -405,8 +405,9 @@ def step_with_replicas() -> Events:
 
 
 def test_the_sum_over_replicas_comes_after_the_reduction_and_waits_for_no_other() -> None:
-    # One reduction is under way at a time: the next one lets it go on to the replicas.
+    # One reduction is under way at a time: the next one lets it go on to the replicas. When the
+    # backward has ended there is room for one more.
     expected = """loss, backward root, backward c, reduce c, backward b, sum c, reduce b,
-        backward a, sum b, reduce a, sum a, reduce root, sum root, end"""
+        backward a, reduce a, sum b, reduce root, sum a, sum root, end"""
     for found in run_ranks(step_with_replicas, 4, timeout_s=30):
         assert ", ".join(found) == " ".join(expected.split())

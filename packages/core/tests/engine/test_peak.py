@@ -102,8 +102,10 @@ def derived_peak(sizes: Sizes, in_flight: int) -> int:
         flying = min(done, in_flight - 1)
         reduced = (done - flying) * g
         ahead = (min(in_flight, block + 1) - 1) * F
-        if flying:  # the first half of its gradients, then the reduction before it lands
+        if flying and block:  # the first half of its gradients; the reduction before it lands
             moments.append(F + half + G + R + s + cast + reduced)
+        elif flying:  # nothing is left to gather: that lands when its parameters are gone
+            moments += [F + M + G + R + reduced, M + G + R + s + cast + reduced]
         moments += [
             F + ahead + M + done * g,  # the second half
             ahead + M + G + done * g,  # its gradients are copied

@@ -18,8 +18,9 @@ blocks 1 to 4::
     backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduction of 4 is under way
       from half on  F_r F_3 F_2  M_r g_4 M_3               it has landed: the gather's turn
       its end       F_r F_2      M_r g_4 M_3 G_3
-    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1
-    end             F_r          M_r g_4 g_3 g_2 g_1 G_r R_r     a large root's peak
+    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         nothing is left to gather
+    end                          M_r g_4 g_3 g_2 G_1 R_1 G_r     a large root's peak
+      then                       g_4 g_3 g_2 g_1 G_r R_r
     after           g_4 g_3 g_2 g_1 g_r
 
 With ``in_flight=3`` F_4 stays from the forward of 4 on, and so on.
@@ -196,7 +197,7 @@ class _Simulation:
         self._total = 0
         self._peak = Peak(0, "the start", {})
         self._when = "the start"
-        self._is_in_backward = False
+        self._is_in_backward = self._is_at_end = False
         self._gathered: set[int] = set()
         self._decoded: set[int] = set()
         self._ahead: set[int] = set()
@@ -222,10 +223,13 @@ class _Simulation:
         upcoming = _Upcoming(order, again)
         for place, index in enumerate(order):
             self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
-        self._when = "the end of the backward"
-        for index in reversed(order):
-            if self._is_late(index, order):
-                self._reduce(index)
+        self._when, self._is_at_end = "the end of the backward", True
+        late = [index for index in reversed(order) if self._is_late(index, order)]
+        for index in late:
+            if self._units[index].trainable:  # its gradient has come, and nothing else is to come
+                self._release(index)
+        for index in late:
+            self._reduce(index)
         self._land(0)
         for group in self._summing:
             self._keep(group)
@@ -248,9 +252,9 @@ class _Simulation:
         self._start_gather(index)
         self._decode(index)
         self._ahead.discard(index)
-        takes_turns = bool(self._flying) and self._takes_turns(unit)
-        room = self._in_flight - 1 - (len(self._flying) if takes_turns else 0)
         coming = list(islice(upcoming, self._in_flight - 1))
+        takes_turns = bool(self._flying and coming) and self._takes_turns(unit)
+        room = self._in_flight - 1 - (len(self._flying) if takes_turns else 0)
         self._gather_ahead(coming[:room])
         missing = sum(group.elements for group in unit.groups) / 2 if takes_turns else 0
         for group in reversed(unit.groups):
@@ -314,7 +318,8 @@ class _Simulation:
     def _reduce(self, index: int) -> None:
         for group in reversed(self._units[index].groups):
             if group.trainable:
-                self._land(max(self._max_reductions - 1, 0))
+                most = self._max_reductions
+                self._land(most if self._is_at_end else max(most - 1, 0))
                 self._add(LOCAL, self._local_bytes(group))
                 self._drop(MADE, group.made_bytes)
                 self._add(REDUCING, self._scratch_bytes(group))

@@ -115,6 +115,11 @@ class Walk:
                 self.skipped.add(unit)
                 yield unit
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no gather is expected any more."""
+        return self.place >= len(self.order.gathers)
+
     def ahead(self) -> Iterable[int]:
         """The units whose gathers are expected next."""
         gathers = self.order.gathers

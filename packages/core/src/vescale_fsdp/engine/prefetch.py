@@ -9,6 +9,8 @@ hide behind, and both together take of the network what they take in any case::
     compute      | backward of 5                 | backward of 4                 |
     on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
 
+Where nothing is left to gather, the reduction has all of it.
+
 From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``,
 stay gathered from the end of a forward on: its backward would gather them again at once.
 """
@@ -67,7 +69,7 @@ class Prefetch:
             self._start_ahead(upcoming, len(explicit), in_backward=in_backward)
             return
         room = self._room
-        if reductions is not None and reductions.num_flying and self._takes_turns(unit):
+        if reductions is not None and reductions.num_flying and self._takes_turns(unit, walk):
             num_elements = sum(sum(group.sizes) for group in unit.groups)
             self._missing = weakref.ref(unit), num_elements / 2
             room -= reductions.num_flying
@@ -87,15 +89,16 @@ class Prefetch:
                 room = self._room - reductions.num_flying
                 self._start_ahead(walk.ahead(), room, in_backward=True)
 
-    def _takes_turns(self, unit: Unit) -> bool:
+    def _takes_turns(self, unit: Unit, walk: Walk) -> bool:
         """Whether gathers wait for reductions while the backward of ``unit`` runs.
 
-        Not where there are no gradients of its size beside it, or one of them is most of it and so
-        comes with half of the compute or later; nor on an accelerator, where compute would wait for
-        the reduction; nor where a user has said how many reductions may be under way.
+        Not where nothing is left to gather; nor where there are no gradients of its size beside it,
+        or one of them is most of it and so comes with half of the compute or later; nor on an
+        accelerator, where compute would wait for the reduction; nor where a user has said how many
+        reductions may be under way.
         """
         units = (each for ref in self._units if (each := ref()) is not None)
-        if any(each.max_reductions is not None for each in units):
+        if walk.is_at_end or any(each.max_reductions is not None for each in units):
             return False
         if any(group.has_streams or not group.trainable for group in unit.groups):
             return False

@@ -41,7 +41,8 @@ class Reductions:
             is that of ``due``, and holds from the first backward.
         comm_of: the communicators of a group.
         most: how many may be under way while gradients of another group appear. 0: each is waited
-            for at once.
+            for at once. When the backward has ended, and no parameters are gathered any more, a
+            group is copied while so many still travel.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Reductions:
         self._issued: set[int] = set()
         self.late: list[int] = []  # those that only the end of the backward completes
         self._flying: deque[Group] = deque()
+        self._has_ended = False
 
     @property
     def groups(self) -> list[Group]:
@@ -90,6 +92,7 @@ class Reductions:
 
     def complete_rest(self) -> None:
         """The backward has ended on this rank: no more gradients come."""
+        self._has_ended = True
         missing = [number for number in self._due if number not in self._complete]
         self.late = [number for number in missing if not self._was_skipped(number)]
         for number in missing:
@@ -141,7 +144,7 @@ class Reductions:
         self._start(self._due[number].group)
 
     def _start(self, group: Group) -> None:
-        self.land(max(self._most - 1, 0))
+        self.land(self._most if self._has_ended else max(self._most - 1, 0))
         group.gradients.start_reduce(self._comm_of(group))
         self._flying.append(group)
         self.land(self._most)

@@ -482,8 +482,8 @@ class Schedule:
 
     def _end_backward(self) -> None:
         with plain_tensors():
-            for unit in self.units():  # before gradients are copied: inputs that want none, as
-                unit.release_after_backward()  # tokens, do not tell when all of them are there
+            for unit in self.units():  # before their gradients are copied
+                unit.release_open()
             self._catch_up(self._backward)
             self._prefetch.drop()
             self._reductions.finish()

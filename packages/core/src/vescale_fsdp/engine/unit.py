@@ -364,21 +364,24 @@ class Unit:
         for group in self.groups:
             if self.requires_gradient_sync:  # an optimizer comes next
                 group.drop_copies()
-        if self.release_after_backward():
+        if self._rests_after_backward:
+            self.reshard()
             return
         self._is_kept = True
         for group in self.groups:
             group.mark_kept()
 
-    def release_after_backward(self) -> bool:
-        """No gradient of it comes any more: reshard, unless micro-batches use the same weights.
+    @property
+    def _rests_after_backward(self) -> bool:
+        return self.reshard_after_backward or self.requires_gradient_sync
 
-        Returns whether it did.
+    def release_open(self) -> None:
+        """A backward has ended: reshard, if it has run and was not told when.
+
+        That is where its inputs want no gradient (tokens, say).
         """
-        releases = self.reshard_after_backward or self.requires_gradient_sync
-        if releases:
+        if self._in_backward and self._rests_after_backward:
             self.reshard()
-        return releases
 
     def end_pass(self) -> None:
         """The outermost forward has ended: modules of a list that have not run do not any more."""
