@@ -30,7 +30,8 @@ class _Fleeting:
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
         self._params = params
-        self._values = [param.detach().numpy().copy() for param in params]
+        # Of clones: a storage that numpy has seen cannot be resized.
+        self._values = [param.detach().clone().numpy().copy() for param in params]
         self._is_there = True
         self._num_awaited = 0
         self.release()

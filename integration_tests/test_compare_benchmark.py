@@ -25,7 +25,9 @@ try:
     from benchmarks.compare.record import Record
     from benchmarks.compare.summary import summarize
     from benchmarks.compare.targets import padding_verdicts, verdicts
+    from benchmarks.floor import least_bytes
     from benchmarks.inspection import copied_bytes, peak_after
+    from benchmarks.models import Preset
     from benchmarks.report.tables import page
 finally:
     sys.path.remove(str(ROOT))
@@ -211,3 +213,24 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     other = json.dumps(content | {"source": "another"})
     path.write_text(other)
     assert not record.is_done(path, ["vescale"], Settings(5, 2, 1.0))
+
+
+class _Chain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, 256) -> the same
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_floor_is_a_unit_and_one_gradient_beside_shards_and_activations() -> None:
+    def draw(random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(1, 256, generator=random), torch.zeros(1, dtype=torch.long)
+
+    unit, gradient, small = 256 * 257 * 4, 256 * 256 * 4, 1 << 15
+    peak, resting = least_bytes(Preset(_Chain, draw, tokens=1), num_ranks=64)
+    assert resting == 3 * 3 * unit / 64
+    assert 0 <= peak - resting - unit - gradient < small
