@@ -39,7 +39,7 @@ FAST, SLOW = Cell("gpt-7m", 2, "loopback", "fp32"), Cell("gpt-7m", 2, "1gbit", "
 def arguments(out: Path) -> list[str]:
     engines = ["--engines", "vescale", "fsdp2", "ddp", "compute"]
     size = ["--models", "gpt-tiny", "--ranks", "2", "--networks", "loopback", "--rounds", "1"]
-    return [*engines, *size, "--steps", "1", "--out", str(out)]
+    return [*engines, *size, "--steps", "1", "--starts", "2", "--out", str(out)]
 
 
 def run_benchmark(out: Path) -> subprocess.CompletedProcess[str]:
@@ -71,8 +71,9 @@ def test_two_cells_are_measured_once(
             ("vescale", "fsdp2", "ddp", "compute")
         )
         for engine in found.engines.values():
-            assert len(engine.step_s) == 1
-            assert len(engine.losses) == 2  # one of a turn's steps is not timed
+            assert len(engine.step_s) == 2
+            assert len(engine.losses) == 4  # one of a turn's steps is not timed
+            assert engine.losses[:2] == engine.losses[2:]  # each start makes the same steps
             if engine.sent_bytes is not None:  # headers, and the barrier before a turn
                 assert engine.sent_bytes == pytest.approx(
                     engine.expected_bytes, rel=0.1, abs=20_000

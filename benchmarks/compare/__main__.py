@@ -56,7 +56,7 @@ def main() -> int:
             console.print(f"{name} is left out: {reason}", style="yellow")
         else:
             engines.append(name)
-    settings = Settings(args.rounds, args.steps, args.seconds)
+    settings = Settings(args.rounds, args.steps, args.seconds, args.starts)
     failed = _measure_all(chosen, engines, settings, args.out, args.fresh, console)
     records = load_all(args.out)
     for verdict in verdicts({cell: records[cell] for cell in chosen if cell in records}):
@@ -137,8 +137,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="of each engine in each round")
+    parser.add_argument("--starts", type=int, default=1, help="of the engines, each with --rounds")
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help=f"of a cell, from round {LEAST_ROUNDS} on"
+        "--seconds", type=float, default=30.0, help=f"of a start, from round {LEAST_ROUNDS} on"
     )
     parser.add_argument("--out", type=Path, default=FOLDER, help="where results are kept")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")

@@ -22,14 +22,17 @@ class Settings:
     """How much is measured.
 
     Attributes:
-        rounds: at most; fewer, but 3, when ``seconds`` are over.
+        rounds: of each start, at most; fewer, but 3, when ``seconds`` are over.
         steps: of each engine in each round, after one that is not timed.
-        seconds: for the rounds of a cell.
+        seconds: for the rounds of a start.
+        starts: how often the engines are started anew. On busy cores one start may differ from the
+            next by 5%, which the spread of its rounds does not show.
     """
 
     rounds: int
     steps: int
     seconds: float
+    starts: int = 1
 
 
 @dataclass
@@ -86,27 +89,28 @@ def _measure(
     say: Callable[[str], object],
 ) -> dict[str, Result]:
     results = {name: Result(left_out=missing(name)) for name in engines}
-    with ExitStack() as stack:
-        teams = {
-            name: stack.enter_context(_team(name, cell, network))
-            for name, result in results.items()
-            if result.left_out is None
-        }
-        for name in list(teams):
-            say(f"{name} starts")
-            try:
-                results[name].expected_bytes = teams[name].start()
-            except RuntimeError as error:
-                results[name].left_out = str(error)
-                teams.pop(name).close()
-        _take_turns(teams, results, cell, network, settings, say)
-        if cell.rate is None:
-            for name, team in teams.items():
-                say(f"{name}: memory and copies")
-                found = team.inspect()
-                results[name].tensor_bytes = max(each.peak_bytes for each in found)
-                copied = sum(each.copied_bytes for each in found)
-                results[name].copied_bytes = copied / cell.ranks
+    sent = dict.fromkeys(engines, 0)
+    for start in range(settings.starts):
+        with ExitStack() as stack:
+            teams = {
+                name: stack.enter_context(_team(name, cell, network))
+                for name, result in results.items()
+                if result.left_out is None
+            }
+            for name in list(teams):
+                say(f"{name} starts")
+                try:
+                    results[name].expected_bytes = teams[name].start()
+                except RuntimeError as error:
+                    results[name].left_out = str(error)
+                    teams.pop(name).close()
+            _take_turns(teams, results, sent, network, settings, say)
+            if cell.rate is None and start == settings.starts - 1:
+                _inspect(teams, results, cell, say)
+    for name, result in results.items():
+        if network and result.step_s:
+            num_steps = len(result.step_s) * (settings.steps + 1)
+            result.sent_bytes = sent[name] / num_steps / cell.ranks
     return results
 
 
@@ -118,12 +122,12 @@ def _team(engine: str, cell: Cell, network: Network | None) -> Team:
 def _take_turns(
     teams: dict[str, Team],
     results: dict[str, Result],
-    cell: Cell,
+    sent: dict[str, int],
     network: Network | None,
     settings: Settings,
     say: Callable[[str], object],
 ) -> None:
-    sent, started = dict.fromkeys(teams, 0), time.monotonic()
+    started = time.monotonic()
     for index in range(settings.rounds):
         if index >= LEAST_ROUNDS and time.monotonic() - started > settings.seconds:
             break
@@ -136,7 +140,15 @@ def _take_turns(
             result.step_s.append(turn.step_s)
             result.cpu_s.append(turn.cpu_s)
             result.losses += turn.losses
-            result.resident_bytes = turn.peak_bytes
-    for name in teams if network else ():
-        num_steps = len(results[name].step_s) * (settings.steps + 1)
-        results[name].sent_bytes = sent[name] / num_steps / cell.ranks
+            result.resident_bytes = max(result.resident_bytes, turn.peak_bytes)
+
+
+def _inspect(
+    teams: dict[str, Team], results: dict[str, Result], cell: Cell, say: Callable[[str], object]
+) -> None:
+    for name, team in teams.items():
+        say(f"{name}: memory and copies")
+        found = team.inspect()
+        results[name].tensor_bytes = max(each.peak_bytes for each in found)
+        copied = sum(each.copied_bytes for each in found)
+        results[name].copied_bytes = copied / cell.ranks
