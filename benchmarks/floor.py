@@ -2,11 +2,12 @@
 
 An engine from a dream: it gathers a unit at once and from nowhere, before the unit's forward and
 when a gradient has reached its outputs, and lets it go at once, the root too; each gradient is
-reduced the moment that autograd has made it, and is gone. What is left is what no engine of these
-units can be without: activations, the unit that runs, the gradient that is being made, and the
-shards of parameters and of AdamW's two states. (It keeps values where torch does not count them.)
+reduced the moment that autograd has made it, and is gone. What is left is what no engine can be
+without that gathers whole units, in forward and backward, into memory of their own: activations,
+the unit that runs, the gradient that is being made, and the shards of parameters and of AdamW's
+two states. (It keeps values where torch does not count them, and leaves out the batch.)
 
-Where this is more than a target allows, the target cannot be met.
+Where this is more than a target allows, the target cannot be met with these units.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size
 there is what the fake group does not show.
 
 ``vescale-lean`` is ours with ``in_flight=1``: beside the model's activations and what rests it has
-the unit that runs, and its gradients until they are reduced. ``floor`` is less than any engine of
-these units can have (`floor`). Of both only memory is counted.
+the unit that runs, and its gradients until they are reduced. ``floor`` is less than any engine can
+have that gathers these units whole (`floor`). Of both only memory is counted.
 
 Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
 that of the model without an engine and of the collectives alone, which take turns with the

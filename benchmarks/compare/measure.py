@@ -102,7 +102,7 @@ def _measure(
                 try:
                     results[name].expected_bytes = teams[name].start()
                 except RuntimeError as error:
-                    results[name].left_out = str(error)
+                    results[name] = Result(left_out=str(error))
                     teams.pop(name).close()
             _take_turns(teams, results, sent, network, settings, say)
             if cell.rate is None and start == settings.starts - 1:

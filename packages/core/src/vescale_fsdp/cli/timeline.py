@@ -19,8 +19,7 @@ blocks 1 to 4::
       from half on  F_r F_3 F_2  M_r g_4 M_3               it has landed: the gather's turn
       its end       F_r F_2      M_r g_4 M_3 G_3
     backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         nothing is left to gather
-    end                          M_r g_4 g_3 g_2 G_1 R_1 G_r     a large root's peak
-      then                       g_4 g_3 g_2 g_1 G_r R_r
+    end                          g_4 g_3 g_2 G_1 R_1 M_r G_r, then R_r in place of M_r
     after           g_4 g_3 g_2 g_1 g_r
 
 With ``in_flight=3`` F_4 stays from the forward of 4 on, and so on.

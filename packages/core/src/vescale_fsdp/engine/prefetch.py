@@ -9,7 +9,7 @@ hide behind, and both together take of the network what they take in any case::
     compute      | backward of 5                 | backward of 4                 |
     on the way   | reduction of 6 | gather of 4  | reduction of 5 | gather of 3  |
 
-Where nothing is left to gather, the reduction has all of it.
+After the last gather of a backward, and where nothing is gathered in it, reductions have all of it.
 
 From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``,
 stay gathered from the end of a forward on: its backward would gather them again at once.
@@ -111,8 +111,8 @@ class Prefetch:
             if room <= 0:
                 break
             coming = self._units[index]()
-            if coming is None or not coming.groups:
-                continue
+            if coming is None or not coming.groups or coming.is_busy:
+                continue  # one that is busy is gathered, or nothing of it is left to run
             if in_backward and not coming.unshard_in_backward:
                 continue
             if coming.is_sharded:

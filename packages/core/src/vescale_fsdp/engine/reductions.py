@@ -41,8 +41,9 @@ class Reductions:
             is that of ``due``, and holds from the first backward.
         comm_of: the communicators of a group.
         most: how many may be under way while gradients of another group appear. 0: each is waited
-            for at once. When the backward has ended, and no parameters are gathered any more, a
-            group is copied while so many still travel.
+            for at once.
+        most_at_end: how many may be under way while another group is copied when the backward has
+            ended: it has let go of parameters then, so that there is room for one more.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Reductions:
         in_agreement: bool,
         comm_of: Callable[[Group], Comm],
         most: int,
+        most_at_end: int,
     ) -> None:
         self._due = {item.number: item for item in due}
         self._walk = walk
@@ -64,7 +66,7 @@ class Reductions:
         else:
             self._queue = deque((item.number, 0) for item in due)
         self._comm_of = comm_of
-        self._most = most
+        self._most, self._most_at_end = most, most_at_end
         self._numbers = {id(item.group): item.number for item in due}
         self._complete: dict[int, None] = {}  # numbers of groups, as they became complete
         self._issued: set[int] = set()
@@ -144,7 +146,7 @@ class Reductions:
         self._start(self._due[number].group)
 
     def _start(self, group: Group) -> None:
-        self.land(self._most if self._has_ended else max(self._most - 1, 0))
+        self.land(self._most_at_end if self._has_ended else max(self._most - 1, 0))
         group.gradients.start_reduce(self._comm_of(group))
         self._flying.append(group)
         self.land(self._most)

@@ -454,12 +454,15 @@ class Schedule:
         self._back_kind = (self._last_kind, min(self._num_backwards, _MAX_BACKWARDS), indices)
         order = None if self._always_records else self._back_orders.get(self._back_kind)
         self._backward = walk = Walk(order)
+        most = self.max_reductions if due else 1
+        is_told = any(unit.max_reductions is not None for unit in self.units())
+        most_at_end = max(most - 1, 0) if is_told else most  # what a user says holds to the end
         self._reductions = Reductions(
-            due, walk, self._ran, self._can_settle, self.comm, self.max_reductions if due else 1
+            due, walk, self._ran, self._can_settle, self.comm, most, most_at_end
         )
 
     def _no_reductions(self) -> Reductions:
-        return Reductions([], self._backward, set(), self._can_settle, self.comm, 1)
+        return Reductions([], self._backward, set(), self._can_settle, self.comm, 1, 1)
 
     def before_backward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the units whose backward comes after it."""

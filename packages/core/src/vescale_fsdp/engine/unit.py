@@ -376,9 +376,10 @@ class Unit:
         return self.reshard_after_backward or self.requires_gradient_sync
 
     def release_open(self) -> None:
-        """A backward has ended: reshard, if it has run and was not told when.
+        """A backward has ended: reshard, if it has run and was not told that nothing of it is left.
 
-        That is where its inputs want no gradient (tokens, say).
+        That is where its inputs want no gradient (tokens, say), or where another forward of it has
+        got none.
         """
         if self._in_backward and self._rests_after_backward:
             self.reshard()
