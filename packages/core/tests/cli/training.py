@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory
+from vescale_fsdp.engine.prefetch import Prefetch
 from vescale_fsdp.planner import PaddingWarning
 
 VOCAB, WIDTH, LENGTH = 131, 24, 8
@@ -212,7 +213,14 @@ def measure(
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     if not options:
         options = {"granularity": lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None}
-    with counted(ledger), warnings.catch_warnings():
+    # "native": as where NCCL is the backend, whose gathers and reductions take no turns.
+    is_native = os.environ["VESCALE_FSDP_REDUCE"] == "native"
+    takes_turns = mock.patch.object(Prefetch, "_takes_turns", return_value=False)
+    with (
+        counted(ledger),
+        takes_turns if is_native else nullcontext(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", PaddingWarning)
         torch.manual_seed(0)
         model = make()
@@ -225,8 +233,6 @@ def measure(
                 reshard_after_forward=reshard,
                 **options,
             )
-        if os.environ["VESCALE_FSDP_REDUCE"] == "native":  # as where NCCL is the backend
-            model.set_reduce_scatter_max_input_buffers(1)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters)
         tokens = torch.randint(WIDTH, (2, LENGTH))

@@ -397,17 +397,28 @@ def test_hooks_of_users_run_inside_of_ours_unless_they_are_put_around_them() -> 
     assert run_ranks(seen_by_hooks_of_both, 2) == [[expected, expected]] * 2
 
 
-def step_with_replicas() -> Events:
+def step_with_replicas(max_input_buffers: int | None) -> Events:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh)
+    if max_input_buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(max_input_buffers)
     events = events_of_second(model)
     return [event for event in events if event.split()[0] not in ("forward", "gather", "free")]
 
 
-def test_the_sum_over_replicas_comes_after_the_reduction_and_waits_for_no_other() -> None:
+@pytest.mark.parametrize(
+    ("max_input_buffers", "end"),
+    [
+        (None, "reduce a, sum b, reduce root, sum a, sum root, end"),
+        (1, "sum b, reduce a, sum a, reduce root, sum root, end"),
+    ],
+)
+def test_the_sum_over_replicas_comes_after_the_reduction_and_waits_for_no_other(
+    max_input_buffers: int | None, end: str
+) -> None:
     # One reduction is under way at a time: the next one lets it go on to the replicas. When the
-    # backward has ended there is room for one more.
-    expected = """loss, backward root, backward c, reduce c, backward b, sum c, reduce b,
-        backward a, reduce a, sum b, reduce root, sum a, sum root, end"""
-    for found in run_ranks(step_with_replicas, 4, timeout_s=30):
+    # backward has ended there is room for one more, unless the user has said how many.
+    expected = f"""loss, backward root, backward c, reduce c, backward b, sum c, reduce b,
+        backward a, {end}"""
+    for found in run_ranks(step_with_replicas, 4, max_input_buffers, timeout_s=30):
         assert ", ".join(found) == " ".join(expected.split())

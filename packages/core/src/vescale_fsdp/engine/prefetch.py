@@ -111,8 +111,8 @@ class Prefetch:
             if room <= 0:
                 break
             coming = self._units[index]()
-            if coming is None or not coming.groups or coming.is_busy:
-                continue  # one that is busy is gathered, or nothing of it is left to run
+            if coming is None or not coming.groups or coming.is_done:
+                continue
             if in_backward and not coming.unshard_in_backward:
                 continue
             if coming.is_sharded:

@@ -94,6 +94,7 @@ class Unit:
         self._call: boundary.Call | None = None  # of the forward that is running
         self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
         self._in_backward = False
+        self.is_done = False  # at the end of a backward: nothing of it is left to run in it
         self._to_run: set[int] = set()  # modules of the unit that are still to run in this pass
         for module in modules:
             object.__setattr__(module, UNIT_ATTRIBUTE, self)
@@ -358,7 +359,7 @@ class Unit:
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
-        self._in_backward = False
+        self._in_backward = self.is_done = False
         self._to_run.clear()
         self._may_be_stale = self._depth > 0
         for group in self.groups:
@@ -383,6 +384,7 @@ class Unit:
         """
         if self._in_backward and self._rests_after_backward:
             self.reshard()
+            self.is_done = True
 
     def end_pass(self) -> None:
         """The outermost forward has ended: modules of a list that have not run do not any more."""
@@ -460,7 +462,8 @@ class Unit:
     def reset(self) -> None:
         """Forget a step that was broken off."""
         self._to_run.clear()
-        self._call, self._has_begun, self._in_backward = None, False, False
+        self._call, self._has_begun = None, False
+        self._in_backward = self.is_done = False
         self._open_calls.clear()
         for group in self.groups:
             group.reset()
