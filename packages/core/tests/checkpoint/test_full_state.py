@@ -53,5 +53,5 @@ def test_the_first_rank_gets_all_and_others_hold_a_few_tensors_at_a_time() -> No
     assert first[0][1] > 8  # the premise: it is seen
     assert first[1][1] > 16
     assert [count for count, _ in other] == [0, 0]
-    assert other[0][1] < 5
-    assert other[1][1] < 7
+    assert other[0][1] < 6
+    assert other[1][1] < 8

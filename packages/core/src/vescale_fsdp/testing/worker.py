@@ -70,6 +70,7 @@ def rank_main(
     try:
         _redirect_output(log)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, which kills us
+        faulthandler.enable()  # a crash leaves its stacks in the log
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         threading.Thread(target=_exit_without_caller, args=(connection,), daemon=True).start()
         store = TCPStore(STORE_HOST, store_port, wait_for_workers=False)
