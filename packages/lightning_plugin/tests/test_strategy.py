@@ -268,7 +268,7 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatc
     ("option", "message"),
     [
         ({"state_dict_type": "local"}, '"sharded", "full", "dcp"'),
-        ({"unused": "find"}, '"auto", "exchange", "zeros"'),
+        ({"unused": "find"}, '"auto", "zeros"'),
         ({"wrap": "layers"}, '"blocks", "none", a list of classes'),
         ({"granularity": "row:3"}, "elements:256, rows:128, tile:32x32 or whole"),
         ({"granularity": 32}, "a Granularity, a policy"),

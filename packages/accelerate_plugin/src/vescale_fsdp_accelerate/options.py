@@ -102,9 +102,9 @@ class Options:
     )
     unused: str = _option(
         "auto",
-        "how parameters that no process used are found",
-        "auto, exchange or zeros",
-        choices=("auto", "exchange", "zeros"),
+        "what parameters that no process used get: no gradient, or zeros",
+        "auto or zeros",
+        choices=("auto", "zeros"),
     )
     in_flight: int = _option(2, "units gathered at a time", "an int of at least 1")
     sync_init: bool = _option(

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any, Literal, cast
 
 import torch
@@ -29,9 +30,12 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from vescale_fsdp import waiting
+
 __all__ = [
     "COMPOSABLE_STATE",
     "DTENSOR_SUBCLASSES_NEED_A_MODE",
+    "TENSOR_DATA",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "DispatchMode",
@@ -42,6 +46,7 @@ __all__ = [
     "TensorMeta",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_max",
     "all_to_all_single",
     "axis_ranks",
     "broadcast",
@@ -71,9 +76,11 @@ __all__ = [
     "register_first_step_post_hook",
     "replace_init_group",
     "route_distribution",
+    "route_numbers",
     "route_redistribute",
     "route_state_creation",
     "set_fsdp2_state",
+    "set_versions",
     "storages_of",
     "store_wait",
     "support_foreach",
@@ -83,6 +90,9 @@ __all__ = [
     "uses_symmetric_memory",
     "wish_of_backward",
 ]
+
+
+TENSOR_DATA: Any = torch.Tensor.data  # the descriptor, for a subclass with a ``data`` of its own
 
 
 try:
@@ -101,7 +111,7 @@ def all_gather_single(
         output, input = output.view(torch.uint8), input.view(torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work = gather(output, input, group=group, async_op=True)
-    return work
+    return waiting.bounded(work, output, group, "an all-gather")
 
 
 def reduce_scatter_single(
@@ -110,7 +120,7 @@ def reduce_scatter_single(
     """Start an even reduce-scatter of one flat tensor."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work = scatter(output, input, op=op, group=group, async_op=True)
-    return work
+    return waiting.bounded(work, output, group, "a reduce-scatter")
 
 
 def all_to_all_single(
@@ -124,18 +134,12 @@ def all_to_all_single(
     work: dist.Work = dist.all_to_all_single(
         output, input, output_splits, input_splits, group=group, async_op=True
     )
-    return work
+    return waiting.bounded(work, output, group, "an all-to-all")
 
 
 def _default_timeout() -> datetime.timedelta | None:
     """That of ``init_process_group``, which new groups do not take over by themselves."""
-    world = dist.group.WORLD
-    for device in getattr(world, "_device_types", ()):
-        options = getattr(world._get_backend(device), "options", None)  # type: ignore[union-attr]
-        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return None
+    return waiting.timeout_of(dist.group.WORLD)
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -157,6 +161,7 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
     with _not_split():
         group = dist.new_group(ranks, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
+    waiting.register(group)
     return group
 
 
@@ -260,16 +265,45 @@ def mesh_over(ranks: list[int], device_type: str) -> DeviceMesh:
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start a sum over the ranks of ``group``, in place."""
-    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
-    return work
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+) -> dist.Work:
+    """Start a sum over the ranks of ``group``, or what ``op`` says, in place."""
+    work: dist.Work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return waiting.bounded(work, tensor, group, "an all-reduce")
+
+
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start taking the largest of each element over the ranks of ``group``, in place."""
+    return all_reduce(tensor, group, dist.ReduceOp.MAX)
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
     """Start a broadcast from a global rank."""
     work: dist.Work = dist.broadcast(tensor, source, group=group, async_op=True)
-    return work
+    return waiting.bounded(work, tensor, group, "a broadcast")
+
+
+def _route(function: Any, routed: Callable[..., Any]) -> None:
+    """Let every call of a function of torch become ``routed(original, *args, **options)``.
+
+    The function object stays the same and gets other code: it does not matter which modules have
+    imported it by its name before.
+    """
+    code, closure = function.__code__, function.__closure__
+    original = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    original.__annotations__ = function.__annotations__
+
+    def entry(*args: Any, _routed: Callable[..., Any], **options: Any) -> Any:
+        return _routed(*args, **options)
+
+    function.__code__ = entry.__code__.replace(co_freevars=code.co_freevars)
+    function.__defaults__ = None
+    function.__kwdefaults__ = {"_routed": functools.partial(routed, original)}
+    function.__wrapped__ = original  # of which `inspect` shows the signature
 
 
 def route_redistribute(
@@ -282,17 +316,19 @@ def route_redistribute(
     torch's method, unchanged. The only method of torch that we touch (`route_distribution` has the
     functions); see docs/design/ragged.md.
     """
-    original = DTensor.redistribute
 
-    @functools.wraps(original)
     def routed(
-        self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any
+        original: Callable[..., DTensor],
+        tensor: DTensor,
+        device_mesh: Any = None,
+        placements: Any = None,
+        **options: Any,
     ) -> DTensor:
-        if placements is not None and any(map(concerns, placements)):
-            return redistribute(self, device_mesh, placements, **options)
-        return original(self, device_mesh, placements, **options)
+        ours = placements is not None and any(map(concerns, placements))
+        moving = redistribute if ours else original
+        return moving(tensor, device_mesh, placements, **options)
 
-    DTensor.redistribute = routed  # type: ignore[method-assign]
+    _route(DTensor.redistribute, routed)
 
 
 def route_distribution(
@@ -311,16 +347,13 @@ def route_distribution(
         is_ours: whether an entry of a state dict is.
         fill: gives such an entry with the values of a full tensor.
     """
-    from torch.distributed import _state_dict_utils, tensor
-    from torch.distributed.checkpoint import state_dict
+    from torch.distributed import _state_dict_utils as utils
     from torch.distributed.tensor import _api
 
     api: Any = _api
-    utils: Any = _state_dict_utils
-    original: Callable[..., DTensor] = api.distribute_tensor
 
-    @functools.wraps(original)
     def routed(
+        original: Callable[..., DTensor],
         full_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Any = None,
@@ -331,46 +364,51 @@ def route_distribution(
             return distribute(full_tensor, mesh, placements, **options)
         return original(full_tensor, device_mesh, placements, **options)
 
-    modules: tuple[Any, ...] = (api, tensor, utils)
-    for module in modules:
-        module.distribute_tensor = routed
-
-    fill_others = utils._distribute_tensors
-
-    @functools.wraps(fill_others)
-    def filled(states: dict[str, Any], keys: list[str], *args: Any, **options: Any) -> None:
+    def filled(
+        fill_others: Callable[..., None],
+        states: dict[str, Any],
+        keys: list[str],
+        *args: Any,
+        **options: Any,
+    ) -> None:
         for key in keys:
             pair = states.get(key)
             if isinstance(pair, tuple) and is_ours(pair[0]):
                 states[key] = fill(*pair)
         fill_others(states, keys, *args, **options)
 
-    utils._distribute_tensors = filled
-    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
-        with_scalars = _keeping_scalars(getattr(utils, name), is_ours, fill)
-        for module in (utils, state_dict):
-            setattr(module, name, with_scalars)
-
-
-def _keeping_scalars(
-    load: Callable[..., None],
-    is_ours: Callable[[Any], bool],
-    fill: Callable[[Any, torch.Tensor], DTensor],
-) -> Callable[..., None]:
-    """``load``, which puts plain tensors in the place of those without dimensions, undone for ours.
-
-    An optimizer would keep the plain tensor as the state of a sharded parameter.
-    """
-
-    @functools.wraps(load)
-    def loaded(full: dict[str, Any], local: dict[str, Any], *args: Any, **options: Any) -> None:
+    def loaded(
+        load: Callable[..., None],
+        full: dict[str, Any],
+        local: dict[str, Any],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        # It puts plain tensors in the place of those without dimensions. An optimizer would keep
+        # the plain tensor as the state of a sharded parameter.
         ours = {key: value for key, value in local.items() if is_ours(value) and not value.dim()}
         load(full, local, *args, **options)
         for key in ours.keys() & local.keys():
             if not is_ours(local[key]):
                 local[key] = fill(ours[key], local[key])
 
-    return loaded
+    _route(api.distribute_tensor, routed)
+    _route(utils._distribute_tensors, filled)
+    _route(utils._broadcast_state_dict, loaded)
+    _route(utils._distribute_state_dict, loaded)
+
+
+def route_numbers(number: Callable[[DTensor], Any]) -> None:
+    """Let ``item()``, ``float()``, ``bool()`` and the like of any DTensor be ``number(tensor)``.
+
+    DTensor has a table for operators that go another way than its own. Its own gives each rank the
+    number of its local tensor, also where that is one part of a sum.
+    """
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    # In inference mode ``item`` is not taken apart before it comes to a tensor subclass.
+    for operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
+        handlers[operator] = lambda _, args, __: number(args[0])
 
 
 def route_state_creation(
@@ -385,14 +423,12 @@ def route_state_creation(
 
     global _members_of
     _members_of = members_of
-    original = loading._init_optim_state
 
-    @functools.wraps(original)
-    def routed(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    def routed(original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any) -> None:
         for member in members_of(optimizer):
             original(member, *args)
 
-    loading._init_optim_state = routed  # type: ignore[assignment]
+    _route(loading._init_optim_state, routed)
 
 
 _members_of: Callable[[torch.optim.Optimizer], list[torch.optim.Optimizer]] | None = None
@@ -493,6 +529,11 @@ def default_store() -> Store:
 def store_wait(store: Store, key: str, timeout_s: float) -> None:
     """Block until ``key`` is set. Raises ``dist.DistStoreError`` after ``timeout_s`` seconds."""
     store.wait([key], datetime.timedelta(seconds=timeout_s))
+
+
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Set the version counters by which autograd knows of writes."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def outside_functorch() -> AbstractContextManager[None]:

@@ -32,7 +32,8 @@ class PlanError(VeScaleError, ValueError):
 class RankMismatchError(VeScaleError, RuntimeError):
     """Ranks disagree about the model, the plan or the order of work.
 
-    Raised on every rank, before the collective that would have hung or mixed up data.
+    Raised on every rank, before the collective that would have hung or mixed up data; or when a
+    rank has not come to one in time.
     """
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory
+from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
 from vescale_fsdp.engine.prefetch import Prefetch
 from vescale_fsdp.planner import PaddingWarning
 
@@ -170,7 +171,8 @@ def counted(ledger: Ledger) -> Iterator[None]:
         return all_reduce(tensor, *args, **rest)
 
     def counted_send(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        ledger.sent += tensor.nbytes
+        if tensor.nbytes >= SHORTEST_BYTES:  # not the flags of used parameters, a byte for each
+            ledger.sent += tensor.nbytes
         return send(tensor, *args, **rest)
 
     with (

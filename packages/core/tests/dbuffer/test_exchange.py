@@ -162,7 +162,7 @@ def test_a_rank_that_dies_is_not_waited_for() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(check_lost_rank, 2)
     types = {failure.rank: failure.type_name for failure in caught.value.failures}
-    assert types == {0: "RuntimeError", 1: "RankDied"}
+    assert types == {0: "RankMismatchError", 1: "RankDied"}
 
 
 def train() -> list[Tensor]:

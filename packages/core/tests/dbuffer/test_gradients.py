@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp.dbuffer import GradientBuffer, SlabPool
+from vescale_fsdp.dbuffer import GradientBuffer, Packing, SlabPool
 
 from .helpers import CPU, OFFSETS, SHAPES, SHARD_SIZES, is_gap, make_layout, random_tensors
 
@@ -21,7 +21,7 @@ def make_gradients(
     used = pool.take(num_shards * SHARD_SIZES[num_shards], dtype)
     used.fill_(math.nan)
     pool.give(used)
-    gradients = GradientBuffer(make_layout(num_shards), SHAPES, dtype, pool, waits=waits)
+    gradients = GradientBuffer(Packing(make_layout(num_shards)), SHAPES, dtype, pool, waits=waits)
     assert gradients.flat.isnan().all()
     return gradients
 
@@ -35,7 +35,7 @@ def part(gradients: GradientBuffer, index: int) -> Tensor:
 
 def test_memory_is_lent_when_the_gradients_are_complete() -> None:
     pool = SlabPool(CPU)
-    gradients = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
+    gradients = GradientBuffer(Packing(make_layout(2)), SHAPES, torch.float32, pool)
     for index, tensor in enumerate(random_tensors(0)):
         gradients.add(index, tensor)
         assert not pool._lent
@@ -55,12 +55,12 @@ def test_gradients_that_wait_for_others_are_copied_as_they_appear() -> None:
 
 def test_memory_is_lent_again_after_the_release() -> None:
     pool = SlabPool(CPU)
-    first = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
-    second = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
+    first = GradientBuffer(Packing(make_layout(2)), SHAPES, torch.float32, pool)
+    second = GradientBuffer(Packing(make_layout(2)), SHAPES, torch.float32, pool)
     addresses = first.flat.data_ptr(), second.flat.data_ptr()
     assert addresses[0] != addresses[1]
     first.release()
-    third = GradientBuffer(make_layout(2), SHAPES, torch.float32, pool)
+    third = GradientBuffer(Packing(make_layout(2)), SHAPES, torch.float32, pool)
     assert third.flat.data_ptr() == addresses[0]
 
 

@@ -173,3 +173,18 @@ def test_pool_holds_no_memory_and_still_lends() -> None:
     hand_back()
     assert before - resident_bytes() > 56 * MIB
     assert pool.take(16 * MIB, torch.float32).fill_(2.0)[-1] == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_checked_memory_is_nan_before_it_is_written_and_after_it_is_released(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_CHECK_MEMORY", "1")
+    region = make_region(4 * dtype.itemsize, torch.device("cpu"))
+    view = torch.empty(0, dtype=dtype).set_(region.storage, 0, (4,), (1,))
+    region.materialize()
+    assert view.isnan().all()
+    view.fill_(1.0)
+    assert view.tolist() == [1.0] * 4
+    region.release()
+    assert view.isnan().all()

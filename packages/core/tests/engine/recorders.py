@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
 from vescale_fsdp.engine.unit import Unit, unit_of
 
 COPYING = {"copy_", "_foreach_copy_", "clone", "cat", "stack", "split_with_sizes_copy", "_to_copy"}
@@ -66,8 +67,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")
         if name[0] == "c10d":
-            is_async = _is_async(func, args, kwargs)
-            self.events.append(Event(name[1], is_async, self.num_copied))
+            if not _says_what_was_used(name[1], args):
+                is_async = _is_async(func, args, kwargs)
+                self.events.append(Event(name[1], is_async, self.num_copied))
             return func(*args, **kwargs)
         if not func.is_view:
             self.num_operators += 1
@@ -77,6 +79,11 @@ class Recorder(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
             self.num_copied += sum(tensor.numel() for tensor in tensors)
         return result
+
+
+def _says_what_was_used(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this is a message of `Flags`: all others of so few bytes go by collectives."""
+    return name in ("send", "recv_") and args[0][0].nbytes < SHORTEST_BYTES
 
 
 def _is_async(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -136,7 +143,7 @@ class Timeline(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         namespace, name = func._schema.name.split("::")
-        if namespace == "c10d":
+        if namespace == "c10d" and not _says_what_was_used(name, args):
             word, position = self.WORDS.get(name, (name, 0))
             (tensor,) = tree_leaves(args[position])
             size = tensor.numel() * (self._num_shards if word == "sum" else 1)

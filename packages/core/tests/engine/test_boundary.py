@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -256,3 +257,71 @@ def check_missing_method() -> None:
 
 def test_method_that_does_not_exist_is_refused() -> None:
     run_ranks(check_missing_method, 1)
+
+
+# Whether a backward comes back is known from the outputs
+
+
+class FrozenEnds(nn.Module):
+    """As a language model with LoRA: the root's own parameters are frozen, the blocks are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def gradients_around_another_forward(
+    model: nn.Module, other: Callable[[nn.Module], object]
+) -> list[Tensor]:
+    loss = model(torch.tensor([[1, 2, 3]])).sum()
+    with torch.no_grad():
+        other(model)
+    loss.backward()
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+
+
+def forward_of_the_root(model: nn.Module) -> None:
+    model(torch.tensor([[3, 2]]))
+
+
+def forward_of_a_block(model: nn.Module) -> None:
+    model.blocks[0](torch.ones(2, 4))  # type: ignore[index]
+
+
+def two_forwards(model: nn.Module) -> None:
+    forward_of_the_root(model)
+    model.eval()
+    forward_of_the_root(model)
+    model.train()
+
+
+def check_frozen_ends(reshard: bool | None, other: Callable[[nn.Module], object]) -> None:
+    torch.manual_seed(0)
+    model = FrozenEnds()
+    expected = gradients_around_another_forward(copy.deepcopy(model), other)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    for _ in range(3):
+        found = gradients_around_another_forward(model, other)
+        model.zero_grad()
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("other", [forward_of_the_root, forward_of_a_block, two_forwards])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_frozen_root_is_gathered_again_after_a_forward_without_gradients(
+    reshard: bool | None, other: Callable[[nn.Module], object]
+) -> None:
+    run_ranks(check_frozen_ends, 2, reshard, other)

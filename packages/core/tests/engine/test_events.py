@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from vescale_fsdp import MixedPrecisionPolicy, compat, fully_shard
+from vescale_fsdp import MixedPrecisionPolicy, fully_shard, waiting
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
 
@@ -73,7 +73,7 @@ def step_of(options: dict[str, Any]) -> Events:
             """gather root, gather a, forward root, gather b, forward a, gather c, forward b,
             forward c, loss,
             backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-            free a, free root, reduce a, reduce root, end""",
+            free root, free a, reduce a, reduce root, end""",
         ),
         (
             {"in_flight": 1},
@@ -288,7 +288,7 @@ def test_micro_batches_without_synchronization_gather_and_release_and_reduce_not
 
 SILENT = "backward root, backward c, backward b, backward a, end"
 LAST = """backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-    free a, free root, reduce a, reduce root, end"""
+    free root, free a, reduce a, reduce root, end"""
 
 
 def test_micro_batches_that_keep_everything_gather_once() -> None:
@@ -315,7 +315,7 @@ def test_a_forward_uses_what_the_backward_before_it_has_kept() -> None:
 def rounds_through_the_store() -> list[int]:
     """How often each of four steps waits for another rank outside of collectives."""
     rounds = 0
-    wait = compat.store_wait
+    wait = waiting.store_wait
 
     def counted(*args: Any) -> None:
         nonlocal rounds
@@ -325,7 +325,7 @@ def rounds_through_the_store() -> list[int]:
     model = sharded()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "store_wait", counted)
+        patch.setattr(waiting, "store_wait", counted)
         for _ in range(4):
             rounds = 0
             step(model)

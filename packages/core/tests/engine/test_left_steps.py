@@ -121,3 +121,64 @@ def alone() -> None:
 
 def test_between_steps_a_reset_needs_nobody_else() -> None:
     run_ranks(alone, 2)
+
+
+class Branches(nn.Module):
+    """Two units, of which a rank may leave out the second."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, uses_b: bool) -> Tensor:
+        y: Tensor = self.a(x)
+        return self.b(y) if uses_b else y
+
+
+def leaves_out_a_unit(width: int, leaves: bool) -> tuple[float, str]:
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = "20"
+    torch.manual_seed(0)
+    model = Branches(width)
+    for unit in (model.a, model.b):
+        fully_shard(unit, reshard_after_forward=False)  # nothing to wait for in backward
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.randn(2, width), True).sum().backward()
+
+    def broken(_: Tensor) -> None:
+        raise Oops
+
+    def breaks(*args: Tensor) -> None:
+        args[-1].register_hook(broken)  # after the backward of b
+
+    handle = model.a.register_forward_hook(breaks)
+    with pytest.raises(Oops):
+        model(torch.randn(2, width), not leaves or dist.get_rank() > 0).sum().backward()
+    handle.remove()
+    begun, text = time.monotonic(), ""
+    try:
+        assert isinstance(model, FSDPModule)
+        model.reset_iter_state(timeout_s=2.0)
+        model(torch.randn(2, width), True).sum().backward()
+    except RankMismatchError as error:
+        text = str(error)
+    return time.monotonic() - begun, text
+
+
+@pytest.mark.parametrize("width", [7, 128])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_step_that_ranks_have_left_at_different_places_is_an_error_on_all(
+    num_ranks: int, width: int
+) -> None:
+    for seconds, text in run_ranks(leaves_out_a_unit, num_ranks, width, True, timeout_s=40):
+        assert "an exception has ended a step on all ranks, but not at the same place" in text
+        assert "rank 0 has issued " in text
+        assert seconds < 4
+
+
+@pytest.mark.parametrize("width", [7, 128])
+def test_a_step_that_ranks_have_left_at_one_place_is_dropped(width: int) -> None:
+    assert [text for _, text in run_ranks(leaves_out_a_unit, 2, width, False, timeout_s=40)] == [
+        "",
+        "",
+    ]

@@ -289,11 +289,13 @@ def test_parameter_that_goes_missing_later_contributes_zeros() -> None:
     assert whole[0] is not None
     assert whole[0] > 0
     assert half == [whole[0] / 2] * 2  # both ranks have the same input
-    assert run_ranks(gradient_after_all_were_used, 2, "auto", []) == [0.0, 0.0]
 
 
-def test_unused_exchange_keeps_none_and_unused_zeros_makes_zeros() -> None:
-    assert run_ranks(gradient_after_all_were_used, 2, "exchange", []) == [None, None]
+def test_parameter_that_no_rank_uses_any_more_keeps_no_gradient() -> None:
+    assert run_ranks(gradient_after_all_were_used, 2, "auto", []) == [None, None]
+
+
+def test_unused_zeros_makes_zeros() -> None:
     assert run_ranks(gradient_after_all_were_used, 2, "zeros", []) == [0.0, 0.0]
 
 

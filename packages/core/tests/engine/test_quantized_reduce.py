@@ -125,8 +125,8 @@ def test_a_gradient_travels_as_a_byte_and_four_for_each_block() -> None:
     # 64 x 64 and a bias of 64 on 2 ranks: 2,080 numbers in each shard, that is 64 * 32.5; cut at
     # a multiple of 64 the first has 33 blocks, and there is room for 2,112: 33 scales (132 bytes,
     # to 144) and 2,112 codes there; 31 scales (124, to 128), 64 numbers of 4 bytes and 1,984 codes
-    # on the other rank, which is the longer one.
-    assert run_ranks(check_bytes, 2) == [[128 + 4 * 64 + 31 * 64, 4 * 2080]] * 2
+    # on the other rank, which is the longer one. And a byte for each parameter: that it was used.
+    assert run_ranks(check_bytes, 2) == [[128 + 4 * 64 + 31 * 64 + 2, 4 * 2080 + 2]] * 2
 
 
 def check_overflow() -> None:

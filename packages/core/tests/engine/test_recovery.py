@@ -253,6 +253,7 @@ class Aside(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, value: Tensor) -> Tensor:
+        self.sum = self.linear.weight.sum()
         self.penalty = self.linear.weight.square().sum()
         return self.linear(value)
 
@@ -262,6 +263,8 @@ def way_around_the_outputs() -> None:
     fully_shard(model)
     model(x(0))
     with pytest.raises(RuntimeError, match=r"'0\.linear\.weight'.*Return that tensor"):
+        model[0].sum.backward()
+    with pytest.raises(RuntimeError, match="is at version 107374182"):  # it reads the weight
         model[0].penalty.backward()
 
 

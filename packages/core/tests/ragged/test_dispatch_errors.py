@@ -52,36 +52,10 @@ def check_operator_is_named() -> None:
     (x,) = next(distributed(random()))
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default does not run"):
         x @ torch.ones(16, 3)
-    scalar = RaggedTensor.distribute(torch.tensor(2.0), x.device_mesh, [RaggedShard.owner(1, 2)])
-    with pytest.raises(NotImplementedError, match=r"_local_scalar_dense\.default does not run"):
-        scalar.item()
 
 
 def test_error_names_the_operator() -> None:
     run_ranks(check_operator_is_named, 2)
-
-
-def check_different_cuts() -> None:
-    mesh, whole = make_mesh(), random()
-    x, y = (RaggedTensor.distribute(whole, mesh, [cut]) for cut in cuts()[:2])
-    attempts: list[Callable[[], object]] = [
-        lambda: x + y,
-        lambda: x.copy_(y),
-        lambda: torch.where(x > 0, x, y),
-        lambda: torch._foreach_add([x, x], [x, y]),
-        lambda: torch._foreach_add_([x, x], [x, y]),
-    ]
-    for attempt in attempts:
-        with pytest.raises(ValueError, match="cut differently") as caught:
-            attempt()
-        assert str(x.placements) in str(caught.value)
-        assert str(y.placements) in str(caught.value)
-        assert "full_tensor()" in str(caught.value)
-    assert_holds(x, whole, like=x)  # nothing was written
-
-
-def test_different_cuts_are_refused() -> None:
-    run_ranks(check_different_cuts, 2)
 
 
 def check_different_shapes() -> None:

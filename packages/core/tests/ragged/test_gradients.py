@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import make_mesh, random
+from .helpers import distributed, make_mesh, random
 from .layouts import Results, composed, layouts_of, same, whole_of
 
 POINTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -287,3 +287,16 @@ def check_module() -> None:
 
 def test_one_optimizer_steps_ragged_and_replicated_parameters() -> None:
     run_ranks(check_module, 2)
+
+
+def check_memory_of_gradient() -> None:
+    for (x,) in distributed(random()):
+        p = nn.Parameter(x)
+        p.sum().backward()
+        assert p.grad.to_local().stride() == (1,)  # not one number, expanded
+        torch.optim.SGD([p], lr=1.0, fused=True).step()
+        torch.testing.assert_close(p.full_tensor(), random() - 1)
+
+
+def test_a_fused_optimizer_may_read_the_gradient_of_a_sum() -> None:
+    run_ranks(check_memory_of_gradient, 2)

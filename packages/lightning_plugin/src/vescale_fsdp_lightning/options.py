@@ -46,7 +46,7 @@ Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
-_UNUSED = ("auto", "exchange", "zeros")
+_UNUSED = ("auto", "zeros")
 
 
 @dataclass(frozen=True, kw_only=True)

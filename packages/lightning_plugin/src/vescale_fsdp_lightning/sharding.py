@@ -89,7 +89,7 @@ class Sharding:
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: bool | Classes = False,
-        unused: Literal["auto", "exchange", "zeros"] = "auto",
+        unused: Literal["auto", "zeros"] = "auto",
         in_flight: int = 2,
         gather: Gather = None,
         reduce: Reduce = None,

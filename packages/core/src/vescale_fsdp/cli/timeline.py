@@ -224,9 +224,8 @@ class _Simulation:
             self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
         self._when, self._is_at_end = "the end of the backward", True
         late = [index for index in reversed(order) if self._is_late(index, order)]
-        for index in late:
-            if self._units[index].trainable:  # its gradient has come, and nothing else is to come
-                self._release(index)
+        for index in late:  # its backward has begun, and nothing else of it is to come
+            self._release(index)
         for index in late:
             self._reduce(index)
         self._land(0)

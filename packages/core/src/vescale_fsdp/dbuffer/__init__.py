@@ -1,9 +1,10 @@
 """DBuffer: one flat buffer per communication group, gathered and reduced in place.
 
 `memory` comes and goes (`mapped` on CPUs), `flat` is a tensor with fixed views on it, `buffer` the
-parameters of a group, `gradients` their gradients, `collectives` moves both between ranks
-(`exchange` on CPUs, where `threads` keeps gloo's out of the way). A `codec` writes what travels:
-`block_codec` has codes of `eight_bits`, which `kept_codes` hands on as they are.
+parameters of a group, `gradients` their gradients, where a `packing` says, `collectives` moves both
+between ranks (`exchange` on CPUs, where `threads` keeps gloo's out of the way), `flags` tells what
+any rank has used. A `codec` writes what travels: `block_codec` has codes of `eight_bits`, which
+`kept_codes` hands on as they are.
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks
@@ -12,11 +13,13 @@ from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, is_offered
+from vescale_fsdp.dbuffer.flags import Flags
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.kept_codes import KeptCodes
 from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
+from vescale_fsdp.dbuffer.packing import Packing
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
@@ -28,10 +31,12 @@ __all__ = [
     "Coding",
     "Comm",
     "DBuffer",
+    "Flags",
     "FlatBuffer",
     "GradientBuffer",
     "KeptCodes",
     "Outbox",
+    "Packing",
     "PendingReduce",
     "SlabPool",
     "ThenCopy",

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
@@ -47,6 +47,25 @@ __all__ = ["Comm", "PendingReduce", "choose_reduction"]
 Reduction = Literal["native", "all_to_all"]
 
 
+class Issued:
+    """What this rank has issued on one axis: how many collectives, and a digest of their sizes.
+
+    The same on all ranks that have issued the same, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._of = {"gathers": (0, 0), "reductions": (0, 0)}
+
+    def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
+        """One more, on its way."""
+        number, digest = self._of[kind]
+        self._of[kind] = number + 1, hash((digest, num_elements))
+
+    def as_list(self) -> list[list[int]]:
+        """Of gathers, then of reductions: the number, and the digest."""
+        return [list(each) for each in self._of.values()]
+
+
 @dataclass
 class Comm:
     """The communicators of the axis that shards, and of the one that holds replicas.
@@ -63,6 +82,8 @@ class Comm:
     replica_group: dist.ProcessGroup | None = None
     num_replicas: int = 1
     replica: int = 0  # of this rank among them
+    issued: Issued = field(default_factory=Issued)
+    issued_outside: Issued = field(default_factory=Issued)  # over the replicas
 
     @property
     def reducing_groups(self) -> list[dist.ProcessGroup]:
@@ -74,7 +95,8 @@ class Comm:
         """That of the axis that holds replicas, to gather and reduce over it."""
         assert self.replica_group is not None, "only asked where there are replicas"
         group = self.replica_group
-        return Comm(group, group, self.replica, self.num_replicas, self.reduction)
+        outside = self.issued_outside
+        return Comm(group, group, self.replica, self.num_replicas, self.reduction, issued=outside)
 
     @property
     def sends_sums(self) -> bool:
@@ -90,6 +112,7 @@ class Comm:
         Cost: one all-gather, in place; one copy of ``own`` if it lies elsewhere.
         """
         group = self.gather_group
+        self.issued.count("gathers", full.numel())
         if self.reduction == "native" or not is_worthwhile(own, group):
             return compat.all_gather_single(full, own, group)
         parts = full.view(self.size, -1).unbind()
@@ -135,6 +158,7 @@ class Comm:
         if self.size == 1:
             return start_beside(full.device, lambda: copy_async(full, own))
         if custom is not None:
+            self.issued.count("gathers", full.numel())
             return start_custom_gather(
                 custom,
                 full,
@@ -163,6 +187,7 @@ class Comm:
             return None
         full, own = messages.view(-1), messages[self.rank]
         if custom is not None:
+            self.issued.count("gathers", full.numel())
             return start_custom_gather(custom, full, own, self.rank, self.gather_group)
         return self.all_gather(full, own)
 
@@ -182,7 +207,9 @@ class Comm:
         ranks = dist.get_process_group_ranks(self.gather_group)
         first = self.rank // num_parts * num_parts
         group = compat.group_over(ranks[first : first + num_parts])
-        neighbours = replace(self, gather_group=group, rank=self.rank - first, size=num_parts)
+        neighbours = replace(
+            self, gather_group=group, rank=self.rank - first, size=num_parts, issued=Issued()
+        )
         return neighbours.all_gather(full, part)
 
     def start_reduce(
@@ -214,6 +241,7 @@ class Comm:
             # Where there are streams the pool leaves what it lent to those who keep it.
             done = full.to(reduce_dtype, copy=not has_streams(full.device))
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
+        self.issued.count("reductions", full.numel())
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         is_nccl = dist.get_backend(self.reduce_group) == "nccl"
         pending.is_average = (
@@ -265,6 +293,7 @@ class Comm:
         Cost: one all-to-all of ``layout.num_shards * codec.num_bytes(layout)`` bytes, and twice the
         memory.
         """
+        self.issued.count("reductions", full.numel())
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
         size = codec.num_bytes(layout)
         messages = pending.borrow(layout.num_shards * size, torch.uint8)
@@ -304,6 +333,7 @@ class Comm:
         if cuts:
             outer = self.among_replicas
             return outer.start_reduce(shard, shard.dtype, pool, divisor, only_sums=True)
+        self.issued_outside.count("reductions", shard.numel())
         work = compat.all_reduce(shard, self.replica_group)
         return PendingReduce(shard.dtype, done=shard, work=work, divisor=divisor)
 
@@ -329,13 +359,16 @@ class PendingReduce:
         self._borrowed.append(self.pool.take(num_elements, dtype))
         return self._borrowed[-1]
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, what: str = "a reduction") -> torch.Tensor:
         """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.
 
         Call it once.
+
+        Args:
+            what: it is, in the words of an error.
         """
         if self.work is not None:
-            self.work.wait()
+            waiting.wait(self.work, what)
             self.work = None
         result = self.done
         if self.parts is not None:

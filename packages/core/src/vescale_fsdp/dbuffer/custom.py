@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.dbuffer.streams import Waitable, copy_async, start_beside
 
 __all__ = ["ThenCopy", "memory_for", "start_custom_gather", "start_custom_reduce"]
@@ -62,8 +62,8 @@ def start_custom_gather(
 
     def start() -> Waitable | None:
         copy_async(mine, own)
-        work: Waitable | None = gather(arrived, mine, group, async_op=True)
-        return work
+        work = gather(arrived, mine, group, async_op=True)
+        return waiting.bounded(work, arrived, group, "an all-gather")
 
     work = start_beside(full.device, start)
     return work if in_place else ThenCopy(work, lambda: full.copy_(arrived))
@@ -77,4 +77,5 @@ def start_custom_reduce(
     sent.copy_(full)
     shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
     work = reduce(shard, sent, group, op, async_op=True)
+    work = waiting.bounded(work, shard, group, "a reduce-scatter")
     return shard, ThenCopy(work, lambda: sent)

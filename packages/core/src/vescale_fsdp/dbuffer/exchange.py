@@ -9,15 +9,20 @@ is 950 Mbit/s each way in place of 520 to 630, for half of the processor time
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp import waiting
+
 __all__ = ["Exchange", "is_worthwhile"]
 
 # Of the part for each rank. For shorter ones one call of a collective is enough.
 SHORTEST_BYTES = 1 << 13
+_NUM_TAGS = 1 << 22
+_WHAT = "an exchange"
 
 
 def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -49,19 +54,42 @@ class Exchange:
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        size = len(sent)
         self._tensors: tuple[Sequence[torch.Tensor], ...] = (sent, received)
         self._works: list[dist.Work | None] = []
+        self._group = group
+        try:
+            self._start(sent, received, rank)
+        except RuntimeError as error:
+            raise waiting.failure(error, group, _WHAT, time.monotonic()) from error
+
+    def _start(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int
+    ) -> None:
+        # A tag by the size: gloo ends the process where a message is longer than what receives it.
+        size, group = len(sent), self._group
         for distance in range(1, size):
             peer = (rank - distance) % size
-            self._works.append(dist.irecv(received[peer], group=group, group_src=peer))
+            part = received[peer]
+            work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
+            self._works.append(work)
         for distance in range(1, size):  # the next one first, so that not all send to the same
             peer = (rank + distance) % size
-            self._works.append(dist.isend(sent[peer], group=group, group_dst=peer))
+            part = sent[peer]
+            work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
+            self._works.append(work)
 
     def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be written to."""
-        for work in self._works:
-            assert work is not None, "this rank is in the group"
-            work.wait()
+        """Return when all has arrived, and what was sent may be written to.
+
+        Raises:
+            RankMismatchError: a rank has not come in time, or is no longer connected.
+        """
+        started, deadline = time.monotonic(), waiting.deadline_for(self._group)
+        try:
+            for work in self._works:
+                assert work is not None, "this rank is in the group"
+                waiting.wait_until(work, deadline)
+        except RuntimeError as error:
+            raise waiting.failure(error, self._group, _WHAT, started) from error
+        waiting.finish(_WHAT)
         self._works, self._tensors = [], ()

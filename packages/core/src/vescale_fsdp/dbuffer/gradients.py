@@ -5,17 +5,17 @@ the cast to the buffer's dtype, into its place. So while a unit's backward runs 
 gradients once, and no buffer beside them. What waits for other micro-batches is copied as it
 appears, and later gradients are added. The product of two matrices may be written to its place
 without a copy. Memory is lent by a pool until the reduction has been finished. Gaps and tensors
-without a gradient are zero when it is sent.
+without a gradient are zero when it is sent. Where tensors lie, and which of them, says a `Packing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from vescale_fsdp.dbuffer.memory import SlabPool
-from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.dbuffer.packing import Packing, Stretch
 
 __all__ = ["GradientBuffer"]
 
@@ -24,23 +24,23 @@ class GradientBuffer:
     """Local, not yet reduced gradients of one group, from its first gradient to `release`.
 
     Args:
-        layout: where each tensor lies.
-        shapes: global shape of each tensor, in the order of the layout's specs.
+        packing: where each tensor lies.
+        shapes: global shape of each tensor, in the order of the packing.
         dtype: of the buffer, and so of what travels when the reduction does not cast.
-        pool: lends ``layout.total_size`` elements.
+        pool: lends ``packing.layout.total_size`` elements.
         waits: whether more gradients come in later backwards.
     """
 
     def __init__(
         self,
-        layout: ShardLayout,
+        packing: Packing,
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         pool: SlabPool,
         *,
         waits: bool = False,
     ) -> None:
-        self._layout, self._shapes, self._pool = layout, shapes, pool
+        self._packing, self._shapes, self._pool = packing, shapes, pool
         self.dtype, self._waits = dtype, waits
         self._apart: dict[int, torch.Tensor] = {}  # gradients as autograd made them
         self._written: set[int] = set()
@@ -49,9 +49,9 @@ class GradientBuffer:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, flat, ``layout.total_size`` elements."""
+        """The buffer, flat, ``packing.layout.total_size`` elements."""
         if self._flat is None:
-            self._flat = self._pool.take(self._layout.total_size, self.dtype)
+            self._flat = self._pool.take(self._packing.layout.total_size, self.dtype)
         return self._flat
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -67,14 +67,43 @@ class GradientBuffer:
                 self._collect()
             return
         self._collect()  # not in place: its memory may be part of another gradient's
-        self._place(index).add_(gradient)
+        for place, part in self._pairs(index, gradient):
+            place.add_(part)
 
     def _collect(self) -> None:
         """Copy what lies apart into the buffer."""
         if self._apart:
-            torch._foreach_copy_([self._place(k) for k in self._apart], list(self._apart.values()))
+            pairs = [pair for each in self._apart.items() for pair in self._pairs(*each)]
+            torch._foreach_copy_([place for place, _ in pairs], [part for _, part in pairs])
             self._written |= self._apart.keys()
             self._apart.clear()
+
+    def _pairs(self, index: int, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The places of tensor ``index``, each with its part of ``tensor``."""
+        stretches = self._packing.stretches(index)
+        if len(stretches) == 1:
+            return [(self._at(stretches[0]).view(self._shapes[index]), tensor)]
+        flat = tensor.reshape(-1)
+        return [(self._at(each), flat[each.start : each.stop]) for each in stretches]
+
+    def repack(self, packing: Packing) -> None:
+        """Let tensors lie in another way, as `packing` says. It has a place for all that is there.
+
+        Cost: none for what lies apart, else a copy.
+        """
+        for index in self._written:
+            whole = torch.empty(self._shapes[index], dtype=self.dtype, device=self._pool.device)
+            for place, part in self._pairs(index, whole):
+                part.copy_(place)
+            self._apart[index] = whole
+        self._written.clear()
+        self._turns.clear()
+        if self._flat is not None:
+            self._pool.give(self._flat)
+            self._flat = None
+        self._packing = packing
+        if self._waits:
+            self._collect()
 
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
         """Take the gradient ``left @ right`` without a copy, or return False.
@@ -83,9 +112,10 @@ class GradientBuffer:
         anybody sees them. What was there before that comes last in such a sum: then, and where
         the dtype differs, nothing is taken.
         """
-        if self.dtype != left.dtype or index in self._apart:
+        stretches = self._packing.stretches(index)
+        if self.dtype != left.dtype or index in self._apart or len(stretches) != 1:
             return False
-        view = self._place(index)
+        view = self._at(stretches[0]).view(self._shapes[index])
         if index not in self._written:
             torch.mm(left, right, out=view)
             self._written.add(index)
@@ -104,9 +134,10 @@ class GradientBuffer:
         self._collect()
         for index in range(len(self._shapes)):
             if index not in self._written:
-                self._part(index).zero_()
-        for gap in self._gaps():
-            gap.zero_()
+                for stretch in self._packing.stretches(index):
+                    self._at(stretch).zero_()
+        for start, stop in self._packing.gaps:
+            self.flat[start:stop].zero_()
         return self.flat
 
     def release(self) -> None:
@@ -116,20 +147,5 @@ class GradientBuffer:
             self._pool.give(self._flat)
             self._flat = None
 
-    def _place(self, index: int) -> torch.Tensor:
-        return self._part(index).view(self._shapes[index])
-
-    def _part(self, index: int) -> torch.Tensor:
-        start = self._layout.offsets[index]
-        return self.flat[start : start + self._shapes[index].numel()]
-
-    def _gaps(self) -> Iterator[torch.Tensor]:
-        """The parts of the buffer that belong to no tensor, in order."""
-        position = 0
-        intervals = zip(self._layout.offsets, self._shapes, strict=True)
-        for start, shape in sorted((s, shape) for s, shape in intervals if shape.numel()):
-            if start > position:
-                yield self.flat[position:start]
-            position = start + shape.numel()
-        if position < self._layout.total_size:
-            yield self.flat[position:]
+    def _at(self, stretch: Stretch) -> torch.Tensor:
+        return self.flat[stretch.place : stretch.place + stretch.stop - stretch.start]

@@ -10,6 +10,8 @@ saved by autograd.
   them from the heap as soon as one of them was freed, and the aligned requests of torch do not
   fit the holes that they leave.
 * Elsewhere the size goes to 0 and back through malloc.
+* With ``VESCALE_FSDP_CHECK_MEMORY=1`` nothing is freed: what is released is filled with NaN (bytes
+  of ones), so that whoever reads it shows.
 
 A `SlabPool` lends scratch memory that nobody has saved views of, such as gradients on their way.
 """
@@ -17,6 +19,7 @@ A `SlabPool` lends scratch memory that nobody has saved views of, such as gradie
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from typing import Protocol
 
@@ -45,6 +48,8 @@ class Region(Protocol):
 
 def make_region(num_bytes: int, device: torch.device) -> Region:
     """A region on ``device``, without memory at first."""
+    if is_checked():
+        return _Poisoned(num_bytes, device)
     if device.type == "cpu" and CAN_MAP and num_bytes:
         return Mapped(num_bytes)
     return _Resized(num_bytes, device)
@@ -70,13 +75,37 @@ class _Resized:
             self.is_materialized = False
 
 
+class _Poisoned:
+    """Keeps its memory, and holds NaN where another region would have none."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.storage = self._bytes.untyped_storage()
+        self.is_materialized = True
+        self.release()
+
+    def materialize(self) -> None:
+        self.is_materialized = True
+
+    def release(self) -> None:
+        if self.is_materialized:
+            self._bytes.fill_(0xFF)
+            self.is_materialized = False
+
+
+def is_checked() -> bool:
+    """Whether memory that is released or not yet written to holds NaN."""
+    return os.environ.get("VESCALE_FSDP_CHECK_MEMORY", "0") == "1"
+
+
 def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat, uninitialised tensor whose memory goes back to the system when it dies.
 
     For what is written at once: its memory is there when this returns.
     """
     num_bytes = num_elements * dtype.itemsize
-    if device.type != "cpu" or not CAN_MAP or not num_bytes:
+    if device.type != "cpu" or not CAN_MAP or not num_bytes or is_checked():
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
     mapped = Mapped(num_bytes)

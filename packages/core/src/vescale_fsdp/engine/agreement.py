@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.engine.attempts import AbsentError, store_for
 from vescale_fsdp.errors import RankMismatchError
 
@@ -29,7 +31,7 @@ def exchange(
     group: dist.ProcessGroup | list[int],
     merge: Callable[[list[str]], str],
     *,
-    timeout_s: float = LONG_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> str:
     """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
 
@@ -39,26 +41,45 @@ def exchange(
     one read per rank more on the first. Every rank must call it the same number of times. With the
     backend "fake", torch's stand-in for many ranks in one process, the caller is alone.
 
+    Args:
+        timeout_s: for the other ranks to come. None: they are in the same step, and have as long as
+            in a collective (`waiting`); if one does not come, no rank can go on.
+
     Raises:
-        RankMismatchError: some rank did not come within ``timeout_s`` seconds.
+        RankMismatchError: some rank did not come in time.
     """
     ranks = _ranks_of(group)
     me = dist.get_rank()
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return merge([payload])
+    within_s = _limit_s(group, timeout_s)
+    begun = time.monotonic()
     try:
-        store = store_for(ranks, timeout_s)
+        store = store_for(ranks, within_s)
     except AbsentError as error:
-        raise _absent(topic, ranks[error.rank], timeout_s) from error
+        raise RankMismatchError(_absent(topic, [ranks[error.rank]], within_s)) from error
     # The store counts, so that a restarted process group starts from zero on every rank.
     turn = store.add(f"{topic}/turn/{me}", 1)
     store.set(f"{topic}/{turn}/{me}", payload)
-    if me == ranks[0]:
-        payloads = [
-            _read(store, f"{topic}/{turn}/{rank}", topic, rank, timeout_s) for rank in ranks
-        ]
-        store.set(f"{topic}/{turn}/result", merge(payloads))
-    return _read(store, f"{topic}/{turn}/result", topic, ranks[0], timeout_s)
+    keys = {rank: f"{topic}/{turn}/{rank}" for rank in ranks}
+    result = f"{topic}/{turn}/result"
+
+    def read(key: str) -> str:
+        left = within_s - (time.monotonic() - begun)
+        waiting.store_wait(store, key, left, ranks, f"the comparison of the {topic}")
+        return str(store.get(key).decode())
+
+    try:
+        if me == ranks[0]:
+            store.set(result, merge([read(key) for key in keys.values()]))
+        return read(result)
+    except dist.DistError as error:
+        away = [rank for rank, key in keys.items() if not _is_there(store, key)] or ranks[:1]
+        text = _absent(topic, away, within_s)
+        if timeout_s is None:
+            note = f"gave up after {within_s:.0f} s: {text}"
+            text = f"{text}. This rank is {waiting.where()}. {waiting.report(ranks, note)}"
+        raise RankMismatchError(text) from error
 
 
 def agree(
@@ -67,12 +88,15 @@ def agree(
     group: dist.ProcessGroup | list[int],
     advice: str,
     *,
-    timeout_s: float = LONG_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> None:
     """Raise on every rank unless all ranks of ``group`` have the same entries, in order.
 
     Digests are compared first; entries travel only to name the first difference. The error says
     what differs, and ends with ``advice``.
+
+    Args:
+        timeout_s: as of `exchange`.
 
     Raises:
         RankMismatchError: with the first entry that differs, and what two ranks have there.
@@ -95,7 +119,7 @@ def agree(
         mine, theirs = json.loads(payloads[0]), json.loads(payloads[found[0]])
         return _first_difference(first, mine, other, theirs)
 
-    text = exchange(f"{topic} difference", payload, group, difference)
+    text = exchange(f"{topic} difference", payload, group, difference, timeout_s=timeout_s)
     raise RankMismatchError(f"ranks disagree about the {topic}: {text}. {advice}")
 
 
@@ -113,16 +137,27 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
     return "no entry differs"
 
 
-def _read(store: compat.Store, key: str, topic: str, rank: int, timeout_s: float) -> str:
+def _limit_s(group: dist.ProcessGroup | list[int], timeout_s: float | None) -> float:
+    """How long the ranks have, in seconds. A user may ask for more where they first arrive."""
+    if timeout_s is None:
+        assert not isinstance(group, list), "ranks in the same step have a group"
+        timeout = waiting.timeout_of(group)
+        limit = waiting.limit_s(group)
+        return limit if timeout is None else min(limit, timeout.total_seconds())
+    longer = waiting.limit_s() if timeout_s == LONG_TIMEOUT_S else 0.0
+    return max(timeout_s, 0.0 if math.isinf(longer) else longer)
+
+
+def _is_there(store: compat.Store, key: str) -> bool:
     try:
-        compat.store_wait(store, key, timeout_s)
-    except dist.DistStoreError as error:
-        raise _absent(topic, rank, timeout_s) from error
-    return store.get(key).decode()
+        return bool(store.check([key]))
+    except dist.DistError:
+        return True  # nobody knows
 
 
-def _absent(topic: str, rank: int, timeout_s: float) -> RankMismatchError:
-    return RankMismatchError(
-        f"rank {rank} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
+def _absent(topic: str, ranks: list[int], timeout_s: float) -> str:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"{who} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
         "died, hangs, or runs other code than this rank. Its log says which"
     )

@@ -55,7 +55,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     sharding: str | None = None,
     granularity: Granularity | GranularityPolicy | None = None,
-    unused: Literal["auto", "exchange", "zeros"] = "auto",
+    unused: Literal["auto", "zeros"] = "auto",
     in_flight: int = 2,
     gather: QuantizedGather | None = None,
     reduce: QuantizedReduce | None = None,
@@ -96,9 +96,9 @@ def fully_shard(
         granularity: what must not be cut: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: cut anywhere, which costs the least padding.
-        unused: parameters that no rank used keep ``.grad`` None. "auto" finds out in the first
-            backward and asks again only if some were unused; "exchange" asks after every
-            backward; "zeros" never asks.
+        unused: "auto": parameters that no rank used in a backward keep ``.grad`` None, found out
+            by one byte a parameter beside the last reductions of each backward. "zeros": nobody
+            asks, and they get zeros, which momentum and weight decay turn into changes.
         in_flight: units gathered at a time (1: no prefetch, and each reduction is waited for). In a
             backward on CPU a reduction under way counts as one: with 2 the reduction of a unit
             and the gather of the next take turns beside the unit that runs. From 3 on the
@@ -124,6 +124,12 @@ def fully_shard(
     store per gather, and differences there are an error on every rank. With
     ``VESCALE_FSDP_CHECK_ORDER=1`` it is settled in every pass. A unit that one rank leaves out is
     gathered there all the same.
+
+    On the CPU a rank waits for others for ``VESCALE_FSDP_TIMEOUT_S`` seconds at most (60; 0 for no
+    limit), and then raises a ``RankMismatchError`` that says where they are.
+
+    With ``VESCALE_FSDP_CHECK_MEMORY=1`` gathered parameters and buffers that are released are
+    filled with NaN and keep their memory: a view of them that somebody has kept shows.
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.

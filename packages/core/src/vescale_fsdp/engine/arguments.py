@@ -81,10 +81,8 @@ def check_engine_arguments(
             "Cannot access accelerator device when none is available.\n"
             "CPUOffloadPolicy pins memory for copies to it; pass pin_memory=False"
         )
-    if unused not in ("auto", "exchange", "zeros"):
-        raise ValueError(
-            f"fully_shard: unused must be 'auto', 'exchange' or 'zeros', got {unused!r}"
-        )
+    if unused not in ("auto", "zeros"):
+        raise ValueError(f"fully_shard: unused must be 'auto' or 'zeros', got {unused!r}")
     if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
         raise ValueError(f"fully_shard: in_flight must be an int of at least 1, got {in_flight!r}")
 

@@ -40,16 +40,15 @@ class Call:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.takes_gradients = False  # whether an input wants a gradient
 
 
-def enter(call: Call, value: Any) -> tuple[Any, bool]:
-    """Pass the tensors among a unit's inputs through the boundary.
-
-    Returns the value, and whether there was any tensor that wants a gradient.
-    """
+def enter(call: Call, value: Any) -> Any:
+    """Pass the tensors among a unit's inputs through the boundary; returns the value."""
     tensors = tensors_requiring_grad(value)
+    call.takes_gradients = bool(tensors)
     if not tensors:
-        return value, False
+        return value
     if compat.takes_functional_gradient():
         raise NotImplementedError(
             "torch.func.grad and torch.func.vjp through the sharded module "
@@ -57,7 +56,7 @@ def enter(call: Call, value: Any) -> tuple[Any, bool]:
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return replace_tensors(value, tensors, passed), True
+    return replace_tensors(value, tensors, passed)
 
 
 def leave(call: Call, value: Any) -> tuple[Any, bool]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.engine.adjacent import join_adjacent
 from vescale_fsdp.engine.finite import what_is_not_finite
 from vescale_fsdp.errors import NonFiniteError
@@ -57,7 +57,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     by_axes = _by_axes(grads)
-    total = _total_norm(by_axes, float(norm_type))
+    total = _total_norm(by_axes, float(norm_type), _widest(grads))
     if error_if_nonfinite and not torch.isfinite(total):
         found = what_is_not_finite(params) or "each gradient is finite, their norm overflows"
         raise NonFiniteError(
@@ -94,9 +94,17 @@ def _by_axes(grads: list[torch.Tensor]) -> dict[_Axes, list[torch.Tensor]]:
     return {axes: join_adjacent(parts) or parts[:1] for axes, parts in by_axes.items()}
 
 
-def _total_norm(by_axes: dict[_Axes, list[torch.Tensor]], order: float) -> torch.Tensor:
+def _widest(grads: list[torch.Tensor]) -> torch.dtype:
+    """In which to sum the norm: the same on all ranks, whatever each has of the gradients."""
+    has_double = any(grad.dtype == torch.float64 for grad in grads)
+    return torch.float64 if has_double else torch.float32
+
+
+def _total_norm(
+    by_axes: dict[_Axes, list[torch.Tensor]], order: float, dtype: torch.dtype
+) -> torch.Tensor:
     """The norm over all elements of all gradients, each counted once."""
-    totals = [_norm_over(locals_, axes, order) for axes, locals_ in by_axes.items()]
+    totals = [_norm_over(locals_, axes, order, dtype) for axes, locals_ in by_axes.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
     return norm
 
@@ -110,12 +118,14 @@ def _axes_of(grad: torch.Tensor) -> _Axes:
     return tuple(compat.mesh_group(grad.device_mesh, axis) for axis in cut)
 
 
-def _norm_over(locals_: list[torch.Tensor], axes: _Axes, order: float) -> torch.Tensor:
+def _norm_over(
+    locals_: list[torch.Tensor], axes: _Axes, order: float, dtype: torch.dtype
+) -> torch.Tensor:
     device = locals_[0].device
     filled = [local for local in locals_ if local.numel()]
     norms = torch._foreach_norm(filled, order) if filled else []
-    largest = torch.zeros((), device=device)
-    stacked = torch.stack([norm.float() for norm in norms]) if norms else largest.view(1)
+    largest = torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack([norm.to(dtype) for norm in norms]) if norms else largest.view(1)
     local: torch.Tensor = torch.linalg.vector_norm(stacked, order)
     if math.isinf(order):
         for axis in axes:
@@ -125,7 +135,7 @@ def _norm_over(locals_: list[torch.Tensor], axes: _Axes, order: float) -> torch.
         return local
     power: torch.Tensor = local**order
     for axis in axes:
-        dist.all_reduce(power, group=axis)
+        waiting.wait(compat.all_reduce(power, axis), "the norm of gradients")
     root: torch.Tensor = power ** (1.0 / order)
     return root
 

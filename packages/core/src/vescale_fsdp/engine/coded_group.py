@@ -25,6 +25,7 @@ class CodedGroup(Group):
     Memory: while gathered, a byte for each element; always, 4 bytes for each block.
     """
 
+    _has_views = False
     _narrowest = 1  # bytes: codes begin at multiples of 16, which products of codes need
 
     def _allocate(

@@ -34,6 +34,7 @@ from vescale_fsdp.dbuffer.memory import Region, make_region
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Group, GroupState
+from vescale_fsdp.engine.guard import Guard
 from vescale_fsdp.engine.parallel import local_data, spec_at_rest
 from vescale_fsdp.engine.reduce import ParameterBuffer
 from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
@@ -180,6 +181,8 @@ class ExtensionGroup(Group):
     The first gather compares the sizes of the inputs through the store.
     """
 
+    _has_views = False
+
     def __init__(
         self,
         mp_policy: MixedPrecisionPolicy,
@@ -248,6 +251,7 @@ class ExtensionGroup(Group):
                 self.slots[0].gathered, self._inner = None, []
                 self._outputs = _Outputs(kinds, comm.size, self._compute_device)
             self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
+            self._gathered_version = self.version
             self.state = GroupState.GATHERING
 
     def _inputs(self) -> Sequence[torch.Tensor]:
@@ -384,6 +388,8 @@ class ExtensionGroup(Group):
         if not local.is_meta and not self._offloads:
             self._compute_device = local.device
         slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
+        if local is not local_of(param):
+            param = nn.Parameter(slot.wrap(local), requires_grad=param.requires_grad)
         slot.sharded, slot.gathered = param, None
         slot.register(param)
         buffer = self._allocate([slot.shape], local.dtype, local.device)
@@ -395,11 +401,11 @@ class ExtensionGroup(Group):
         assert self.is_sharded, "the unit has released it"
         (slot,) = self.slots
         twin = copy.copy(self)
-        twin.on_gradient, twin._work = on_gradient, None
+        twin.on_gradient, twin._work, twin._guard = on_gradient, None, Guard()
         buffer = twin._allocate([slot.shape], slot.local.dtype, slot.local.device)
         part = twin._at_rest(slot.local.new_zeros(slot.local.shape).copy_(slot.local))
-        sharded = nn.Parameter(slot.wrap(part), requires_grad=slot.sharded.requires_grad)
-        sharded.grad = copy.deepcopy(slot.sharded.grad, memo)
+        sharded = slot.new_sharded(part, slot.sharded.requires_grad)
+        sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
         memo[id(slot.sharded)] = sharded
         local = local_of(sharded)
         twin.slots = [

@@ -47,11 +47,14 @@ class ErrorFeedback:
         return bool(self._named)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By parameter, float32, [its shape]: views of what there is. None before a reduction."""
+        """By parameter, float32, [its shape]: what there is. None before a reduction.
+
+        Views where nothing is frozen, else perhaps copies; none of frozen parameters.
+        """
         return {
-            name: view
+            list(names)[index]: error
             for gradients, names in self._named
-            for name, view in zip(names, gradients.error_views(), strict=False)
+            for index, error in gradients.errors().items()
         }
 
     def fits(self, shapes: Mapping[str, torch.Size]) -> bool:

@@ -8,7 +8,7 @@ among the units beside them, in the order that other blocks show for the same pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from vescale_fsdp.engine.order import Order
 
@@ -23,15 +23,19 @@ class Names:
     Args:
         names: of the units in the model.
         kinds: the classes of their modules.
+        empty: those that have no parameters, and so no place in an order.
     """
 
-    def __init__(self, names: Sequence[str], kinds: Sequence[str]) -> None:
+    def __init__(
+        self, names: Sequence[str], kinds: Sequence[str], empty: Set[int] = frozenset()
+    ) -> None:
+        self.empty = empty
         self.names = list(names)
         self.patterns = [_NUMBER.sub(r"\1*", name) for name in names]
         self._lists = [
             (name.rpartition(".")[0], kind) for name, kind in zip(names, kinds, strict=True)
         ]
-        index_of = {name: index for index, name in enumerate(names)}
+        index_of = {name: index for index, name in enumerate(names) if index not in empty}
         self.paths: list[list[int]] = []  # the units around each, outermost first
         for name in names:
             parts = name.split(".")
@@ -72,7 +76,7 @@ def fill(
     while has_grown:
         has_grown = False
         for index in range(len(names.names)):
-            if index not in known and belongs(index, known):
+            if index not in known and index not in names.empty and belongs(index, known):
                 order.insert(_place(index, order, names, is_backward), index)
                 known.add(index)
                 has_grown = True

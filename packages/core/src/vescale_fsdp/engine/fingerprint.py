@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from vescale_fsdp.engine.agreement import agree
+from vescale_fsdp.errors import RankMismatchError
+
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
 
-__all__ = ["fingerprint_of"]
+__all__ = ["agree_on_frozen", "fingerprint_of"]
+
+_SAME_FLAGS = "Call requires_grad_ with the same values on every rank, before the same backward"
 
 
 def fingerprint_of(units: list[Unit]) -> list[str]:
@@ -29,3 +36,20 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
                     f"requires_grad={slot.sharded.requires_grad}, {plan}{travels})"
                 )
     return entries
+
+
+def agree_on_frozen(changed: list[str], group: dist.ProcessGroup) -> None:
+    """Compare which parameters are frozen beside trainable ones, where that has changed.
+
+    Raises:
+        RankMismatchError: another rank has others, or has seen no change and so does not come.
+    """
+    try:
+        agree("frozen parameters", changed, group, _SAME_FLAGS)
+    except RankMismatchError as error:
+        if str(error).startswith("ranks disagree"):
+            raise
+        raise RankMismatchError(
+            f"what is frozen has changed on this rank since the last reduction ({changed}), and "
+            f"perhaps not on others: {error}. {_SAME_FLAGS}"
+        ) from error

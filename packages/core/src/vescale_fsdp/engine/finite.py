@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
@@ -83,7 +83,7 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
     group, device = _voters(params.values())
     suspicion = _suspicion([_values(gradient) for gradient in gradients.values()], device)
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(suspicion, group=group)
+        waiting.wait(compat.all_reduce(suspicion, group), "the verdict of check_gradients")
     if not suspicion.item():
         return True
     text = _find(gradients, group)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Codec,
@@ -38,6 +39,7 @@ from vescale_fsdp.dbuffer import (
     shard_view,
 )
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.guard import Guard
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.padding import warn_of_padding
 from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
@@ -84,6 +86,7 @@ class Group:
         on_gradient: called after each gradient that the group has taken, with its elements.
     """
 
+    _has_views = True  # whether gathered parameters are views of the full buffer
     _narrowest = 2  # bytes of the elements of a full buffer, if not fewer
     _face_dtype: torch.dtype | None = None  # of what a full buffer holds, if not the parameters'
 
@@ -107,8 +110,13 @@ class Group:
         self._offloads = device.type != "meta" and device != compute_device
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
-        self._kept_version = (0, 0)
+        self._gathered_version = (0, 0)  # of the shards, when the last gather began
+        self._guard = Guard()  # of the gathered parameters
+        # Whether code that is not of the unit's own forward may have seen the gathered parameters;
+        # and whether the user has gathered them, to look at or change until they are resharded.
+        self.is_exposed = self.is_by_hand = False
         self._work: Waitable | None = None
+        self.unit_name = ""
         self.custom_gather: Any = None  # that the user supplies
         self.codec: Codec | None = None  # of what travels in a gather; None: the shard itself
         self._outbox = Outbox()
@@ -190,7 +198,7 @@ class Group:
             local=view,
             original=weakref.ref(p.param),
         )
-        slot.sharded = nn.Parameter(slot.wrap(view), requires_grad=p.param.requires_grad)
+        slot.sharded = slot.new_sharded(view, p.param.requires_grad)
         slot.local = local_of(slot.sharded)
         slot.register(slot.sharded)
         return slot
@@ -252,21 +260,37 @@ class Group:
                 if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
                     self.rebind()  # a submodule was converted: its parameters left the shard
                 self.start_outer_gather(comm)
-                inner = None if self._inner_shard is None else self._inner_shard.wait()
+                inner = None
+                if self._inner_shard is not None:
+                    inner = waiting.wait(self._inner_shard, self._outer_gather())
                 if self.codec is not None and inner is None:
                     # Where gradients wait for more, no optimizer has stepped since the backward.
                     may_repeat = in_backward or self.gradients.are_waiting
-                    self._outbox.prepare(self._version(), may_repeat=may_repeat)
-                self._work = comm.start_gather(
-                    self.buffer, self.custom_gather, self.codec, self.pool, inner, self._outbox
-                )
+                    self._outbox.prepare(self.version, may_repeat=may_repeat)
+                with waiting.Named(self._gather()):
+                    self._work = comm.start_gather(
+                        self.buffer, self.custom_gather, self.codec, self.pool, inner, self._outbox
+                    )
             self._part_in_flight = part
+            self._gathered_version = self.version
             self.state = GroupState.GATHERING
+
+    def take_part(self, comm: Comm) -> None:
+        """Make a gather that other ranks need, though the parameters are there.
+
+        It writes to them what they hold.
+        """
+        self._wait()
+        self._keep_writes()
+        state, self.state = self.state, GroupState.SHARDED
+        self.start_gather(comm)
+        self._wait()
+        self.state = state
 
     def start_outer_gather(self, comm: Comm) -> None:
         """Start to gather over the outer axis, where what rests is cut over that too."""
         if self._inner_shard is not None and not self.is_on_meta:
-            outer, version = comm.among_replicas, self._version()
+            outer, version = comm.among_replicas, self.version
             self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
 
     def drop_copies(self) -> None:
@@ -290,13 +314,32 @@ class Group:
                 if gathered.requires_grad != slot.sharded.requires_grad:
                     gathered.requires_grad_(slot.sharded.requires_grad)
                 slot.register(gathered)
+            self._guard.open(self._gathered_params())
             self.state = GroupState.GATHERED
+        else:
+            self.follow_flags()
+
+    def follow_flags(self) -> None:
+        """Let gathered parameters want gradients as the sharded ones do: users freeze those."""
+        for slot in self.slots:
+            gathered, wanted = slot.gathered, slot.sharded.requires_grad
+            if gathered is not None and gathered.requires_grad != wanted:
+                gathered.requires_grad_(wanted)
+
+    def _gathered_params(self) -> list[nn.Parameter]:
+        return [slot.gathered for slot in self.slots if slot.gathered is not None]
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            waiting.wait(self._work, self._gather())
             self._work = None
         self._part_in_flight = None
+
+    def _gather(self) -> str:
+        return f"the gather of {self.unit_name}"
+
+    def _outer_gather(self) -> str:
+        return f"the gather of {self.unit_name} over the replicas"
 
     def keep_part(self, num_parts: int) -> None:
         """Reshard, but keep one of ``num_parts`` equal parts of the full buffer for backward."""
@@ -315,9 +358,13 @@ class Group:
         if self.state is GroupState.SHARDED:
             return
         self._wait()
+        if self.is_gathered:
+            self._keep_writes()
+        self._guard.close()
         for slot in self.slots:
             slot.register(slot.sharded)
         self._release()
+        self.is_exposed = self.is_by_hand = False
         self.state = GroupState.SHARDED
 
     def _release(self) -> None:
@@ -327,33 +374,97 @@ class Group:
         """Of what a reshard frees: the ``_cdata`` of each storage."""
         return {self.buffer.full.region.storage._cdata}
 
+    def set_aside(self) -> None:
+        """Keep what is gathered for the backward, but show the modules' sharded parameters.
+
+        From then on it is as if it had been gathered ahead.
+        """
+        if self.is_gathered:
+            self._keep_writes()
+            for slot in self.slots:
+                slot.register(slot.sharded)
+            self.state = GroupState.GATHERING
+
+    def take_by_hand(self) -> None:
+        """The user has gathered it: what is written from now on is dropped, as by FSDP2."""
+        if not self.is_by_hand:
+            self._keep_writes()
+            self.is_by_hand = True
+
+    def _keep_writes(self) -> None:
+        """Write back what a forward has written to its parameters while they were gathered.
+
+        As a momentum update of a teacher in ``training_step`` does, for example.
+
+        Raises:
+            RuntimeError: the sharded parameters were written to meanwhile, too.
+        """
+        if self.is_by_hand:  # dropped, as by FSDP2
+            return
+        moved = self._guard.saw_move and self._take_over_data()
+        if moved or self._guard.saw_write:
+            if self.is_stale:
+                raise RuntimeError(
+                    f"the parameters {[slot.fqn for slot in self.slots]} were written to as "
+                    "gathered and as sharded parameters in one pass, and one of the writes would "
+                    "be lost. In a forward, write to what module.parameters() gives there"
+                )
+            self.write_back()
+        elif self.is_exposed and not self.is_stale and self._may_differ():
+            self.write_back()
+
+    def _take_over_data(self) -> bool:
+        """Copy what ``p.data = ...`` has given gathered parameters into the full buffer."""
+        found = False
+        for index, slot in enumerate(self.slots if self._has_views else []):
+            assert slot.gathered is not None, "it is gathered"
+            now, view = compat.local_tensor(slot.gathered), self.buffer.full.views[index]
+            if now.data_ptr() == view.data_ptr() or not view.numel():
+                continue
+            expected = view.movedim(0, slot.dim) if slot.dim else view
+            if now.shape != expected.shape:
+                raise ValueError(
+                    f"parameter {slot.fqn!r} was given data of shape {tuple(now.shape)} in a "
+                    f"forward; expected {tuple(expected.shape)}"
+                )
+            expected.copy_(now)
+            slot.gathered.data = slot.in_forward(view)
+            found = True
+        return found
+
+    def _may_differ(self) -> bool:
+        """Whether this rank's part of the full buffer may be another than its shard."""
+        if not self._has_views or self.has_streams:
+            return self._has_views  # `write_back` finds out, and does not keep the host waiting
+        return not torch.equal(self.buffer.own_slice(), self._sent())
+
     def write_back(self) -> None:
         """Copy what was changed in this rank's part of the full buffer into the shard."""
         shard, own = self.buffer.shard, self.buffer.own_slice().to(self.buffer.shard.device)
-        was = shard.to(own.dtype) if self.codec is None else self._as_gathered(self.codec)
+        was = self._sent()
         changed = (own != was) & ~(own.isnan() & was.isnan())
         shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         self.drop_copies()
 
-    def _as_gathered(self, codec: Codec) -> torch.Tensor:
+    def _sent(self) -> torch.Tensor:
         """What a gather makes of this rank's shard."""
-        buffer, device = self.buffer, self._compute_device
+        buffer, device, codec = self.buffer, self._compute_device, self.codec
+        if codec is None:
+            return buffer.shard.to(buffer.full_dtype)
         message = torch.empty(codec.num_bytes(self.layout), dtype=torch.uint8, device=device)
         values = torch.empty(self.layout.shard_size, dtype=buffer.full_dtype, device=device)
         codec.encode(self.layout, self.rank, buffer.shard, message)
         codec.decode(self.layout, self.rank, message, values)
         return values.to(buffer.shard.device)
 
-    def mark_kept(self) -> None:
-        """Remember the weights that are gathered now, for `is_stale`."""
-        self._kept_version = self._version()
-
     @property
     def is_stale(self) -> bool:
-        """Whether an optimizer has changed the shards since `mark_kept`."""
-        return self._version() != self._kept_version
+        """Whether the shards were written to since what is gathered was sent."""
+        return not self.is_sharded and self.version != self._gathered_version
 
-    def _version(self) -> tuple[int, int]:
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of the shards: another one after each write to them."""
         # Operators on the wrapper count there only; who writes to the local part, as checkpoints
         # do, counts there; and many kernels of optimizers count nowhere.
         writes = sum(s.sharded._version + local_of(s.sharded)._version for s in self.slots)
@@ -410,7 +521,10 @@ class Group:
         ):
             return
         dtypes = {param.dtype for param in current}
-        if may_wait and (len(dtypes) > 1 or len({param.device.type for param in current}) > 1):
+        kinds = {param.device.type for param in current}
+        if len(kinds) > 1 and (may_wait or self.is_on_meta):  # the others are still to come
+            return
+        if may_wait and len(dtypes) > 1:
             return
         if len(dtypes) > 1:
             raise NotImplementedError(
@@ -435,6 +549,7 @@ class Group:
         assert self.is_sharded, "the unit has released it"
         twin = copy.copy(self)
         twin.on_gradient, twin._work, twin._outbox = on_gradient, None, Outbox()
+        twin._guard = Guard()
         twin._inner_shard = None if self._inner_shard is None else InnerShard()
         shapes = [slot.shape for slot in self.slots]
         twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)
@@ -442,8 +557,8 @@ class Group:
         twin.slots = []
         for index, slot in enumerate(self.slots):
             view = shard_view(twin.layout, twin.rank, twin.buffer.shard, index)
-            sharded = nn.Parameter(slot.wrap(view), requires_grad=slot.sharded.requires_grad)
-            sharded.grad = copy.deepcopy(slot.sharded.grad, memo)
+            sharded = slot.new_sharded(view, slot.sharded.requires_grad)
+            sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
             memo[id(slot.sharded)] = sharded
             local = local_of(sharded)
             new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
@@ -494,7 +609,7 @@ class Group:
                 with torch.no_grad():
                     view.copy_(slot.flat(local))
             slot.spec = spec_at_rest(slot.spec.mesh, placed, slot.spec.shape, dtype)
-            fresh = nn.Parameter(slot.wrap(view), requires_grad=param.requires_grad)
+            fresh = slot.new_sharded(view, param.requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it
                 fresh.grad = param.grad
                 torch.utils.swap_tensors(slot.sharded, fresh)

@@ -31,7 +31,7 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Have the parameters gathered and registered when this returns. Idempotent."""
         if self._unit is not None:
-            self._unit.gather()
+            self._unit.take_by_hand()
             self._unit = None
 
 
@@ -53,8 +53,6 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         unit = self._unit()
         unit.drop_stale()
         unit.held = True
-        for group in unit.groups:
-            group.mark_kept()
         handle = UnshardHandle(unit)
         if async_op:
             with plain_tensors():
@@ -75,12 +73,13 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         leaves the others in collectives that nobody comes to.
 
         Args:
-            timeout_s: for the other ranks to call it, too.
+            timeout_s: for the other ranks to call it, too. What is under way is waited for only
+                where all of them have issued the same.
 
         Raises:
             RuntimeError: this is not the root.
-            RankMismatchError: a rank did not call it in time; it goes on with the step. The step
-                is dropped on this rank then, and the run cannot go on.
+            RankMismatchError: a rank did not call it in time; it goes on with the step. Or ranks
+                have left the step at different places. The run cannot go on then, on any rank.
         """
         unit = self._unit()
         if unit.schedule is not None and not unit.is_root:
@@ -202,7 +201,7 @@ class _Pinned(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for unit in self._units:
-            unit.gather()
+            unit.take_by_hand()
             unit.pins += 1
 
     def __exit__(self, *exc_info: object) -> None:

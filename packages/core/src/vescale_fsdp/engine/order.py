@@ -17,8 +17,9 @@ Indices of units and groups are places in lists that are the same on every rank.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 __all__ = ["AT_THE_END", "Order", "Walk"]
 
@@ -33,12 +34,15 @@ class Order:
         reductions: groups, in the order of their reductions, each with its place: it is issued
             after so many gathers.
         recomputed: units that a backward gathers for running their forward again.
+        written: units whose parameters a forward writes to before they run (a teacher's, in
+            ``training_step``): they are not gathered ahead, and nothing beyond them is.
     """
 
     def __init__(self) -> None:
         self.gathers: list[int] = []
         self.reductions: list[tuple[int, int]] = []
         self.recomputed: set[int] = set()
+        self.written: set[int] = set()
         self._places: dict[int, list[int]] = {}  # of each unit among the gathers
 
     def append(self, unit: int) -> None:
@@ -54,6 +58,12 @@ class Order:
         self._places = {}
         for at, each in enumerate(self.gathers):
             self._places.setdefault(each, []).append(at)
+
+    def reduce_at_end(self, groups: Collection[int]) -> None:
+        """Reduce these groups after all else: they get gradients after they seem complete."""
+        if groups:
+            before = [each for each in self.reductions if each[0] not in groups]
+            self.reductions = [*before, *((group, AT_THE_END) for group in groups)]
 
     def find(self, unit: int, start: int) -> int | None:
         """The place of the first gather of ``unit`` at or after ``start``."""
@@ -73,6 +83,7 @@ class Walk:
         place: how many of the order's gathers lie behind.
         ran: the units that this rank has run in the pass, in order of their first runs.
         skipped: the units whose gathers it took part in for other ranks.
+        held: those of them that stay gathered, since this rank has not come to them yet.
     """
 
     def __init__(self, order: Order | None) -> None:
@@ -81,6 +92,7 @@ class Walk:
         self.place = 0
         self.ran: dict[int, None] = {}
         self.skipped: set[int] = set()
+        self.held: set[int] = set()
 
     def record(self, unit: int, recomputes: bool = False) -> None:
         """The next gather is that of ``unit``."""
@@ -122,5 +134,6 @@ class Walk:
 
     def ahead(self) -> Iterable[int]:
         """The units whose gathers are expected next."""
-        gathers = self.order.gathers
-        return (gathers[at] for at in range(self.place, len(gathers)))
+        order = self.order
+        upcoming = itertools.islice(order.gathers, self.place, None)
+        return itertools.takewhile(lambda unit: unit not in order.written, upcoming)

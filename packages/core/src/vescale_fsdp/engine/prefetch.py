@@ -65,7 +65,8 @@ class Prefetch:
             return
         explicit = unit.backward_prefetch if in_backward else unit.forward_prefetch
         if explicit is not None:
-            upcoming = [self._index[id(each)] for each in explicit if id(each) in self._index]
+            known = (self._index[id(each)] for each in explicit if id(each) in self._index)
+            upcoming = [each for each in known if each not in walk.order.written]
             self._start_ahead(upcoming, len(explicit), in_backward=in_backward)
             return
         room = self._room
@@ -73,7 +74,7 @@ class Prefetch:
             num_elements = sum(sum(group.sizes) for group in unit.groups)
             self._missing = weakref.ref(unit), num_elements / 2
             room -= reductions.num_flying
-        self._start_ahead(walk.ahead(), room, in_backward=in_backward)
+        self._start_ahead(walk.ahead(), room, in_backward=in_backward, walk=walk)
 
     def gradient_arrived(
         self, unit: Unit, num_elements: int, walk: Walk, reductions: Reductions
@@ -87,7 +88,7 @@ class Prefetch:
             with plain_tensors():
                 reductions.land(self._room - 1)
                 room = self._room - reductions.num_flying
-                self._start_ahead(walk.ahead(), room, in_backward=True)
+                self._start_ahead(walk.ahead(), room, in_backward=True, walk=walk)
 
     def _takes_turns(self, unit: Unit, walk: Walk) -> bool:
         """Whether gathers wait for reductions while the backward of ``unit`` runs.
@@ -103,10 +104,17 @@ class Prefetch:
         if any(group.has_streams or not group.trainable for group in unit.groups):
             return False
         sizes = [size for group in unit.groups for size in group.sizes]
-        return 2 * max(sizes) <= sum(sizes)
+        # A unit of no parameters of its own may run here too: there is nothing to take turns with.
+        return 2 * max(sizes, default=1) <= sum(sizes)
 
-    def _start_ahead(self, upcoming: Iterable[int], room: int, *, in_backward: bool) -> None:
-        """Start the gathers of ``room`` units, if they are not there already."""
+    def _start_ahead(
+        self, upcoming: Iterable[int], room: int, *, in_backward: bool, walk: Walk | None = None
+    ) -> None:
+        """Start the gathers of ``room`` units, if they are not there already.
+
+        Along a ``walk`` none is passed over that this rank has still to gather: gathers are issued
+        in the order of the walk.
+        """
         for index in itertools.islice(upcoming, max(room, 0) + _MAX_KEPT):
             if room <= 0:
                 break
@@ -119,6 +127,8 @@ class Prefetch:
                 coming.start_gather(in_backward=in_backward)
                 self.ahead.add(index)
             elif index not in self.ahead:
+                if walk is not None and (index in walk.ran or not coming.stays_on_all_ranks):
+                    break  # in use here, and to be gathered once more when it has been released
                 continue  # kept since its forward: nothing to fetch
             room -= 1
 

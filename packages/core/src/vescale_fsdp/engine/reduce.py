@@ -2,6 +2,7 @@
 
 ::
 
+    settle         a backward begins: what is frozen now has no place in the buffer
     add            a gradient of this rank goes to its place in the flat buffer
     start_reduce   the buffer is summed over the ranks that shard: one shard comes back
     finish_reduce  (replicas) that shard is summed over the replicas, unless they are to wait
@@ -22,10 +23,10 @@ from vescale_fsdp.dbuffer import (
     Coding,
     Comm,
     GradientBuffer,
+    Packing,
     PendingReduce,
     SlabPool,
     has_streams,
-    shard_view,
 )
 from vescale_fsdp.engine.slot import Slot, local_of
 from vescale_fsdp.planner import ShardLayout
@@ -74,6 +75,7 @@ class Gradients:
         cuts_outside: bool = False,
     ) -> None:
         self._cuts_outside = cuts_outside
+        self.unit_name = ""
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
         self.only_sums = False  # whether the collective must not average
@@ -93,11 +95,14 @@ class Gradients:
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
         self._arrival: torch.Event | None = None  # of what was reduced, where it rests on the CPU
+        self._packing = Packing(buffer.layout)  # of all that is not published yet
         self.bind(buffer, slots, pool)
 
     def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
         """Belong to another buffer from now on: the group was converted, moved or planned anew."""
         self._buffer, self._slots, self.pool = buffer, slots, pool
+        if self._packing.source is not buffer.layout:
+            self._packing = Packing(buffer.layout)
         self._codec = self._errors = None
 
     def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
@@ -106,6 +111,7 @@ class Gradients:
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
+        twin._packing = self._packing
         twin._errors = None if self._errors is None else self._errors.clone()
         twin.casts_first = self.casts_first
         return twin
@@ -120,20 +126,83 @@ class Gradients:
         """The dtype in which gradients are summed over ranks and micro-batches."""
         return self._reduce_dtype or self._buffer.full_dtype
 
-    def wait_for_more(self, waits: bool) -> None:
-        """Say whether the gradients of the coming backward wait for a later one."""
-        self._has_accumulated |= waits
+    @property
+    def wanted(self) -> Sequence[bool]:
+        """Which parameters have a place: those that were trainable when the backward began.
+
+        While gradients wait for a later backward also those that were it before.
+        """
+        return self._packing.wanted
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of the others."""
+        flags = zip(self._slots, self.wanted, strict=True)
+        return [slot.fqn for slot, is_wanted in flags if not is_wanted]
+
+    def settle(self, waits: bool) -> bool:
+        """A backward begins: leave out what is frozen now, and take what is not.
+
+        Args:
+            waits: whether its gradients wait for a later backward.
+
+        Returns:
+            Whether there will be something to reduce. The same on every rank, as it is by flags of
+            parameters and by what the backwards before were to do.
+
+        Cost: nothing is communicated; where flags have changed, a copy of what waits.
+        """
+        wanted = [slot.sharded.requires_grad for slot in self._slots]
+        is_trainable, is_open = any(wanted), self._has_accumulated or self._unsummed is not None
+        self._has_accumulated |= waits and is_trainable
+        if is_open:
+            wanted = [a or b for a, b in zip(wanted, self.wanted, strict=True)]
+        if (is_trainable or is_open) and tuple(wanted) != self.wanted:
+            self._repack(Packing(self._buffer.layout, wanted))
+        return is_trainable or is_open
+
+    def _repack(self, packing: Packing) -> None:
+        former, self._packing, self._codec = self._packing, packing, None
+        if self._filling is not None:
+            self._filling.repack(packing)
+        if self._unsummed is not None:  # of as many resting shards as one rank has in a step
+            size = former.layout.shard_size
+            count = self._unsummed.numel() // size if size else 1
+            first = self._buffer.rank // count * count
+            self._unsummed = packing.moved(self._unsummed, former, range(first, first + count))
+        if self._errors is not None:
+            every_rank = range(packing.layout.num_shards)
+            self._errors = packing.moved(self._errors, former, every_rank)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``, for good."""
-        self._fillable().add(index, gradient)
-        self._slots[index].used = True
+        """Take the gradient of parameter ``index``, for good. That of a frozen one is dropped."""
+        if self._has_place(index):
+            self._fillable().add(index, gradient)
+            self._slots[index].used = True
+
+    def _has_place(self, index: int) -> bool:
+        """False where autograd has made a gradient that nobody wants any more, as it does itself.
+
+        Raises:
+            RuntimeError: somebody wants it who did not when the backward began.
+        """
+        slot = self._slots[index]
+        if not slot.sharded.requires_grad:
+            return False
+        if not self.wanted[index]:
+            raise RuntimeError(
+                f"parameter {slot.fqn!r} was unfrozen while a backward ran, which had begun "
+                "without a place for its gradient; call requires_grad_(True) before backward"
+            )
+        return True
 
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
         """Take the gradient ``left @ right`` of backward ``turn`` without a copy, or return False.
 
-        False where `add` has to take it, for the same bits.
+        False where `add` has to take it, for the same bits, or to drop it.
         """
+        if not self._has_place(index):
+            return False
         if self._filling is None and self._filling_dtype != left.dtype:
             return False
         if not self._fillable().add_product(index, left, right, turn):
@@ -158,7 +227,7 @@ class Gradients:
         dtype = self._filling_dtype
         shapes = [slot.shape for slot in self._slots]
         waits = self._has_accumulated
-        return GradientBuffer(self._buffer.layout, shapes, dtype, self.pool, waits=waits)
+        return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits)
 
     def start_reduce(self, comm: Comm) -> None:
         """Issue the reduction of the gradients added so far (zeros where there is none)."""
@@ -187,11 +256,12 @@ class Gradients:
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """That of what travels; None: gradients travel as they are, or not at all."""
-        layout = self._buffer.layout
-        if comm.size == 1 or not any(self.codings) or not layout.total_size:
+        layout = self._packing.layout
+        codings = self._packing.of_layout(self.codings) if self.codings else []
+        if comm.size == 1 or not any(codings) or not layout.total_size:
             return None
         if self._codec is None:
-            self._codec = BlockCodec(layout, self.codings, self.sum_dtype)
+            self._codec = BlockCodec(layout, codings, self.sum_dtype)
         return self._codec
 
     def _errors_so_far(self, full: torch.Tensor) -> torch.Tensor | None:
@@ -204,29 +274,38 @@ class Gradients:
         """Whether what rounding takes from a gradient is added to the next."""
         return self.corrects and any(self.codings)
 
-    def error_views(self) -> list[torch.Tensor]:
-        """What rounding has taken so far, of each parameter; nothing before the first reduction."""
-        return [] if self._errors is None else self._views(self._errors)
+    def errors(self) -> dict[int, torch.Tensor]:
+        """What rounding has taken so far, by parameter; nothing before the first reduction.
+
+        Views, or copies where gradients lie in several stretches. Of frozen ones there is none.
+        """
+        if self._errors is None:
+            return {}
+        flat, found = self._errors, {}
+        for index, slot in enumerate(self._slots):
+            if self.wanted[index]:
+                stretches = self._packing.stretches(index)
+                parts = [flat.narrow(0, each.place, each.stop - each.start) for each in stretches]
+                whole = parts[0] if len(parts) == 1 else torch.cat([flat[:0], *parts])
+                found[index] = whole.view(slot.shape)
+        return found
 
     def replace_errors(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Go on with other errors, zero where there is None; returns the old, for `put_errors`."""
         before, self._errors = self._errors, None
         if any(value is not None for value in values):
-            size, device = self._buffer.layout.total_size, self.pool.device
+            size, device = self._packing.layout.total_size, self.pool.device
             self._errors = torch.zeros(size, dtype=torch.float32, device=device)
-            for view, value in zip(self._views(self._errors), values, strict=True):
-                if value is not None:
-                    view.copy_(value)
+            for index, value in enumerate(values):
+                if value is not None and self.wanted[index]:
+                    for start, stop, place in self._packing.stretches(index):
+                        part = value.reshape(-1)[start:stop]
+                        self._errors.narrow(0, place, stop - start).copy_(part)
         return before
 
     def put_errors(self, errors: torch.Tensor | None) -> None:
         """Have what `replace_errors` returned again."""
         self._errors = errors
-
-    def _views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The places of the parameters in a full buffer."""
-        places = zip(self._buffer.layout.offsets, self._slots, strict=True)
-        return [full[k : k + slot.shape.numel()].view(slot.shape) for k, slot in places]
 
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""
@@ -235,7 +314,7 @@ class Gradients:
         gradients, pending, comm = self._reducing
         self._reducing = None
         self.finish_sum()  # of an earlier reduction in the same backward
-        reduced = pending.finish()
+        reduced = pending.finish(self._reduction())
         gradients.release()
         if comm.replica_group is None:
             self._keep(reduced)
@@ -257,9 +336,15 @@ class Gradients:
         if self._summing is None:
             return
         _, pending = self._summing
-        summed = pending.finish()
+        summed = pending.finish(self._outer_sum())
         self._summing = None
         self._keep(summed)
+
+    def _reduction(self) -> str:
+        return f"the reduction of {self.unit_name}"
+
+    def _outer_sum(self) -> str:
+        return f"the sum of {self.unit_name} over the replicas"
 
     def _keep(self, reduced: torch.Tensor) -> None:
         if self.hook is not None:
@@ -288,12 +373,12 @@ class Gradients:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
         reduced, self._reduced = self._reduced, None
-        layout, rank = self._buffer.layout, self._buffer.rank
+        rank = self._buffer.rank
         for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
             slot.used = False
-            if reduced is None or not was_used or not slot.sharded.requires_grad:
+            if reduced is None or not was_used or not self.wanted[index]:
                 continue
-            local = shard_view(layout, rank, reduced, index)
+            local = self._packing.shard_view(reduced, rank, index)
             if slot.sharded.grad is None:
                 slot.sharded.grad = slot.wrap(local)
             else:

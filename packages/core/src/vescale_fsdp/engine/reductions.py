@@ -72,7 +72,21 @@ class Reductions:
         self._issued: set[int] = set()
         self.late: list[int] = []  # those that only the end of the backward completes
         self._flying: deque[Group] = deque()
+        self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = False
+
+    @property
+    def reduced_too_early(self) -> list[int]:
+        """The groups that were issued, and have got gradients since: they ran once more."""
+        return [
+            n
+            for n, item in self._due.items()
+            if n in self._issued and item.group.gradients.are_waiting
+        ]
+
+    def units_of(self, numbers: Iterable[int]) -> list[int]:
+        """The indices of the units that have these groups."""
+        return list(dict.fromkeys(self._due[number].unit_index for number in numbers))
 
     @property
     def groups(self) -> list[Group]:
@@ -126,17 +140,18 @@ class Reductions:
                 self._walk.order.reductions.append((number, self._walk.place))
                 self._issue(number)
 
-    def finish(self) -> None:
-        """Issue what is left, and wait for everything."""
+    def finish(self, when_issued: Callable[[], None]) -> None:
+        """Issue what is left, call ``when_issued``, and wait for everything."""
         for number in self._due:
             if number not in self._issued:
                 if self._records:
                     self._walk.order.reductions.append((number, AT_THE_END))
                 self._issue(number)
+        when_issued()
         self.land(0)
-        for group in self.groups:  # gradients that came after their group was thought complete
-            if group.gradients.are_waiting:
-                self._start(group)
+        for number in self._due:  # gradients that came after their group was thought complete
+            if number in self.again:
+                self._start(self._due[number].group)
         self.land(0)
         for group in self.groups:
             group.gradients.finish_sum()

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.ties import refuse_waiting
+from vescale_fsdp.ragged.assignment import NAME
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
@@ -53,13 +55,14 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
     names = {id(param): name for name, param in module.named_parameters()}
     for name, below in units.items():
         below.fqn = name
+        for slot in (slot for group in below.groups for slot in group.slots):
+            slot.fqn = names.get(id(slot.registered()), slot.fqn)
+        check_materialized([below])
         for group in below.groups:
             if group.is_sharded:
                 group.rebind()
             for slot in group.slots:
-                registered = slot.sharded if group.is_sharded else slot.gathered
-                slot.fqn = names.get(id(registered), slot.fqn)
-    check_materialized(list(units.values()))
+                setattr(slot.sharded, NAME, slot.fqn)
     schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     unit.is_root = True
     for below in units.values():
@@ -67,17 +70,37 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
 
 
 def check_materialized(units: list[Unit]) -> None:
-    """Raise if a parameter of the units has no data yet."""
-    on_meta = [
-        slot.fqn
-        for unit in units
-        for group in unit.groups
-        for slot in group.slots
-        if group.is_on_meta
-    ]
-    if on_meta:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {on_meta}\n"
-            "For example, call module.to_empty(device) and load or initialize the weights"
-        )
+    """Raise if a parameter of the units has no data yet; name those of the first such unit."""
+    for unit in units:
+        slots = [slot for group in unit.groups for slot in group.slots]
+        on_meta = [slot for slot in slots if slot.registered().is_meta]
+        if on_meta:
+            names = [slot.fqn for slot in _children_first(unit, on_meta)]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, "
+                f"but the following were still on meta device: {names}\n"
+                "For example, call module.to_empty(device) to materialize to device and "
+                "call module.reset_parameters() on each module to initialize values."
+            )
+
+
+def _children_first(unit: Unit, slots: list[Slot]) -> list[Slot]:
+    """The order in which FSDP2 has them: those of a module come after those of its children."""
+    places: dict[tuple[int, str], int] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        for name in module._parameters:
+            places.setdefault((id(module), name), len(places))
+
+    for ref in unit.module_refs:
+        module = ref()
+        if module is not None:
+            visit(module)
+
+    def place(slot: Slot) -> int:
+        found = (places.get((id(ref()), name)) for ref, name in slot.sites)
+        return min((each for each in found if each is not None), default=len(places))
+
+    return sorted(slots, key=place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from vescale_fsdp.engine.parallel import (
     placements_of,
     spec_at_rest,
 )
+from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
 __all__ = [
@@ -72,6 +73,12 @@ class Slot:
         if self.dim:
             part = part.movedim(0, self.dim)
         return DTensor(part, self.spec, requires_grad=False)
+
+    def new_sharded(self, part: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """The sharded parameter around this rank's part, which errors can name."""
+        param = nn.Parameter(self.wrap(part), requires_grad=requires_grad)
+        setattr(param, NAME, self.fqn)
+        return param
 
     def flat(self, local: torch.Tensor) -> torch.Tensor:
         """The flat part that a local tensor of `wrap` holds."""
@@ -161,16 +168,34 @@ def same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
 def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
     """The local part of a parameter that has replaced the sharded one, or been converted.
 
+    Collective where that has other placements: it is redistributed to those of the slot.
+
     Raises:
-        ValueError: it is not sharded as that one was.
+        ValueError: it is no DTensor, or one of another shape, or of other placements on another
+            mesh.
     """
-    local: torch.Tensor | None = getattr(param, "_local_tensor", None)
-    placements = getattr(param, "placements", None)
-    if local is None or placements != slot.spec.placements or param.shape != slot.spec.shape:
+    expected = f"of shape {tuple(slot.spec.shape)} with {slot.spec.placements}"
+    if not isinstance(param, DTensor):
+        # That it is the same on every rank is not known here, and would take a comparison.
         raise ValueError(
-            f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)} with "
-            f"{placements or 'no placements'}; expected shape {tuple(slot.spec.shape)} with "
-            f"{slot.spec.placements}. Load it into the existing parameter (assign=False), or "
-            "distribute it with that placement"
+            f"parameter {slot.fqn!r} was replaced by a plain tensor of shape {tuple(param.shape)}; "
+            f"expected a DTensor {expected}. Load it into the existing parameter (assign=False), "
+            "or give it to distribute_tensor with the mesh of that one"
         )
-    return local
+    if param.shape != slot.spec.shape:
+        raise ValueError(
+            f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)}; expected "
+            f"one {expected}. Call fully_shard after the shapes are final"
+        )
+    if param.placements == slot.spec.placements:
+        return local_of(param)
+    if param.is_meta:
+        return torch.empty(slot.local.shape, dtype=param.dtype, device="meta")
+    if param.device_mesh != slot.spec.mesh:
+        raise ValueError(
+            f"parameter {slot.fqn!r} was replaced by one on {param.device_mesh} with "
+            f"{param.placements}; expected one on {slot.spec.mesh}, {expected}. Give its "
+            "full_tensor() to distribute_tensor with that mesh"
+        )
+    whole = cast(DTensor, param.detach())
+    return local_of(whole.redistribute(placements=slot.spec.placements))

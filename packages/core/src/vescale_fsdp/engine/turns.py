@@ -32,9 +32,11 @@ class Turn:
         recomputes: whether a backward wants it for running its forward again.
         complete: groups whose gradients are all there.
         late: groups that only the end of the backward completes; of any rank.
+        again: groups that were reduced and have got gradients since; of any rank.
         ran: at the end of a pass, the units that ran in its forward; of all ranks together.
         wrong: what is wrong on this rank, if anything.
         failed: whether the pass has ended by an exception; on any rank.
+        skips: whether a rank has left out units since the last backward; any rank.
     """
 
     step: str
@@ -42,13 +44,18 @@ class Turn:
     recomputes: bool = False
     complete: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     wrong: str = ""
     failed: bool = False
+    skips: bool = False
 
 
 def agree_on_turn(
-    mine: Turn, groups: Sequence[dist.ProcessGroup], precedence: Callable[[int], list[int]]
+    mine: Turn,
+    groups: Sequence[dist.ProcessGroup],
+    precedence: Callable[[Turn], list[int]],
+    timeout_s: float | None = None,
 ) -> Turn:
     """The turn that all ranks take: the unit of lowest precedence, and what is complete on all.
 
@@ -64,24 +71,27 @@ def agree_on_turn(
         wanted = [turn for turn in turns if turn.unit != END]
         everywhere = set(turns[0].complete).intersection(*(turn.complete for turn in turns))
         complete = [group for group in turns[0].complete if group in everywhere]
-        first = min(wanted, key=lambda turn: precedence(turn.unit), default=turns[0])
+        first = min(wanted, key=precedence, default=turns[0])
         ran = sorted({unit for turn in turns for unit in turn.ran})
         late = sorted({group for turn in turns for group in turn.late})
+        again = sorted({group for turn in turns for group in turn.again})
         merged = Turn(
             first.step,
             first.unit,
             first.recomputes,
             complete,
             late,
+            again,
             ran,
             wrong,
             failed=any(turn.failed for turn in turns),
+            skips=any(turn.skips for turn in turns),
         )
         return json.dumps(asdict(merged))
 
     answer = json.dumps(asdict(mine))
     for group in groups:
-        answer = exchange("next step", answer, group, merge)
+        answer = exchange("next step", answer, group, merge, timeout_s=timeout_s)
     turn = Turn(**json.loads(answer))
     if turn.wrong:
         raise RankMismatchError(

@@ -87,7 +87,6 @@ class Unit:
         self.pins = 0  # contexts that want the parameters to stay gathered
         self.held = False  # gathered at the user's request, until used or resharded
         self._is_kept = False  # gathered since a backward, for the next forward
-        self._may_be_stale = False  # a backward has ended inside of the forward that is running
         self._depth = 0  # forwards of this unit that are running
         self._handled: BaseException | None = None  # that was being handled when they began
         self._has_begun = False  # whether the schedule knows of the outermost of them
@@ -111,8 +110,24 @@ class Unit:
     def drop_stale(self) -> None:
         """Reshard, outside of a pass, if an optimizer has stepped since the gather."""
         running = self.schedule is not None and self.schedule.is_running
-        if not (running or self.pins) and any(group.is_stale for group in self.groups):
+        if self.is_stale and not running:
             self.reshard()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is gathered is not what the shards hold now, and not pinned."""
+        return not self.pins and any(group.is_stale for group in self.groups)
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Of the shards of its groups: others after a write."""
+        return [group.version for group in self.groups]
+
+    def take_by_hand(self) -> None:
+        """Gather for the user, who may change what is gathered until it is resharded."""
+        self.gather()
+        for group in self.groups:
+            group.take_by_hand()
 
     def rest(self) -> None:
         """Reshard, and forget what was gathered: the weights may be changed from outside."""
@@ -128,6 +143,12 @@ class Unit:
         for group in self.groups:
             comm = schedule.comm(group) if schedule else comm_for(group.axes)
             group.start_gather(comm, in_backward=in_backward)
+
+    def take_part(self) -> None:
+        """Gather for other ranks what is gathered here already. Within `plain_tensors`."""
+        assert self.schedule is not None, "other ranks run the model"
+        for group in self.groups:
+            group.take_part(self.schedule.comm(group))
 
     def finish_gather(self) -> None:
         """Wait for the gathers under way and register the gathered parameters."""
@@ -209,11 +230,10 @@ class Unit:
                 self._to_run = {id(ref()) for ref in self.module_refs}
             self._to_run.discard(id(module))
         if self._depth > 1:
-            if self._may_be_stale:  # and an optimizer may have stepped since
+            if self.is_stale:  # an optimizer has stepped, or somebody has written to the shards
                 self.reshard()
             self.gather()
             return self._cast_inputs((args, kwargs))
-        self._may_be_stale = False
         if self._in_backward and compat.current_backward() != -1:
             # An activation checkpoint runs the forward again.
             self.gather()
@@ -223,15 +243,13 @@ class Unit:
             schedule.before_forward(self, method, wants_gradients)
         self._has_begun, self.held = True, False
         args, kwargs = self._cast_inputs((args, kwargs))
-        if not torch.is_grad_enabled() or not self.groups:
+        if not torch.is_grad_enabled():
             return args, kwargs
-        # Frozen parameters too are needed again in backward, for the gradients of the inputs.
+        # Whether a backward comes back is known from the outputs: frozen parameters too are needed
+        # again, for the gradients of the inputs and of what comes before them in the unit.
         self._call = boundary.Call(self)
-        (args, kwargs), differentiable = boundary.enter(self._call, (args, kwargs))
-        if not differentiable and not self.trainable:
-            self._call = None
-        else:
-            self._open_calls.add(self._call)
+        args, kwargs = boundary.enter(self._call, (args, kwargs))
+        self._open_calls.add(self._call)
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
@@ -246,9 +264,10 @@ class Unit:
             if call is not None:
                 output, reachable = boundary.leave(call, output)
             assert self.schedule is not None, "pre_forward made it"
-            # Without a tensor to come back through, a backward could not gather them again.
             comes_back = self.schedule.wants_gradients
-            keep = bool(self._to_run) or self.schedule.stays(self) or not reachable
+            # Without a tensor to come back through, a backward could not gather them again.
+            strays = call is not None and not reachable and self._may_get_gradients(call)
+            keep = bool(self._to_run) or self.schedule.stays(self) or strays
             # Hooks that run after an exception see it as the one that is being handled.
             has_failed = sys.exception() is not self._handled
             with plain_tensors():
@@ -256,6 +275,12 @@ class Unit:
                 self.schedule.after_forward(has_failed)
         self._handled = None
         return self._cast_output(output)
+
+    def _may_get_gradients(self, call: boundary.Call) -> bool:
+        """Whether a call may be part of a graph: by its inputs, or by parameters in the unit."""
+        modules = [module for ref in self.module_refs if (module := ref()) is not None]
+        below = (unit for module in modules for unit in units_in(module).values())
+        return call.takes_gradients or any(unit.trainable for unit in below)
 
     def keeps_after_forward(self, wants_gradients: bool) -> bool:
         """Whether it is told to have the parameters stay gathered between forward and backward."""
@@ -272,9 +297,12 @@ class Unit:
                 group.drop_message()
         if not keep:
             self.release_after_forward(comes_back)
+        elif self.schedule is not None and self.schedule.is_ahead(self):
+            for group in self.groups:
+                group.set_aside()
         else:
             for group in self.groups:
-                group.mark_kept()
+                group.is_exposed |= self.schedule is not None and self.schedule.exposes(group)
 
     def _cast_inputs(self, value: Any) -> Any:
         dtype = self.mp_policy.param_dtype
@@ -307,6 +335,11 @@ class Unit:
         """Whether no forward or backward runs and nobody has asked for gathered parameters."""
         running = self.schedule is not None and self.schedule.is_running
         return not (running or self._depth or self.pins or self.held)
+
+    @property
+    def stays_on_all_ranks(self) -> bool:
+        """Whether what is gathered is so by hand, or since the last backward: on every rank."""
+        return bool(self.pins) or self.held or self._is_kept
 
     @property
     def may_release(self) -> bool:
@@ -361,7 +394,6 @@ class Unit:
         """The whole backward has ended."""
         self._in_backward = self.is_done = False
         self._to_run.clear()
-        self._may_be_stale = self._depth > 0
         for group in self.groups:
             if self.requires_gradient_sync:  # an optimizer comes next
                 group.drop_copies()
@@ -369,8 +401,6 @@ class Unit:
             self.reshard()
             return
         self._is_kept = True
-        for group in self.groups:
-            group.mark_kept()
 
     @property
     def _rests_after_backward(self) -> bool:

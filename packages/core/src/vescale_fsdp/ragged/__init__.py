@@ -4,8 +4,9 @@ One file per concept. Layouts: `placement` (which rank holds which units), `regi
 as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape),
 `blocks` (of a tensor that is quantized, and where they lie).
 Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DTensor subclass),
-`saving`. Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `linear`,
-`views`, `reductions` with `aggregates` and `norms`, `random`, `scaling`, `gradients`.
+`assignment` (of ``.data``), `saving`. Operators: `dispatch` (which run, and what comes out),
+`elementwise`, `mixing`, `linear`, `views`, `reductions` with `aggregates` and `norms`, `random`,
+`scaling`, `gradients`.
 """
 
 from vescale_fsdp.ragged.placement import RaggedShard

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.mixing import local_beside
-from vescale_fsdp.ragged.recuts import respecified_as, same_layout, sizes_here
+from vescale_fsdp.ragged.mixing import local_beside, start_move
+from vescale_fsdp.ragged.recuts import respecified_as, sizes_here
 from vescale_fsdp.ragged.reductions import Kind, is_number, layout_of_slices, reduce
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
@@ -192,7 +192,10 @@ def _logical(
 
 
 def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool:
-    """``torch.equal`` and ``allclose``: one answer for all ranks, by an all-reduce of a number."""
+    """``torch.equal`` and ``allclose``: one answer for all ranks, by an all-reduce of a number.
+
+    What is cut differently is moved to the layout of the first before.
+    """
     spec: DTensorSpec = next(x._spec for x in (one, other) if isinstance(x, RaggedTensor))
     refuse_partial(func, spec)
     if one.shape != other.shape:
@@ -206,19 +209,14 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool
     for x in (one, other):
         if not isinstance(x, RaggedTensor):
             locals_.append(local_beside(func, x, spec, in_list=False).view(-1))
-        elif same_layout(x._spec, spec):
-            locals_.append(x._local_tensor)
         else:
-            raise ValueError(
-                f"{func} got tensors that are cut differently: {spec.placements} and "
-                f"{x.placements}; redistribute one to the placements of the other"
-            )
+            locals_.append(start_move(func, x, spec).wait())
     device = locals_[0].device
     flag = torch.tensor(func(*locals_, *how), dtype=torch.uint8, device=device)
     for axis in range(spec.mesh.ndim):
         if spec.mesh.size(axis) > 1:
             group = compat.mesh_group(spec.mesh, axis)
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+            compat.all_reduce(flag, group, dist.ReduceOp.MIN).wait()
     return bool(flag)
 
 

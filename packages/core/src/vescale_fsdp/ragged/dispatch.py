@@ -10,14 +10,15 @@
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
+| numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
 | all else | | error that names ``full_tensor()`` |
 
 The files are `elementwise`, `views`, `random`, `scaling`, and `reductions` with `aggregates` and
 `norms`.
-Beside ragged tensors there may be others that are cut in the same way, numbers, one-element plain
-tensors and replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another
-axis takes linear operators only (file `linear`). Gradients have the layout of their tensors
-(file `gradients`).
+Beside ragged tensors there may be others, cut in any way, numbers, one-element plain tensors and
+replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
+linear operators only (file `linear`). Gradients have the layout of their tensors (file
+`gradients`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.norms import NORMS
 from vescale_fsdp.ragged.random import RANDOM
+from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.scaling import SCALING
 from vescale_fsdp.ragged.views import VIEWS, WAYS_OUT
 
@@ -47,6 +49,8 @@ _NEW = {
     aten.new_zeros.default: run_new,
 }
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: lambda _, x: number(x),
+    aten.item.default: lambda _, x: number(x),
     **AGGREGATES,
     **_NEW,
     **NORMS,
@@ -57,10 +61,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 # Element-wise operators that torch does not tag as pointwise.
 _ELEMENTWISE = {
-    aten.alias.default,
     aten.clone.default,
     aten.copy_.default,
-    aten.detach.default,
     aten.detach_.default,
     aten.empty_like.default,
     aten.fill_.Scalar,
@@ -89,7 +91,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Raises:
         NotImplementedError: the operator cannot run on shards, or not yet.
-        ValueError: the arguments are not cut in the same way, or do not mix.
+        ValueError: the arguments do not mix.
     """
     handler = _HANDLERS.get(func)
     if handler is not None:

@@ -1,9 +1,11 @@
 """Element-wise operators: they run on the local parts, and the layout of the result is known.
 
-Element i of each result depends on element i of each argument only, so nothing is communicated.
-The ragged arguments must give each rank the same elements; file `mixing` says what else may
-stand beside them. Lists (``foreach``, ``fused``) are matched position by position, and a position
-without a ragged tensor goes to torch's own dispatch.
+Element i of each result depends on element i of each argument only, so nothing is communicated
+where all give each rank the same elements.
+Ragged arguments that are cut differently are moved before: to the layout of what is written, else
+of the first of them. File `mixing` says what else may stand beside them. Lists (``foreach``,
+``fused``) are matched position by position, and a position without a ragged tensor goes to torch's
+own dispatch.
 
 Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
 matched by its identity.
@@ -20,10 +22,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.exchange import InFlight
 from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.linear import check_linear
-from vescale_fsdp.ragged.mixing import local_beside, local_of_ragged, wider
-from vescale_fsdp.ragged.recuts import respecified_as
+from vescale_fsdp.ragged.mixing import (
+    cut_differently,
+    local_beside,
+    local_of_ragged,
+    may_move,
+    start_move,
+    wider,
+)
+from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 __all__ = ["run_elementwise", "run_new"]
@@ -33,8 +43,10 @@ class _Signature(NamedTuple):
     """What the schema of an operator says."""
 
     written: tuple[tuple[int, str], ...]  # arguments that it writes to: position and name
+    counted: tuple[tuple[int, str], ...]  # those whose versions are raised
     num_returns: int
     has_lists: bool  # a foreach or fused operator
+    has_out: bool  # writes to what is passed by name
 
 
 @cache
@@ -46,14 +58,17 @@ def _signature(func: Any) -> _Signature:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     has_lists = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-    return _Signature(written, len(schema.returns), has_lists)
+    has_out = any(schema.arguments[i].kwarg_only for i, _ in written)
+    # A fused optimizer's first list are the parameters; its states are its own affair.
+    counted = written[:1] if schema.name.startswith("aten::_fused_") else written
+    return _Signature(written, counted, len(schema.returns), has_lists, has_out)
 
 
 def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an element-wise operator on the local parts and wrap what comes out.
 
     Raises:
-        ValueError: the arguments are not cut in the same way, or do not mix.
+        ValueError: the arguments do not mix.
         NotImplementedError: an argument is partial, and the operator is not linear.
     """
     # It describes the global tensor, and means nothing for a flat local part.
@@ -65,6 +80,8 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     operands.check(args, kwargs)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
+    if signature.written:
+        _count_writes(signature, local_args, local_kwargs)
     result = func(*local_args, **local_kwargs)
     if signature.written:
         return _written(signature, args, kwargs)
@@ -90,6 +107,18 @@ def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwarg
     return wrap_local(made, respecified_as(x._spec, dtype=made.dtype), False)
 
 
+def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise the version of each local tensor that an operator writes to, as the engine must know.
+
+    Below autograd nothing else does. What shares memory by a view, by ``detach()`` or by ``.data``
+    shares the version, too.
+    """
+    for i, name in signature.counted:
+        arg = args[i] if i < len(args) else kwargs.get(name)
+        if arg is not None:
+            torch.autograd.graph.increment_version(arg)
+
+
 def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an in-place or out= operator returns: the very arguments that it wrote to."""
     if not signature.num_returns:
@@ -112,7 +141,11 @@ class _Operands:
         self.single: DTensorSpec | None = None
         self.positions: Sequence[DTensorSpec | None] = []
         self._specs: dict[int, Sequence[DTensorSpec | None]] = {}  # by list, its id
-        for arg in (*args, *kwargs.values()):
+        self._alike: dict[int, bool] = {}  # by list: see `_is_alike`
+        self._differ = False  # whether ragged ones are cut differently, so that some must move
+        # What is written decides on the layout: it is the first argument, or passed as ``out``.
+        ordered = (*kwargs.values(), *args) if signature.has_out else (*args, *kwargs.values())
+        for arg in ordered:
             if isinstance(arg, RaggedTensor):
                 self.single = self._joined(self.single, arg._spec)
             elif _is_tensor_list(arg):
@@ -138,18 +171,21 @@ class _Operands:
 
     def _is_alike(self, arg: Sequence[Any]) -> bool:
         """Whether all tensors of a list are ragged and have the very specs of their positions."""
-        return all(map(operator.is_, self._specs[id(arg)], self.positions))
+        alike = self._alike.get(id(arg))
+        if alike is None:
+            alike = all(map(operator.is_, self._specs[id(arg)], self.positions))
+            self._alike[id(arg)] = alike
+        return alike
 
     def _joined(self, known: DTensorSpec | None, new: DTensorSpec | None) -> DTensorSpec | None:
         if known is None or new is None or known is new:
             return known or new
         both = wider(known, new)
+        if both is None and may_move(new, known):
+            self._differ = True
+            return known
         if both is None:
-            raise ValueError(
-                f"{self.func} got tensors that are cut differently: shape {tuple(known.shape)} "
-                f"with {known.placements} and shape {tuple(new.shape)} with {new.placements}. "
-                "Redistribute one to the placements of the other, or use `.full_tensor()`"
-            )
+            raise cut_differently(self.func, known, new)
         return both
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +206,11 @@ class _Operands:
         else:
             return
         for tensor, spec in pairs:
-            if spec is None or (isinstance(tensor, RaggedTensor) and tensor.shape == spec.shape):
+            if spec is None:
+                continue
+            if isinstance(tensor, RaggedTensor) and tensor.shape == spec.shape:
+                if self._differ and not same_layout(tensor._spec, spec):
+                    raise cut_differently(self.func, spec, tensor._spec)
                 continue
             found = getattr(tensor, "placements", "a plain tensor")
             raise ValueError(
@@ -181,19 +221,24 @@ class _Operands:
     def local(self, arg: Any) -> Any:
         """What the operator gets on this rank for an argument."""
         if isinstance(arg, torch.Tensor):
-            return self._local(arg, self.single)
+            return _arrived(self._local(arg, self.single))
         if not _is_tensor_list(arg):
             return arg
         if self._is_alike(arg):
             return [item._local_tensor for item in arg]
-        return [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
+        # All moves are under way before the first is waited for.
+        found = [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
+        return [_arrived(each) for each in found]
 
-    def _local(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    def _local(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor | InFlight:
         in_list = self.signature.has_lists
         if spec is None:  # one number for all tensors of a list
             spec = next(known for known in self.positions if known is not None)
         if isinstance(tensor, RaggedTensor):
-            return local_of_ragged(tensor, spec)
+            if not self._differ or tensor.shape != spec.shape:
+                return local_of_ragged(tensor, spec)
+            keep_layout(tensor)  # its gradient may come in the layout of the others
+            return start_move(self.func, tensor, spec)
         if tensor.requires_grad:
             keep_layout(tensor)
         return local_beside(self.func, tensor, spec, in_list)
@@ -207,6 +252,10 @@ class _Operands:
             specs = self.positions or [self.single] * len(result)
             return type(result)(_wrap(r, spec) for r, spec in zip(result, specs, strict=True))
         return result
+
+
+def _arrived(local: torch.Tensor | InFlight) -> torch.Tensor:
+    return local.wait() if isinstance(local, InFlight) else local
 
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:

@@ -68,7 +68,8 @@ def _hook_for(spec: DTensorSpec | None) -> Callable[[torch.Tensor], torch.Tensor
             return None
         if all(p.is_replicate() for p in grad.placements) and not grad.requires_grad:
             own = respecified_as(spec, dtype=grad.dtype)
-            return wrap_local(local_part(grad._local_tensor, own), own, False)
+            # Contiguous: that of a sum is one number, expanded, which fused kernels misread.
+            return wrap_local(local_part(grad._local_tensor, own).contiguous(), own, False)
         return grad.redistribute(placements=spec.placements)
 
     return in_layout

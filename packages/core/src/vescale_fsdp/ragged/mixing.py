@@ -8,9 +8,11 @@ An element-wise operator runs on the local parts, so every operand must become o
 | DTensor, replicated on every axis, that broadcasts to the ragged shape | its local elements |
 | DTensor, partial, smaller than the ragged tensor (a sum, a norm) | reduced first |
 | ragged, broadcasts along dimensions that are not cut, to the same cuts | repeated locally |
+| ragged, of the same shape and mesh, but cut differently | moved, by one uneven all-to-all |
 | all else | ``ValueError`` |
 
-What needs memory needs that of the local elements, never of the whole.
+What needs memory needs that of the local elements, never of the whole. Whether something is moved
+follows from the placements alone, so all ranks do the same. What is ``Partial`` is not moved.
 """
 
 from __future__ import annotations
@@ -23,23 +25,30 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.exchange import InFlight, done
 from vescale_fsdp.ragged.holdings import holding_of
+from vescale_fsdp.ragged.linear import is_partial
 from vescale_fsdp.ragged.recuts import (
     coordinate_of,
     rescaled,
     reshaped,
+    respecified_as,
     same_layout,
     sizes_here,
 )
+from vescale_fsdp.ragged.redistribute import move
 from vescale_fsdp.ragged.tensor import RaggedTensor
 
 __all__ = [
     "broadcasts_to",
+    "cut_differently",
     "expanded_spec",
     "local_beside",
     "local_expanded",
     "local_of_ragged",
     "local_part",
+    "may_move",
+    "start_move",
     "wider",
 ]
 
@@ -116,6 +125,34 @@ def wider(one: DTensorSpec, other: DTensorSpec) -> DTensorSpec | None:
             if expanded is not None and same_layout(expanded, large):
                 return large
     return None
+
+
+def may_move(source: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether a tensor laid out as ``source`` may be moved to where ``target`` lies."""
+    same_tensor = source.shape == target.shape and source.mesh == target.mesh
+    return same_tensor and not is_partial(source) and not is_partial(target)
+
+
+def start_move(func: Any, tensor: RaggedTensor, spec: DTensorSpec) -> InFlight:
+    """Start to move a ragged operand to where ``spec`` lies; nothing moves if it lies there.
+
+    Raises:
+        ValueError: it is another tensor, or partial.
+    """
+    if same_layout(tensor._spec, spec):
+        return done(tensor._local_tensor)
+    if not may_move(tensor._spec, spec):
+        raise cut_differently(func, spec, tensor._spec)
+    return move(tensor._arrived(), tensor._spec, respecified_as(spec, dtype=tensor.dtype))
+
+
+def cut_differently(func: Any, one: DTensorSpec, other: DTensorSpec) -> ValueError:
+    """What to raise for operands that do not go together."""
+    return ValueError(
+        f"{func} got tensors that are cut differently: shape {tuple(one.shape)} with "
+        f"{one.placements} and shape {tuple(other.shape)} with {other.placements}. "
+        "Redistribute one to the placements of the other, or use `.full_tensor()`"
+    )
 
 
 def local_beside(func: Any, tensor: torch.Tensor, spec: DTensorSpec, in_list: bool) -> torch.Tensor:

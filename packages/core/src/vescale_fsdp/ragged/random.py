@@ -23,8 +23,8 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.holdings import holding_of
 from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.mixing import local_part
-from vescale_fsdp.ragged.recuts import coordinate_of, respecified_as, same_layout
+from vescale_fsdp.ragged.mixing import local_part, start_move
+from vescale_fsdp.ragged.recuts import coordinate_of, respecified_as
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 __all__ = ["RANDOM"]
@@ -42,6 +42,7 @@ def _in_place(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> RaggedTe
     with _state_of_first_rank(x._spec.mesh, local.device, kwargs.get("generator")):
         drawn = func(local.new_empty(x.shape), *args, **kwargs)
     local.copy_(local_part(drawn, x._spec))
+    torch.autograd.graph.increment_version(local)
     return x
 
 
@@ -78,16 +79,12 @@ def _whole(func: Any, arg: Any, spec: DTensorSpec) -> Any:
     but what comes out there is not kept.
     """
     if isinstance(arg, RaggedTensor):
-        if not same_layout(arg._spec, spec):
-            raise ValueError(
-                f"{func} got tensors that are cut differently: {spec.placements} and "
-                f"{arg.placements}; redistribute one to the placements of the other"
-            )
+        local = start_move(func, arg, spec).wait()
         held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
-        whole = arg._local_tensor.new_zeros(spec.shape)
+        whole = local.new_zeros(spec.shape)
         for box in held.boxes:
             part = box.of(whole)
-            part.copy_(arg._local_tensor[box.start : box.start + part.numel()].view(box.sizes))
+            part.copy_(local[box.start : box.start + part.numel()].view(box.sizes))
         return whole
     if isinstance(arg, torch.Tensor) and arg.numel() != 1:
         raise ValueError(

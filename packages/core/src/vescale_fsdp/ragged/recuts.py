@@ -51,9 +51,14 @@ def ragged_in(spec: DTensorSpec) -> tuple[int, RaggedShard]:
 
 
 def coordinate_of(spec: DTensorSpec) -> Sequence[int]:
-    """Where this rank stands in the mesh."""
-    here = spec.mesh.get_coordinate()
-    assert here is not None, "a rank that has a ragged tensor is part of its mesh"
+    """Where this rank stands in the mesh.
+
+    Raises:
+        ValueError: it is not part of the mesh.
+    """
+    here: Sequence[int] | None = spec.mesh.get_coordinate()
+    if here is None:
+        raise ValueError(f"this rank is not part of {spec.mesh}; only its ranks may hold a part")
     return here
 
 

@@ -103,7 +103,7 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
     """
     if source.placements == target.placements:
         return done(local)
-    if math.prod(source.shape) == 0:
+    if math.prod(source.shape) == 0 or local.is_meta:
         return done(local.new_empty(_holding(target, target.mesh.get_coordinate()).local_shape))
     axis = ragged_axis_of(source.placements)
     if axis is not None and _replaced(source, axis, Replicate()).placements == target.placements:

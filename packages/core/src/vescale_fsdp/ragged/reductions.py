@@ -6,10 +6,11 @@
 | anything else: sum, mean, prod, ``count_nonzero``, norms of finite order | DTensor, ``Partial`` |
 | anything else: max, min, any, all, norms of infinite order | DTensor, ``Replicate`` |
 
-A ``Partial`` result is reduced when somebody needs it (``full_tensor()``, the next operator that
-is not linear), so sums of many tensors can share one all-reduce. As for every DTensor, ``item()``
-on it gives the part of this rank. Where results are partial and some dimensions stay, each rank
-adds its boxes into a result of full shape; parts without elements contribute the neutral element.
+A ``Partial`` result is reduced when somebody needs it (``full_tensor()``, ``item()``, the next
+operator that is not linear), so sums of many tensors can share one all-reduce. What becomes a
+number of Python is so the global one, on every rank. Where results are partial and some dimensions
+stay, each rank adds its boxes into a result of full shape; parts without elements contribute the
+neutral element.
 
 Extremes are reduced at once, by one all-reduce of the result per axis that is cut: the maximum of
 gloo and of NCCL loses a NaN, so the NaN travel beside the values, which a ``Partial("max")``
@@ -42,7 +43,15 @@ from vescale_fsdp.ragged.recuts import (
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
 
-__all__ = ["Kind", "is_number", "layout_of_slices", "max_over_ranks", "reduce", "reduce_each"]
+__all__ = [
+    "Kind",
+    "is_number",
+    "layout_of_slices",
+    "max_over_ranks",
+    "number",
+    "reduce",
+    "reduce_each",
+]
 
 
 class Kind(NamedTuple):
@@ -73,12 +82,12 @@ def _extreme_over_ranks(values: torch.Tensor, group: dist.ProcessGroup, which: s
     operation = dist.ReduceOp.MAX if which == "max" else dist.ReduceOp.MIN
     if not values.is_floating_point():
         numbers = values.to(torch.int64, copy=True)  # gloo does not know all integers
-        dist.all_reduce(numbers, op=operation, group=group)
+        compat.all_reduce(numbers, group, operation).wait()
         return numbers.to(values.dtype)
     # NaN travel beside the values, as the largest of flags; the smallest is minus the largest.
     is_nan, sign = values.isnan(), 1 if which == "max" else -1
     both = torch.stack([(sign * values).masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    compat.all_reduce(both, group, dist.ReduceOp.MAX).wait()
     return (sign * both[0]).masked_fill(both[1].bool(), math.nan)
 
 
@@ -207,3 +216,21 @@ def _of_boxes(x: RaggedTensor, over: list[int], kind: Kind) -> torch.Tensor:
         value = kind.local(part, over, dtype)
         place.copy_(kind.join(place, value.view(place.shape)))
     return total.to(kind.dtype)
+
+
+# --- numbers of Python ---------------------------------------------------------------------------
+
+
+def number(tensor: DTensor) -> Any:
+    """The global number of a tensor of one element: ``item()``, ``float()``, ``bool()``, ``int()``.
+
+    Cost: none where it is replicated; else what `full_tensor` costs, so all ranks must call.
+    """
+    local = tensor._local_tensor
+    if not all(p.is_replicate() for p in tensor.placements):
+        with torch.no_grad():
+            local = tensor.full_tensor()
+    return local.item()
+
+
+compat.route_numbers(number)

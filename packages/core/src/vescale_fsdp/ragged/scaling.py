@@ -21,7 +21,9 @@ def _unscale(
 
     Cost: one all-reduce of one element for each axis over which gradients are cut.
     """
-    func([compat.local_tensor(grad).detach() for grad in grads], found_inf, inv_scale)
+    parts = [compat.local_tensor(grad).detach() for grad in grads]
+    func(parts, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(map(compat.local_tensor, grads))
     axes = {
         (grad.device_mesh, axis): None
         for grad in grads
@@ -30,7 +32,8 @@ def _unscale(
         if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
     }
     for mesh, axis in axes:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=compat.mesh_group(mesh, axis))
+        group = compat.mesh_group(mesh, axis)
+        compat.all_reduce(found_inf, group, dist.ReduceOp.MAX).wait()
 
 
 SCALING: dict[Any, Callable[..., Any]] = {

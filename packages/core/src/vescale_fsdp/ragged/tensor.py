@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.compat import TENSOR_DATA, AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.holdings import (
     check_placements,
     holding_of,
     normalized,
     ragged_axis_of,
-    remaining_box,
 )
 from vescale_fsdp.ragged.pending import PendingTensor
 from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.recuts import coordinate_of, range_here, respecified_as
 from vescale_fsdp.ragged.redistribute import move, respecified, scatter
 from vescale_fsdp.ragged.regions import Box, contiguous_strides
 
@@ -90,7 +90,7 @@ class RaggedTensor(DTensor):
                 or the placements are not one RaggedShard and otherwise ``Replicate``.
         """
         spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
-        start, stop = _local_range(spec)
+        start, stop = range_here(spec)
         if local_tensor.dim() != 1 or local_tensor.numel() != stop - start:
             raise ValueError(
                 f"{spec.placements} gives this rank {stop - start} elements of a tensor of shape "
@@ -111,9 +111,28 @@ class RaggedTensor(DTensor):
             ValueError: as `from_local`, or a placement is ``Partial``.
         """
         spec = _spec_for(full_tensor, device_mesh, placements)
-        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec))
+        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
         ragged = wrap_local(full_tensor.new_empty(held.local_shape), spec, False)
         return fill(ragged, full_tensor)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory without autograd. What is assigned is taken over.
+
+        ``x.data = new`` copies the values of a DTensor of the same shape and mesh into the memory
+        of this one, after it was redistributed to the placements of this one (a collective, if it
+        has others). Only a change of the dtype or of the device gives it another local tensor.
+
+        Raises:
+            ValueError: on assignment of a plain tensor, or of another shape or mesh.
+        """
+        return cast(torch.Tensor, TENSOR_DATA.__get__(self))
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        from vescale_fsdp.ragged.assignment import assign
+
+        assign(self, new)
 
     @property
     def ragged_axis(self) -> int:
@@ -133,7 +152,7 @@ class RaggedTensor(DTensor):
 
         Of the whole tensor; where other axes have a ``Shard``, of what they leave of it.
         """
-        return _local_range(self._spec)
+        return range_here(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's flat part. Differentiable.
@@ -231,9 +250,9 @@ class RaggedTensor(DTensor):
     def _boxes(self) -> list[Box]:
         spec = self._spec
         if self.numel() == 0:  # nobody holds an element: the first rank names the entry
-            first = not any(_coordinate(spec))
+            first = not any(coordinate_of(spec))
             return [Box((0,) * self.dim(), tuple(self.shape), 0)] if first else []
-        return holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec)).boxes
+        return holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec)).boxes
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
@@ -309,7 +328,7 @@ def redistribute(
         )
     if placements is None:
         raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
-    _coordinate(tensor._spec)  # raises on a rank outside of the mesh
+    coordinate_of(tensor._spec)  # raises on a rank outside of the mesh
     target = respecified(tensor._spec, placements)
     if tensor._spec.placements == target.placements and forward_dtype in (None, tensor.dtype):
         return tensor
@@ -346,7 +365,7 @@ def distribute(
     if src_data_rank is None or tensor.is_meta or device_mesh.size() == 1:
         ragged = RaggedTensor.distribute(tensor, device_mesh, spec.placements)
     else:
-        _coordinate(spec)  # raises on a rank outside of the mesh
+        coordinate_of(spec)  # raises on a rank outside of the mesh
         ragged = wrap_local(scatter(tensor.detach(), spec, src_data_rank).wait(), spec, False)
     ragged.requires_grad_(tensor.requires_grad)
     return ragged
@@ -365,9 +384,11 @@ def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:
         )
     if local.is_meta and not full_tensor.is_meta:
         local = full_tensor.new_empty(local.shape)
-        ragged = wrap_local(local, _as_dtype(spec, full_tensor.dtype), ragged.requires_grad)
+        ragged = wrap_local(
+            local, respecified_as(spec, dtype=full_tensor.dtype), ragged.requires_grad
+        )
     with torch.no_grad():
-        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, _coordinate(spec))
+        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
         for box in held.boxes:
             numel = math.prod(box.sizes)
             part = local[box.start : box.start + numel].view(box.sizes)
@@ -389,27 +410,6 @@ def _spec_for(
     if any(p.is_partial() for p in spec.placements):
         raise ValueError(f"a full tensor cannot be distributed as {spec.placements}: no Partial")
     return spec
-
-
-def _local_range(spec: DTensorSpec) -> tuple[int, int]:
-    here, axis = _coordinate(spec), ragged_axis_of(spec.placements)
-    assert axis is not None, "specs of ragged tensors have one"
-    placement = cast(RaggedShard, spec.placements[axis])
-    left = remaining_box(spec.shape, spec.placements, spec.mesh.shape, here)
-    return placement.local_range(left.sizes, here[axis])
-
-
-def _coordinate(spec: DTensorSpec) -> Sequence[int]:
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not part of {spec.mesh}; only its ranks may hold a part")
-    return coordinate
-
-
-def _as_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = spec.tensor_meta
-    assert meta is not None, "every DTensor that exists has its meta"
-    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
 
 
 class _ToLocal(torch.autograd.Function):
@@ -476,13 +476,13 @@ def _moved(
         local = local.wait()
     source = tensor._spec
     if dtype is not None and dtype != tensor.dtype:
-        local, source = local.to(dtype), _as_dtype(source, dtype)
+        local, source = local.to(dtype), respecified_as(source, dtype=dtype)
     target = respecified(source, placements)
     if source.placements == target.placements:
         return wrap(local.view_as(local), target)
     moving = move(local, source, target)
     if async_op and moving.works:
-        held = holding_of(target.shape, target.placements, target.mesh.shape, _coordinate(target))
+        held = holding_of(target.shape, target.placements, target.mesh.shape, coordinate_of(target))
         return wrap(PendingTensor(moving, held.local_shape, local.dtype, local.device), target)
     return wrap(moving.wait(), target)
 

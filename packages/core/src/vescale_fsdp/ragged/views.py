@@ -79,7 +79,13 @@ def _in_shape(func: Any, x: RaggedTensor, shape: Sequence[int]) -> RaggedTensor:
             "shards a dimension that is not there any more: it must keep its size, and the "
             f"product of the sizes before it. {WAYS_OUT}"
         )
-    return wrap_local(x._local_tensor.view(-1), spec, False)
+    # The very same local tensor: with it they share the count of writes (`elementwise`).
+    return wrap_local(x._local_tensor, spec, False)
+
+
+def _alias(func: Any, x: RaggedTensor) -> RaggedTensor:
+    """``x.detach()``, and so ``x.data``."""
+    return wrap_local(x._local_tensor, x._spec, False)
 
 
 def _view(func: Any, x: RaggedTensor, shape: Sequence[int], *_: Any) -> RaggedTensor:
@@ -144,7 +150,7 @@ def _expand(
             f"{sizes}: only dimensions behind the cuts may grow. {WAYS_OUT}"
         )
     if spec is x._spec:
-        return wrap_local(x._local_tensor.view(-1), spec, False)
+        return wrap_local(x._local_tensor, spec, False)
     return wrap_local(local_expanded(x._local_tensor, x._spec, spec), spec, False)
 
 
@@ -155,7 +161,11 @@ def _part(func: Any, x: RaggedTensor, start: int, stop: int, drop: bool = False)
     """Indices [start, stop) of dimension 0, which lie in one run of the local part."""
     remember_layout(x)
     spec = _part_spec(func, x._spec, start, stop, drop)
-    return wrap_local(x._local_tensor[_local_slice(x._spec, start, stop)], spec, False)
+    where = _local_slice(x._spec, start, stop)
+    # Below autograd a view would count the writes to it apart (see `elementwise`).
+    with torch.no_grad(), torch.overrides.enable_reentrant_dispatch():
+        local = x._local_tensor[where]
+    return wrap_local(local, spec, False)
 
 
 def _part_spec(func: Any, spec: DTensorSpec, start: int, stop: int, drop: bool) -> DTensorSpec:
@@ -308,7 +318,9 @@ _PARTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 VIEWS: dict[Any, Callable[..., Any]] = {
     aten._reshape_alias.default: _view,
     aten._unsafe_view.default: _view,
+    aten.alias.default: _alias,
     aten.cat.default: _joined,
+    aten.detach.default: _alias,
     aten.expand.default: _expand,
     aten.permute.default: _permute,
     aten.select.int: _select,

@@ -12,6 +12,7 @@ __all__ = ["OURS", "look_at_environment"]
 
 # Ours, with the values that they may have.
 OURS = {
+    "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
 }
@@ -40,6 +41,7 @@ _SLOW = (
     ("NCCL_P2P_DISABLE", ("1",), "keeps GPUs from talking directly"),
     ("NCCL_SHM_DISABLE", ("1",), "keeps GPUs from talking through shared memory"),
     ("NCCL_IB_DISABLE", ("1",), "keeps NCCL off InfiniBand"),
+    ("VESCALE_FSDP_CHECK_MEMORY", ("1",), "frees no memory, and fills it with NaN instead"),
     ("VESCALE_FSDP_CHECK_ORDER", ("1",), "announces every collective of every step"),
 )
 _LONGEST = 200

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES, Exchange
 from vescale_fsdp.optim.matrices.layout import Matrix, Part
 from vescale_fsdp.optim.matrices.routes import Bucket, Routes, Run
@@ -51,7 +51,7 @@ class _InFlight:
 
     def wait(self) -> torch.Tensor:
         """What has been received. Call it once."""
-        self._work.wait()
+        waiting.wait(self._work, "an exchange of matrices for the optimizer")
         received, _ = self._tensors
         del self._tensors, self._work
         return received

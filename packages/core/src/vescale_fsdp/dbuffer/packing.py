@@ -1,0 +1,176 @@
+"""Packing: where gradients lie in a buffer that has no place for the frozen ones.
+
+Parameters stay where they are, whoever is frozen. Three tensors on two ranks, b is frozen::
+
+                   0               S               2S
+    parameters     | a a a a a b b | b b b c c c c |
+                   0           S'          2S'
+    gradients      | a a a a a . | c c c c . . |            `.` is a gap, and zero
+
+The section of a rank keeps what the rank has of the others, in order and from its start. So a
+tensor that is cut may lie in several stretches of the buffer; no block is cut that was whole. With
+nothing frozen, or where that spares nothing, gradients lie as their parameters do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from vescale_fsdp.dbuffer.buffer import shard_view
+from vescale_fsdp.planner import ShardLayout, TensorSpec
+
+__all__ = ["Packing", "Stretch"]
+
+T = TypeVar("T")
+
+
+class Stretch(NamedTuple):
+    """Elements ``[start, stop)`` of a tensor, which lie at ``place`` in the buffer."""
+
+    start: int
+    stop: int
+    place: int
+
+
+class Packing:
+    """The places of some tensors of a layout, without those of the others.
+
+    Args:
+        source: where each tensor lies with all others.
+        wanted: which of them have a place, in the order of the specs. Default: all.
+
+    Attributes:
+        layout: of the buffer. Its tensors are those of ``source``, or pieces of them.
+        wanted: as given.
+
+    All ranks have the same packing, as it follows from the two. Memory: a few numbers for each
+    tensor and each rank.
+    """
+
+    def __init__(self, source: ShardLayout, wanted: Sequence[bool] | None = None) -> None:
+        self.source = self.layout = source
+        self.wanted = (True,) * len(source.specs) if wanted is None else tuple(wanted)
+        self._owners = list(range(len(source.specs)))  # the tensors that the layout's specs are of
+        self._pieces: list[dict[int, int]] = []  # by rank: the piece of a tensor, if it has one
+        if not all(self.wanted):
+            self._pack()
+
+    def _pack(self) -> None:
+        source = self.source
+        sections: list[list[tuple[int, int, int]]] = [[] for _ in range(source.num_shards)]
+        for index in source.order:
+            if self.wanted[index]:
+                for rank, start, stop in source.shard_ranges(index):
+                    sections[rank].append((index, start, stop))
+        starts: list[list[int]] = []
+        size = 0
+        for section in sections:
+            place, places = 0, []
+            for _, start, stop in section:
+                places.append(place)
+                place += -(-(stop - start) // source.alignment) * source.alignment
+            starts.append(places)
+            size = max(size, place)
+        if size >= source.shard_size:
+            return
+        specs: list[TensorSpec] = []
+        offsets: list[int] = []
+        owners: list[int] = []
+        for rank, (section, places) in enumerate(zip(sections, starts, strict=True)):
+            self._pieces.append({})
+            for (index, start, stop), place in zip(section, places, strict=True):
+                self._pieces[-1][index] = len(specs)
+                name = f"{source.specs[index].name}[{start}:{stop}]"
+                specs.append(TensorSpec(name, (stop - start,), stop - start))
+                offsets.append(rank * size + place)
+                owners.append(index)
+        self._owners = owners
+        self.layout = ShardLayout(
+            specs=tuple(specs),
+            num_shards=source.num_shards,
+            alignment=source.alignment,
+            shard_size=size,
+            offsets=tuple(offsets),
+            order=tuple(range(len(specs))),
+            exact=False,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor lies where its parameter does."""
+        return self.layout is self.source
+
+    def of_layout(self, values: Sequence[T]) -> list[T]:
+        """What there is for each tensor, for each of the layout's specs."""
+        return [values[index] for index in self._owners]
+
+    def stretches(self, index: int) -> list[Stretch]:
+        """Where tensor ``index`` lies, in order; nothing if it has no place."""
+        return self._stretches[index]
+
+    @cached_property
+    def _stretches(self) -> list[list[Stretch]]:
+        if self.is_whole:
+            places = zip(self.source.specs, self.source.offsets, strict=True)
+            return [[Stretch(0, spec.numel, place)] for spec, place in places]
+        found: list[list[Stretch]] = [[] for _ in self.source.specs]
+        for index, place, spec in zip(
+            self._owners, self.layout.offsets, self.layout.specs, strict=True
+        ):
+            own = found[index]
+            start = own[-1].stop if own else 0
+            if own and own[-1].place + own[-1].stop - own[-1].start == place:
+                own[-1] = own[-1]._replace(stop=start + spec.numel)
+            else:
+                own.append(Stretch(start, start + spec.numel, place))
+        for own, has_place in zip(found, self.wanted, strict=True):
+            if has_place and not own:  # without elements
+                own.append(Stretch(0, 0, 0))
+        return found
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Start and stop of what belongs to no tensor, in order."""
+        found, position = [], 0
+        pairs = zip(self.layout.offsets, self.layout.specs, strict=True)
+        for start, numel in sorted((start, spec.numel) for start, spec in pairs if spec.numel):
+            if start > position:
+                found.append((position, start))
+            position = start + numel
+        if position < self.layout.total_size:
+            found.append((position, self.layout.total_size))
+        return found
+
+    def shard_view(self, shard: torch.Tensor, rank: int, index: int) -> torch.Tensor:
+        """What ``rank`` has of tensor ``index`` in its shard, flat; see `buffer.shard_view`."""
+        if self.is_whole:
+            return shard_view(self.layout, rank, shard, index)
+        piece = self._pieces[rank].get(index)
+        if piece is None:
+            return torch.empty(0, dtype=shard.dtype, device=shard.device)
+        return shard_view(self.layout, rank, shard, piece)
+
+    def moved(self, flat: torch.Tensor, former: Packing, ranks: Sequence[int]) -> torch.Tensor:
+        """The sections of ``ranks`` of a buffer that ``former`` has packed, in this packing.
+
+        What had no place is zero. Cost: a copy of each part of a tensor.
+        """
+        size, former_size = self.layout.shard_size, former.layout.shard_size
+        result = torch.zeros(len(ranks) * size, dtype=flat.dtype, device=flat.device)
+        sections = {rank: section for section, rank in enumerate(ranks)}
+        for index, (has_place, had_place) in enumerate(
+            zip(self.wanted, former.wanted, strict=True)
+        ):
+            if not (has_place and had_place):
+                continue
+            for rank, _, _ in self.source.shard_ranges(index):
+                if rank in sections:
+                    source = flat.narrow(0, sections[rank] * former_size, former_size)
+                    target = result.narrow(0, sections[rank] * size, size)
+                    part = former.shard_view(source, rank, index)
+                    self.shard_view(target, rank, index).copy_(part)
+        return result

@@ -1,0 +1,69 @@
+"""Guard: nobody reads a group's gathered parameters after they are freed, and no write is lost.
+
+Autograd saves gathered parameters, and compares their versions when a backward reads them. While
+they have no memory their versions are raised, so that such a read is torch's error about a tensor
+that was "modified by an inplace operation" (at version 1073741824 and more), and never the zeros
+that freed pages may hold. When they are gathered again they have their versions back.
+
+A write to them raises their version too, or, as ``p.data = ...``, gives them other memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from vescale_fsdp import compat
+
+__all__ = ["FREED", "Guard"]
+
+FREED = 1 << 30  # added to the versions of parameters that have no memory
+
+
+class Guard:
+    """Watches parameters whose memory comes (`open`) and goes (`close`)."""
+
+    def __init__(self) -> None:
+        self._params: tuple[torch.Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self._plain: list[torch.Tensor] = []  # those that have memory of their own
+        self._places: list[int] = []  # where it is
+        self._closed = False
+
+    def open(self, params: Sequence[torch.Tensor]) -> None:
+        """These parameters have their memory now, as they had it when they were closed."""
+        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        if self._closed and same:
+            compat.set_versions(self._params, self._versions)
+        else:
+            if not same:
+                self._params = tuple(params)
+                self._plain = [param for param in params if not compat.is_wrapper(param)]
+            self._versions = _versions_of(self._params)
+        self._places = self._places_now()
+        self._closed = False
+
+    def close(self) -> None:
+        """The memory goes."""
+        if not self._closed:
+            self._versions, self._closed = _versions_of(self._params), True
+            compat.set_versions(self._params, tuple(each + FREED for each in self._versions))
+
+    @property
+    def saw_move(self) -> bool:
+        """Whether one of them was given other memory since they were opened."""
+        return not self._closed and self._places_now() != self._places
+
+    def _places_now(self) -> list[int]:
+        return [param.data_ptr() for param in self._plain]
+
+    @property
+    def saw_write(self) -> bool:
+        """Whether an operator has written to them since they were opened."""
+        return not self._closed and _versions_of(self._params) != self._versions
+
+
+def _versions_of(params: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple([param._version for param in params])

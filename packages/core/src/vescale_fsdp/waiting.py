@@ -1,0 +1,457 @@
+"""Waiting for other ranks on the CPU: never without a limit, and never without a word.
+
+A rank that parts from the others (it has a batch more, raises, or is killed) leaves them in a
+collective to which it does not come. Every wait of ours goes through this file::
+
+    rank 0   waits for the gather of 'b' --- limit ---> note, closes connections, asks, raises
+    rank 1   waits for the reduction of 'a' ----------------> cut off: note, asks, raises
+    rank 2   computes, sleeps or has died             (no note; its next wait raises at once)
+
+``VESCALE_FSDP_TIMEOUT_S`` is the limit in seconds: 60 by default on the CPU; 0 or ``inf`` for none
+but that of ``init_process_group``, which holds too where it is shorter. On an accelerator a
+collective does not block the host, and NCCL's watchdog ends it; only what ranks tell each other
+through the store ends here.
+
+To close is to have a receive time out: gloo then closes all connections of the communicator, as it
+does when a process dies. So everything under way on it ends with an error, on all of its ranks;
+nobody writes to its buffers any more, and no thread is left in it that could hold up the end of
+the process. There is no way back.
+
+A note is a key in the store, by the rank. It is written when a wait is long or has failed, so that
+it costs nothing before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.errors import RankMismatchError
+
+__all__ = [
+    "Bounded",
+    "Named",
+    "bounded",
+    "close",
+    "deadline_for",
+    "enter",
+    "failure",
+    "finish",
+    "is_closed",
+    "limit_s",
+    "register",
+    "report",
+    "store_wait",
+    "timeout_of",
+    "wait",
+    "wait_until",
+    "watch",
+    "where",
+]
+
+VARIABLE = "VESCALE_FSDP_TIMEOUT_S"
+_ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
+_LONG_S = 15.0  # after this, or a quarter of the limit, a wait is worth a note
+_GRACE_S = 1.0  # for the notes of ranks that have just been cut off
+_STORE_S = 2.0  # for the store to answer when it is asked for them
+_FOREVER_S = 1e8
+_CLOSING_TAG = 1 << 30  # of a message that nobody sends
+# Gloo may still write to what has been given to it.
+_KEPT: list[Any] = []
+
+
+class Waitable(Protocol):
+    """What is under way: a ``Work``, or what waits like one."""
+
+    def wait(self) -> Any:
+        """Return when it has ended."""
+
+
+class _Here:
+    """What this rank does and has done, for the notes."""
+
+    subject: str | None = None  # of the wait that is under way
+    step = "before the first pass"
+    last: tuple[str, str, float] | None = None  # what it waited for before, where, until when
+    fault = ""  # why connections are closed
+    world: weakref.ref[dist.ProcessGroup] | None = None  # that `places` belong to
+
+
+_here = _Here()
+_places: list[tuple[Any, tuple[int, ...]]] = []  # stores for notes, and the ranks that share each
+# Communicators of ours, each with the default group that it was made beside.
+_ours: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_ours = weakref.WeakKeyDictionary()
+_closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+# The limit
+
+
+def limit_s(group: dist.ProcessGroup | None = None) -> float:
+    """Seconds that a rank waits for others; ``inf`` for no limit.
+
+    Args:
+        group: whose ranks exchange something through the store; None for a collective on the CPU.
+
+    Raises:
+        ValueError: ``VESCALE_FSDP_TIMEOUT_S`` is not a number of seconds.
+    """
+    text = os.environ.get(VARIABLE)
+    if text:
+        return _parsed(text)
+    is_cpu = group is None or dist.get_backend(group) == "gloo" or not _has_accelerator()
+    return _ON_CPU_S if is_cpu else _ELSEWHERE_S
+
+
+@functools.cache
+def _parsed(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds) or seconds < 0:
+        raise ValueError(f"{VARIABLE} must be a number of seconds, or 0 for no limit, got {text!r}")
+    return seconds or math.inf
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
+    """That of ``init_process_group`` or ``new_group``; None if it is not known."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)  # type: ignore[union-attr]
+        timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
+
+
+def _up_to(limit: float, group: dist.ProcessGroup | None) -> float:
+    timeout = timeout_of(group)
+    return limit if timeout is None else min(limit, timeout.total_seconds())
+
+
+def _delta(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=min(max(seconds, 0.001), _FOREVER_S))
+
+
+# Waiting
+
+
+def enter(step: str) -> None:
+    """Say where this rank is from now on: "in forward of ..."."""
+    _here.step = step
+
+
+def where() -> str:
+    """Where this rank is, as `enter` was told."""
+    return _here.step
+
+
+def wait(work: Waitable, what: str) -> Any:
+    """Wait for ``work``, which is ``what`` in a report; returns what its ``wait`` returns."""
+    _here.subject = what
+    try:
+        return work.wait()
+    finally:
+        _here.subject = None
+
+
+class Named:
+    """Within it, what is started is ``what`` in a report: that fails where no rank is connected."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        _here.subject = self._what
+
+    def __exit__(self, *exc_info: object) -> None:
+        _here.subject = None
+
+
+class Bounded:
+    """A collective under way on the CPU. Waits like a ``Work``, but not for longer than the limit.
+
+    Args:
+        work: whose ``wait`` may be called again after it has timed out.
+        group: of the ranks.
+        what: in words, if `wait` is not told.
+    """
+
+    __slots__ = ("_group", "_what", "_work")
+
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
+        self._work, self._group, self._what = work, group, what
+
+    def wait(self) -> None:
+        """Return when it has ended.
+
+        Raises:
+            RankMismatchError: a rank has not come in time, or is no longer connected.
+        """
+        started = time.monotonic()
+        try:
+            if self._work.is_completed():
+                self._work.wait()
+                finish(self._what)
+                return
+            limit = limit_s()
+            try:
+                self._work.wait(_delta(min(limit / 4, _LONG_S)))
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                self._wait_long(limit - min(limit / 4, _LONG_S))
+        except RuntimeError as error:
+            raise failure(error, self._group, self._what, started) from error
+        finish(self._what)
+
+    def _wait_long(self, seconds: float) -> None:
+        with _noted(_place_of(dist.get_process_group_ranks(self._group)), _doing(self._what)):
+            if math.isinf(seconds):
+                self._work.wait()
+            else:
+                self._work.wait(_delta(seconds))
+
+
+def bounded(
+    work: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str
+) -> dist.Work:
+    """``work`` on ``tensor`` with a limit, where waiting for it blocks this thread."""
+    if tensor.device.type != "cpu" or not isinstance(work, dist.Work):
+        return work  # type: ignore[no-any-return]
+    group = group or dist.group.WORLD
+    assert group is not None, "there is a collective"
+    return Bounded(work, group, what)  # type: ignore[return-value]
+
+
+def finish(what: str) -> None:
+    """Remember that this rank has done ``what``, or what `wait` was told."""
+    _here.last = (_here.subject or what, _here.step, time.monotonic())
+
+
+def deadline_for(group: dist.ProcessGroup) -> float | None:
+    """The time at which a wait that begins now ends; None if the group's own timeout is enough.
+
+    For what cannot be waited for again: gloo's sends and receives, whose limit replaces that of
+    the group.
+    """
+    limit = limit_s()
+    if math.isinf(limit):
+        return None
+    return time.monotonic() + _up_to(limit, group)
+
+
+def wait_until(work: dist.Work, deadline: float | None) -> None:
+    """Wait for a send or a receive; connections are closed when it times out."""
+    if deadline is None:
+        work.wait()
+    else:
+        work.wait(_delta(deadline - time.monotonic()))
+
+
+def store_wait(store: Any, key: str, seconds: float, ranks: Sequence[int], what: str) -> None:
+    """Block until ``key`` is set.
+
+    Args:
+        seconds: the limit.
+        ranks: global ones, that this rank waits for.
+        what: in words.
+
+    Raises:
+        dist.DistError: it was not set in time (``dist.DistStoreError``), or the store is gone.
+    """
+    first = min(seconds / 4, _LONG_S)
+    try:
+        store.wait([key], _delta(first))
+    except dist.DistStoreError:
+        with _noted(_place_of(ranks), _doing(what)):
+            store.wait([key], _delta(seconds - first))
+    finish(what)
+
+
+# When it has failed
+
+
+def failure(
+    error: RuntimeError, group: dist.ProcessGroup, what: str, started: float
+) -> RankMismatchError:
+    """The error to raise in place of ``error``, which a wait since ``started`` has ended with.
+
+    Closes the connections of ``group`` and of all communicators of ours.
+    """
+    if isinstance(error, RankMismatchError):
+        return error
+    if group in _closed:
+        return RankMismatchError(f"the ranks are no longer connected: {_here.fault}")
+    ranks = dist.get_process_group_ranks(group)
+    seconds, doing = time.monotonic() - started, _doing(what)
+    timed_out = "timed out" in str(error).lower()
+    if timed_out:
+        found = f"has waited {seconds:.1f} s for {doing}"
+        note = f"gave up after {seconds:.1f} s of waiting for {doing}"
+    else:
+        found = f"was cut off from another rank while it waited for {doing}"
+        note = found
+    text = f"rank {dist.get_rank()} {found}. {report(ranks, note, [group])} {_advice(timed_out)}"
+    _here.fault = _here.fault or text
+    if not timed_out:
+        text = f"{text} (gloo says: {error})"
+    return RankMismatchError(text)
+
+
+def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] = ()) -> str:
+    """What this rank did last, and where the others of ``ranks`` are; after `close`."""
+    place, last = _place_of(ranks), _last()
+    _in_time(lambda: _write(place, note))
+    close(groups, "")
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    notes: dict[int, str] = {}
+    _in_time(lambda: _read(place, others, notes))
+    known = [
+        f"rank {rank} {notes[rank]}"
+        if rank in notes
+        else f"rank {rank} waits for none of it: it computes, sleeps, does something else, or has "
+        "died (its log says which)"
+        for rank in others
+    ]
+    return f"{last} The others: {'; '.join(known)}."
+
+
+def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
+    """Close the connections of ``groups`` and of all communicators of ours, for good.
+
+    What is under way on them ends with an error, here and on the other ranks. Does nothing with
+    other backends than gloo.
+    """
+    _here.fault = _here.fault or why
+    ours = [group for group, world in _ours.items() if world() is dist.group.WORLD]
+    for group in {*groups, *ours}:
+        if group in _closed or dist.get_backend(group) != "gloo" or group.size() < 2:
+            continue
+        _closed.add(group)
+        tensor = torch.empty(1)
+        _KEPT.append(tensor)
+        with contextlib.suppress(RuntimeError):
+            peer = (group.rank() + 1) % group.size()
+            work = dist.irecv(tensor, group=group, group_src=peer, tag=_CLOSING_TAG)
+            assert work is not None, "this rank is in the group"
+            work.wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(group: dist.ProcessGroup) -> bool:
+    """Whether the connections of ``group`` have been closed."""
+    return group in _closed
+
+
+def register(group: dist.ProcessGroup) -> None:
+    """``group`` is a communicator of ours, that nobody else uses."""
+    world = dist.group.WORLD
+    assert world is not None, "a group has been made"
+    _ours[group] = weakref.ref(world)
+
+
+def _advice(timed_out: bool) -> str:
+    text = (
+        "Ranks must run the same number of forwards, backwards and steps: look for a rank with a "
+        "batch more or less, another number of micro-batches, or an exception that it caught."
+    )
+    if not timed_out:
+        return text
+    return (
+        f"{text} If a rank only needs longer (it saves, evaluates, loads data, or the network is "
+        f"slow), set {VARIABLE} to more seconds (0: no limit)."
+    )
+
+
+def _doing(what: str) -> str:
+    return f"{_here.subject or what}, {_here.step}"
+
+
+def _last() -> str:
+    if _here.last is None:
+        return "It has waited for nothing before."
+    what, step, at = _here.last
+    return f"The last that it finished was {what}, {step}, {time.monotonic() - at:.1f} s ago."
+
+
+# Notes
+
+
+def watch(store: Any, ranks: Sequence[int]) -> None:
+    """Use ``store`` for the notes of ``ranks``: no process before has used it, all of them do."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a store"
+    if _here.world is None or _here.world() is not world:
+        _places.clear()
+        _here.world, _here.fault, _here.last = weakref.ref(world), "", None
+        _here.step = _Here.step
+    if not any(each == tuple(ranks) for _, each in _places):
+        _places.append((store, tuple(ranks)))
+
+
+def _place_of(ranks: Sequence[int]) -> Any:
+    """The store where the notes of ``ranks`` are; None if there is none."""
+    world = dist.group.WORLD
+    if _here.world is None or _here.world() is not world:
+        return None
+    return next((store for store, each in _places if set(ranks) <= set(each)), None)
+
+
+def _write(place: Any, note: str) -> None:
+    if place is not None:
+        place.set(f"waits/{dist.get_rank()}", json.dumps(note))
+
+
+def _read(place: Any, ranks: Sequence[int], notes: dict[int, str]) -> None:
+    """Collect the notes of ``ranks``. Those that have been cut off just now write theirs."""
+    if place is None:
+        return
+    deadline = time.monotonic() + _GRACE_S
+    while len(notes) < len(ranks):
+        for rank in ranks:
+            key = f"waits/{rank}"
+            if rank not in notes and place.check([key]) and (text := json.loads(place.get(key))):
+                notes[rank] = text
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _noted(place: Any, doing: str) -> Any:
+    """Within it, a note says that this rank waits."""
+    _in_time(lambda: _write(place, f"waits for {doing}"))
+    yield
+    _in_time(lambda: _write(place, ""))
+
+
+def _in_time(ask: Callable[[], None]) -> None:
+    """Call ``ask``, which uses the store; go on without it if that does not answer or is gone."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            ask()
+
+    thread = threading.Thread(target=run, name="vescale-fsdp note", daemon=True)
+    thread.start()
+    thread.join(_STORE_S)
