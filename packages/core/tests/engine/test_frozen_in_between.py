@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -290,7 +291,7 @@ def test_flags_are_compared_when_they_have_changed() -> None:
 
 
 def freeze_on_one_rank() -> None:
-    schedule._SHORT_TIMEOUT_S = 2.0
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = "2"
     model = sharded(made(5))
     backward(model, 0)
     if dist.get_rank() == 0:
