@@ -19,7 +19,7 @@ WORKS = "the next steps work"
 CLEAR = "a clear error on every rank"
 TOLD = "a clear error on that rank, gloo's on the others when it has ended"
 WRONG = "silently wrong weights"
-HANG_S = 20
+HANG_S, LIMIT_S = 20, 8
 PLACES = ("before forward", "between units", "in backward", "after backward")
 NUM_STEPS, BAD_STEP, ODD_RANK = 5, 2, 1
 
@@ -43,6 +43,7 @@ class Breaks(torch.autograd.Function):
 def loop(engine: str, place: str, resets: bool, checks: bool) -> tuple[int, str]:
     """Train; how many exceptions this rank has caught, and the digest at the end."""
     os.environ["VESCALE_FSDP_CHECK_ORDER"] = str(int(checks))
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = str(LIMIT_S)
     model, optimizer = make(engine, width=101)
     odd = dist.get_rank() == ODD_RANK
     num_caught = 0

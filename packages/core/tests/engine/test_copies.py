@@ -56,6 +56,36 @@ def test_a_copy_has_its_own_parameters_and_trains_alike() -> None:
     run_ranks(check_copy_trains_alike, WORLD_SIZE)
 
 
+def check_copy_with_gradients(options: dict[str, str]) -> None:
+    """A copy after a backward has the gradients too, and they are its own."""
+    model = make(MLP)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    model(inputs_of(0, dist.get_rank())).square().sum().backward()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    expected = full_parameters(model)
+    found = full_parameters(twin)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    gradient = next(iter(twin.parameters())).grad
+    model.zero_grad(set_to_none=False)
+    assert gradient is not None
+    assert gradient.norm() > 0
+    for each in (model, twin):
+        each.zero_grad()
+        each(inputs_of(1, dist.get_rank())).square().sum().backward()
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
+def test_a_copy_after_a_backward_has_its_gradients(sharding: str) -> None:
+    run_ranks(check_copy_with_gradients, WORLD_SIZE, {"sharding": sharding})
+
+
 def check_average() -> None:
     model, plain = make(MLP), make(MLP)
     shard_units(model, model.layers)

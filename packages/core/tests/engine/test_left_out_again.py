@@ -153,8 +153,21 @@ class EmptyAround(nn.Module):
         return [*self.inside, self.around]
 
 
+ONE, SUM = ("one",) * 4, ("sum",) * 4  # how the forwards and backwards of a step follow
+MIXED = ("two", "sum", "two", "sum")
+CROSSED = ("crossed", "one", "sum", "crossed")
+
+
+def run_backward(outputs: list[Tensor], order: str) -> None:
+    if order in ("one", "sum"):
+        torch.stack(outputs).sum().backward()
+    else:  # "two", or with the last forward first: "crossed"
+        for output in outputs[:: -1 if order == "crossed" else 1]:
+            output.sum().backward()
+
+
 def check(
-    model_class: type[nn.Module], where: Where, num_forwards: int, reshard: bool | None
+    model_class: type[nn.Module], where: Where, orders: tuple[str, ...], reshard: bool | None
 ) -> None:
     plain = make(model_class).double()
     model = copy.deepcopy(plain)
@@ -162,12 +175,13 @@ def check(
         fully_shard(unit, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
     rank = dist.get_rank()
-    for step in range(4):
+    for step, order in enumerate(orders):
         x = torch.full((2, 4), 0.1 * (step + 1) * (rank + 1), dtype=torch.double)
         for each in (plain, model):
             inputs = x.clone().requires_grad_()
+            num_forwards = 1 if order == "one" else 2
             outputs = [each(inputs, where(step, rank)) for _ in range(num_forwards)]
-            torch.stack(outputs).sum().backward()
+            run_backward(outputs, order)
         expected, found = averaged_gradients(plain), full_gradients(model)
         for name, gradient in expected.items():
             torch.testing.assert_close(
@@ -182,7 +196,7 @@ def check(
     "model_class", [Stretch, ReentrantStretch, Inside, Nested, EmptyRoot, EmptyAround]
 )
 def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> None:
-    run_ranks(check, 2, model_class, where, 1, None, timeout_s=TIMEOUT_S)
+    run_ranks(check, 2, model_class, where, ONE, None, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -191,7 +205,16 @@ def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> No
 def test_ranks_leave_out_units_of_two_forwards_before_a_backward(
     model_class: type[nn.Module], where: Where, reshard: bool | None
 ) -> None:
-    run_ranks(check, 2, model_class, where, 2, reshard, timeout_s=TIMEOUT_S)
+    run_ranks(check, 2, model_class, where, SUM, reshard, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("orders", [MIXED, CROSSED])
+@pytest.mark.parametrize("where", [rank_0, in_turn])
+@pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
+def test_ranks_leave_out_units_while_steps_change_their_order(
+    model_class: type[nn.Module], where: Where, orders: tuple[str, ...]
+) -> None:
+    run_ranks(check, 2, model_class, where, orders, None, timeout_s=TIMEOUT_S)
 
 
 class Empty(nn.Module):

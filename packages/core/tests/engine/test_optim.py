@@ -135,6 +135,25 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(max_norm: float, norm_type
     run_ranks(check_clipping, 2, max_norm, norm_type)
 
 
+def check_double() -> None:
+    ours, plain = make(MLP).double(), make(MLP).double()
+    shard_units(ours, ours.layers)
+    x = inputs_of(0, 0).double()
+    for each in (ours, plain):
+        each(x).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    norm = vescale_fsdp.clip_grad_norm_(ours, 1e-2)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+    clipped = full_gradients(ours)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(clipped[name], parameter.grad, rtol=1e-13, atol=1e-18)
+
+
+def test_the_norm_of_float64_gradients_is_summed_in_float64() -> None:
+    run_ranks(check_double, 2)
+
+
 def literal_norm() -> float:
     linear = nn.Linear(2, 1)
     vescale_fsdp.fully_shard(linear)

@@ -240,8 +240,6 @@ def _settings(case: Case) -> str:
         tolerance = 0.2
     elif "float32" in dtypes or any(node.kind in ("Narrow", "Mixed") for node in nodes):
         tolerance = 2e-4
-    elif any(step.clips == "ours" for step in case.steps):
-        tolerance = 1e-6  # it computes norms in float32
     else:
         tolerance = 1e-9
     steps = [f"    dict({_step(step)})," for step in case.steps]
