@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from vescale_fsdp.engine.filling import Names, fill
 from vescale_fsdp.engine.order import AT_THE_END, Order, Walk
+from vescale_fsdp.engine.reductions import Due, Reductions
 
 NAMES = ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y", "head"]
 # As in a ModuleList: blocks.0, blocks.1, ...; a, b and c above stand for them.
@@ -115,3 +118,36 @@ def test_a_thousand_experts_are_filled_in_at_once() -> None:
     fill(order, units, lambda i, known: units.around(i) in known, is_backward=False)
     assert [names[unit] for unit in order.gathers] == names
     assert time.process_time() - begin < 5
+
+
+class FakeGroup:
+    """A group whose reductions are noted, with the place of the walk at which they begin."""
+
+    def __init__(self, number: int, walk: Walk, begun: list[tuple[int, int]]) -> None:
+        self.gradients, self.are_waiting = self, False
+        self.start_reduce = lambda _: begun.append((number, walk.place))
+
+    def finish_reduce(self) -> None: ...
+
+
+def test_a_gather_added_in_a_backward_moves_the_reductions_after_it() -> None:
+    """A rank that leaves out "a" reduces it after its gather, which others wait for (fuzz 123)."""
+    order = order_of("c", "b", "a")
+    c, b, a, root = range(4)
+    order.reductions = [(c, 1), (b, 2), (a, 3), (root, 3)]
+    walk, begun = Walk(order), []
+    unit: Any = SimpleNamespace(awaits_backward=False)
+    due = [
+        Due(number, cast(Any, FakeGroup(number, walk, begun)), unit, NAMES.index(name))
+        for number, name in ((c, "c"), (b, "b"), (a, "a"), (root, ""))
+    ]
+    reductions = Reductions(
+        due, walk, {NAMES.index("c"), 0}, True, cast(Any, lambda group: None), 1, 1
+    )
+    walk.insert(NAMES.index(""))  # it had been kept in the recorded pass
+    reductions.proceed()
+    for place in (2, 3, 4):
+        walk.place = place
+        reductions.complete([due[c].group])
+    reductions.complete_rest()
+    assert begun == [(c, 2), (b, 3), (a, 4), (root, 4)]

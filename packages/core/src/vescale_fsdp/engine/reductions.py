@@ -61,10 +61,8 @@ class Reductions:
         self._ran = ran
         self._records = in_agreement and walk.is_recording
         self._finds_skipped = in_agreement and not walk.is_recording
-        if self._finds_skipped:
-            self._queue = deque(walk.order.reductions)
-        else:
-            self._queue = deque((item.number, 0) for item in due)
+        self._listed = [(item.number, 0) for item in due]
+        self._num_taken = 0  # of `_queue`
         self._comm_of = comm_of
         self._most, self._most_at_end = most, most_at_end
         self._numbers = {id(item.group): item.number for item in due}
@@ -74,6 +72,11 @@ class Reductions:
         self._flying: deque[Group] = deque()
         self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = False
+
+    @property
+    def _queue(self) -> Sequence[tuple[int, int]]:
+        """Groups and their places, in order. Places move when a gather is added before them."""
+        return self._walk.order.reductions if self._finds_skipped else self._listed
 
     @property
     def reduced_too_early(self) -> list[int]:
@@ -117,14 +120,14 @@ class Reductions:
 
     def proceed(self) -> None:
         """Issue what only waited for its place. To be called after each move of the walk."""
-        while not self._records and self._queue:
-            number, place = self._queue[0]
+        while not self._records and self._num_taken < len(self._queue):
+            number, place = self._queue[self._num_taken]
             if place > self._walk.place:
                 break
             skipped = self._finds_skipped and self._was_skipped(number)
             if number not in self._complete and not skipped:
                 break
-            self._queue.popleft()
+            self._num_taken += 1
             self._issue(number)
 
     def _was_skipped(self, number: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def check(program: str, timeout_s: float = 60) -> Failure | None:
     except RankError as error:
         names = {"RankHung": "hang", "RankDied": "died"}
         first = names.get(error.type_name)
-        kind = first or f"{error.type_name}: {error.message[:24]}"
+        beginning = re.sub(r"rank \d+|[\d.]+", "N", error.message)[:24]
+        kind = first or f"{error.type_name}: {beginning}"
         ranks = [f"rank {each.rank}: {each.type_name}: {each.message}" for each in error.failures]
         return Failure(kind, "\n".join([*ranks, str(error)]))
     for rank, record in enumerate(found):
