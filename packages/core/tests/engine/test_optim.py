@@ -135,7 +135,7 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(max_norm: float, norm_type
     run_ranks(check_clipping, 2, max_norm, norm_type)
 
 
-def check_double() -> None:
+def check_clipping_in_double() -> None:
     ours, plain = make(MLP).double(), make(MLP).double()
     shard_units(ours, ours.layers)
     x = inputs_of(0, 0).double()
@@ -151,7 +151,7 @@ def check_double() -> None:
 
 
 def test_the_norm_of_float64_gradients_is_summed_in_float64() -> None:
-    run_ranks(check_double, 2)
+    run_ranks(check_clipping_in_double, 2)
 
 
 def literal_norm() -> float:

@@ -622,10 +622,12 @@ class Schedule:
                 unit.end_backward()
             self._publish(usages)
             hand_back()
+        num_gathers = len(self._backward.order.gathers)
         order = self._finished(self._backward)
-        # How often a unit runs again then, no other backward tells.
-        is_of_several = self._num_forwards > 1 and bool(order.recomputed) and self._has_skipped
-        if not (self._backward.is_recording and is_of_several):
+        # Of units that ranks have left out, and that run again: no other backward tells how often.
+        has_skipped = bool(order.recomputed) and self._has_skipped
+        is_unsure = has_skipped or len(order.gathers) > num_gathers
+        if not (self._backward.is_recording and self._num_forwards > 1 and is_unsure):
             self._back_orders[self._back_kind] = order
         if not self._num_backwards:
             self._first_back[self._last_kind] = order

@@ -11,7 +11,7 @@ from pathlib import Path
 from .cases import Case
 from .minimise import minimised
 from .programs import program_of
-from .runner import Failure, Invalid, check, drawn
+from .runner import REFUSED, Failure, Invalid, check, drawn
 
 SMALLER_TIMEOUT_S = 7  # while a case is made smaller
 EVERY = 50  # cases a line of progress
@@ -28,8 +28,11 @@ def main(arguments: list[str]) -> int:
         case = drawn(seed, options.ranks)
         began = time.monotonic()
         failure = check(program_of(case), options.timeout)
-        counts["passed" if failure is None else f"failed: {failure.kind}"] += 1
-        if options.only is not None or failure is not None:
+        if failure is None or failure.kind == REFUSED:
+            counts["passed" if failure is None else REFUSED] += 1
+        else:
+            counts[f"failed: {failure.kind}"] += 1
+        if options.only is not None or not (failure is None or failure.kind == REFUSED):
             _report(seed, case, failure, time.monotonic() - began, options)
         if (seed - first + 1) % EVERY == 0:
             minutes = (time.monotonic() - start) / 60

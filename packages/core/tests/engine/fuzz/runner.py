@@ -29,7 +29,7 @@ from .cases import Case, Step
 from .drawing import draw
 from .programs import program_of
 
-__all__ = ["Failure", "Invalid", "check", "drawn"]
+__all__ = ["REFUSED", "Failure", "Invalid", "check", "drawn"]
 
 Record = list[tuple[str, Tensor | None]]
 BATCH = 2
@@ -39,12 +39,18 @@ class Invalid(Exception):
     """The plain model cannot run the case either."""
 
 
+REFUSED = "refused"
+# A backward raises after units that one of the ranks has left out.
+_REFUSED = "an exception has ended a step on all ranks, but not at the same place"
+
+
 @dataclass(frozen=True)
 class Failure:
     """What was wrong.
 
     Attributes:
-        kind: "hang", "died", the beginning of an exception, or what differs ("loss", "weight").
+        kind: "hang", "died", "refused" (by name, on every rank, as the docs say), the beginning of
+            an exception, or what differs ("loss", "weight").
         text: stacks of all ranks, or the values.
     """
 
@@ -84,6 +90,8 @@ def check(program: str, timeout_s: float = 60) -> Failure | None:
         first = names.get(error.type_name)
         beginning = re.sub(r"rank \d+|[\d.]+", "N", error.message)[:24]
         kind = first or f"{error.type_name}: {beginning}"
+        if all(_REFUSED in each.message for each in error.failures):
+            kind = REFUSED
         ranks = [f"rank {each.rank}: {each.type_name}: {each.message}" for each in error.failures]
         return Failure(kind, "\n".join([*ranks, str(error)]))
     for rank, record in enumerate(found):
