@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import CheckpointIncompleteError, checkpoint
+from vescale_fsdp import CheckpointIncompleteError, CheckpointMismatchError, checkpoint
 from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import run_ranks
 
@@ -128,3 +128,29 @@ def load_in_part(root: Path) -> None:
 
 def test_without_strict_what_is_there_is_loaded_and_the_rest_stays(tmp_path: Path) -> None:
     run_ranks(load_in_part, 2, tmp_path)
+
+
+def load_into_fewer_groups(root: Path) -> None:
+    model, _ = make(seed=0)
+    layers, rest = list(model.layers.parameters()), [model.scale]
+    optimizer = torch.optim.AdamW([{"params": layers}, {"params": rest, "lr": 0.5}], lr=0.1)
+    train(model, optimizer, range(2))
+    checkpoint.save(root / "two", model, optimizer)
+    checkpoint.export_dcp(root / "dcp", model, optimizer)
+    other, _ = make(seed=1)
+    less = torch.optim.AdamW(other.layers.parameters(), lr=0.1)
+    before = fingerprint(other, less)
+    expected = r"optimizer states of 1 parameters of the model that are in no optimizer here \(scale"
+    with pytest.raises(CheckpointMismatchError, match=expected):
+        checkpoint.load(root / "two", other, less)
+    with pytest.raises(CheckpointMismatchError, match=expected):
+        checkpoint.import_dcp(root / "dcp", other, less)
+    assert fingerprint(other, less) == before
+    checkpoint.load(root / "two", other, less, strict=False)
+    assert len(less.state) == len(layers)
+
+
+def test_states_of_parameters_that_no_optimizer_has_are_not_dropped_in_silence(
+    tmp_path: Path,
+) -> None:
+    run_ranks(load_into_fewer_groups, 2, tmp_path)

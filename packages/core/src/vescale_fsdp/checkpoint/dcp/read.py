@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.disk.manifest import Manifest, Seal
 from vescale_fsdp.checkpoint.sealed.save import finish_saves
 from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.checkpoint.state.contents import Optimizers, Weights, named
-from vescale_fsdp.checkpoint.state.targets import ModelTarget, OptimizerTarget, Saved
+from vescale_fsdp.checkpoint.state.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.checkpoint.transfer.change import Change
 from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.checkpoint.transfer.reading import Arrival, parts_of
@@ -91,8 +91,7 @@ def import_dcp(
             texts: Texts = {name: [((0,), text)] for name, text in found.texts.items()}
             saved = Saved(str(path), manifest, texts, ranks.rank, strict)
             change.targets.append(ModelTarget(model, saved, weights=weights))
-            for name, each in optimizers.items():
-                change.targets.append(OptimizerTarget(name, each, model, saved))
+            change.targets += optimizer_targets(optimizers, model, saved)
             change.arrived = list(_arrivals(directory, reader, manifest, change.wanted))
             others.update(plain_values(directory, reader, found.others))
         return directory.digest

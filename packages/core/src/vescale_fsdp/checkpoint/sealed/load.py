@@ -22,11 +22,11 @@ from vescale_fsdp.checkpoint.state.contents import PER_RANK, Optimizers, Statefu
 from vescale_fsdp.checkpoint.state.targets import (
     FeedbackTarget,
     ModelTarget,
-    OptimizerTarget,
     RngTarget,
     Saved,
     StatefulTarget,
     ValueTarget,
+    optimizer_targets,
 )
 from vescale_fsdp.checkpoint.transfer.change import Change
 from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
@@ -88,8 +88,7 @@ def load(
             texts = _read_texts(reader, manifest, ranks.rank)
             saved = Saved(str(folder), manifest, texts, ranks.rank, strict)
             change.targets.append(ModelTarget(model, saved, weights=weights))
-            for name, each in named(optimizer).items():
-                change.targets.append(OptimizerTarget(name, each, model, saved))
+            change.targets += optimizer_targets(named(optimizer), model, saved)
             for name, other in (stateful or {}).items():
                 change.targets.append(StatefulTarget(name, other, saved))
             if optimizer is not None:

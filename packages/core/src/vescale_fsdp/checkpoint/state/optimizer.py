@@ -38,6 +38,7 @@ class NamedOptimizer:
         found: dict[int, str] = {}
         for path, param in model.named_parameters():
             found.setdefault(id(param), compat.fqn_of(model, path))
+        self.of_model = set(found.values())
         self.params: dict[str, torch.Tensor] = {}
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):

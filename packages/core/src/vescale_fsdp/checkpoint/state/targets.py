@@ -41,6 +41,7 @@ __all__ = [
     "StatefulTarget",
     "Target",
     "ValueTarget",
+    "optimizer_targets",
 ]
 
 _log = logging.getLogger(__name__)
@@ -208,7 +209,12 @@ class ModelTarget:
 
 
 class OptimizerTarget:
-    """States and options of an optimizer."""
+    """States and options of an optimizer.
+
+    Attributes:
+        params: the optimizer's, by name.
+        saved_params: names of the model's parameters that it had when it was saved.
+    """
 
     def __init__(self, name: str, optimizer: Optimizer, model: nn.Module, saved: Saved) -> None:
         self.live: dict[str, torch.Tensor] = {}
@@ -216,6 +222,7 @@ class OptimizerTarget:
         self._saved, self._key = saved, f"optimizer.{name}"
         self._snapshot = Snapshot(optimizer)
         self._named = NamedOptimizer(name, optimizer, model)
+        self.params, self.saved_params = self._named.params, set[str]()
         self._state: dict[str, Any] = {}
         variants = saved.variants(self._key)
         self.is_there = bool(variants)
@@ -234,6 +241,8 @@ class OptimizerTarget:
             states = {**variant["state"], **states}
             groups += variant["param_groups"]
         self._groups = values.decode(groups, self._new, self._key)
+        listed = {n for group in self._groups for n in group["params"] if isinstance(n, str)}
+        self.saved_params = listed & self._named.of_model
         self._named.check(self._groups, saved.strict)
         try:
             made = self._named.make_states(states)
@@ -304,6 +313,35 @@ class OptimizerTarget:
     def undo(self) -> None:
         """Drop the states that were made, and put values and options back."""
         self._snapshot.restore()
+
+
+def optimizer_targets(
+    optimizers: Mapping[str, Optimizer], model: nn.Module, saved: Saved
+) -> list[OptimizerTarget]:
+    """The targets of all optimizers, that together take the states of all their parameters.
+
+    Raises:
+        CheckpointMismatchError: strict, and a parameter of the model has been saved with one of
+            them, and is in none now: its states would be lost.
+    """
+    made: list[OptimizerTarget] = []
+    try:
+        made += [OptimizerTarget(name, each, model, saved) for name, each in optimizers.items()]
+        taken = {fqn for each in made for fqn in each.params}
+        left = sorted({fqn for each in made for fqn in each.saved_params} - taken)
+        if left and saved.strict:
+            shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
+            raise CheckpointMismatchError(
+                f"the checkpoint {saved.place} has optimizer states of {len(left)} parameters of "
+                f"the model that are in no optimizer here ({shown}); build the optimizer with the "
+                "parameters it was saved with, in all of its groups, or pass strict=False to drop "
+                "these states"
+            )
+    except BaseException:
+        for each in made:
+            each.undo()
+        raise
+    return made
 
 
 class StatefulTarget:
