@@ -217,6 +217,28 @@ def test_ranks_leave_out_units_while_steps_change_their_order(
     run_ranks(check, 2, model_class, where, orders, None, timeout_s=TIMEOUT_S)
 
 
+def check_second_backward() -> None:
+    """The second backward of a graph gathers what was kept for the first, on one rank alone."""
+    plain = make(EmptyRoot).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model.a, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+    for step in range(4):
+        leaves_out = step == 0 or in_turn(step, dist.get_rank())
+        for each in (plain, model):
+            loss = each(x, leaves_out).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        torch.testing.assert_close(full_gradients(model), averaged_gradients(plain))
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def test_a_second_backward_gathers_on_one_rank_what_the_first_has_kept() -> None:
+    run_ranks(check_second_backward, 2, timeout_s=TIMEOUT_S)
+
+
 class Empty(nn.Module):
     """A unit without parameters between two others, under activation checkpointing."""
 

@@ -479,7 +479,8 @@ class Schedule:
         unit = self._units[index]()
         if unit is None or self._last_forward.order.last(index) is None:
             return False
-        is_gathered = unit.unshard_in_backward and not unit.keeps_after_forward(True)
+        is_kept = unit.keeps_after_forward(True) and not self._num_backwards  # the first frees it
+        is_gathered = unit.unshard_in_backward and not is_kept
         # A frozen one that has run, and that no backward asked for: its inputs want no gradient.
         return is_gathered and (unit.trainable or index not in self._ran_anywhere)
 
