@@ -10,7 +10,7 @@ import datetime
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, Literal, cast
@@ -59,6 +59,7 @@ __all__ = [
     "fqn_of",
     "group_over",
     "has_other_init_group",
+    "increment_versions",
     "init_group",
     "is_fsdp2_collective",
     "is_transforming",
@@ -89,6 +90,7 @@ __all__ = [
     "takes_functional_gradient",
     "uses_symmetric_memory",
     "wish_of_backward",
+    "without_torch_function",
 ]
 
 
@@ -531,9 +533,19 @@ def store_wait(store: Store, key: str, timeout_s: float) -> None:
     store.wait([key], datetime.timedelta(seconds=timeout_s))
 
 
+def increment_versions(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise the version counters by which autograd knows of writes."""
+    torch._C._increment_version(tensors)
+
+
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters by which autograd knows of writes."""
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A context in which an attribute of a tensor subclass is read in half of the time."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def outside_functorch() -> AbstractContextManager[None]:

@@ -73,8 +73,17 @@ class GradientBuffer:
     def _collect(self) -> None:
         """Copy what lies apart into the buffer."""
         if self._apart:
-            pairs = [pair for each in self._apart.items() for pair in self._pairs(*each)]
-            torch._foreach_copy_([place for place, _ in pairs], [part for _, part in pairs])
+            places, parts = [], []
+            for index, gradient in self._apart.items():
+                stretches = self._packing.stretches(index)
+                if len(stretches) == 1:
+                    places.append(self._at(stretches[0]).view(self._shapes[index]))
+                    parts.append(gradient)
+                else:
+                    for place, part in self._pairs(index, gradient):
+                        places.append(place)
+                        parts.append(part)
+            torch._foreach_copy_(places, parts)
             self._written |= self._apart.keys()
             self._apart.clear()
 

@@ -28,6 +28,7 @@ class Guard:
     def __init__(self) -> None:
         self._params: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
+        self._raised: tuple[int, ...] = ()  # what those are while the memory is gone
         self._plain: list[torch.Tensor] = []  # those that have memory of their own
         self._places: list[int] = []  # where it is
         self._closed = False
@@ -42,19 +43,29 @@ class Guard:
                 self._params = tuple(params)
                 self._plain = [param for param in params if not compat.is_wrapper(param)]
             self._versions = _versions_of(self._params)
-        self._places = self._places_now()
+        if not (same and self._is_in_place):  # all have moved together, or none
+            self._places = self._places_now()
         self._closed = False
 
     def close(self) -> None:
         """The memory goes."""
-        if not self._closed:
-            self._versions, self._closed = _versions_of(self._params), True
-            compat.set_versions(self._params, tuple(each + FREED for each in self._versions))
+        if self._closed:
+            return
+        versions = _versions_of(self._params)
+        if versions != self._versions or len(self._raised) != len(versions):
+            self._versions = versions
+            self._raised = tuple([each + FREED for each in versions])
+        compat.set_versions(self._params, self._raised)
+        self._closed = True
 
     @property
     def saw_move(self) -> bool:
         """Whether one of them was given other memory since they were opened."""
         return not self._closed and self._places_now() != self._places
+
+    @property
+    def _is_in_place(self) -> bool:
+        return not self._plain or self._plain[0].data_ptr() == self._places[0]
 
     def _places_now(self) -> list[int]:
         return [param.data_ptr() for param in self._plain]

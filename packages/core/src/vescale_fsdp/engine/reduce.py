@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Coding,
@@ -28,7 +29,7 @@ from vescale_fsdp.dbuffer import (
     SlabPool,
     has_streams,
 )
-from vescale_fsdp.engine.slot import Slot, local_of
+from vescale_fsdp.engine.slot import Slot, flags_of, local_of
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Gradients", "ParameterBuffer"]
@@ -152,7 +153,7 @@ class Gradients:
 
         Cost: nothing is communicated; where flags have changed, a copy of what waits.
         """
-        wanted = [slot.sharded.requires_grad for slot in self._slots]
+        wanted = flags_of(self._slots)
         is_trainable, is_open = any(wanted), self._has_accumulated or self._unsummed is not None
         self._has_accumulated |= waits and is_trainable
         if is_open:
@@ -186,15 +187,15 @@ class Gradients:
         Raises:
             RuntimeError: somebody wants it who did not when the backward began.
         """
+        if self._packing.wanted[index]:
+            return True
         slot = self._slots[index]
-        if not slot.sharded.requires_grad:
-            return False
-        if not self.wanted[index]:
+        if slot.sharded.requires_grad:
             raise RuntimeError(
                 f"parameter {slot.fqn!r} was unfrozen while a backward ran, which had begun "
                 "without a place for its gradient; call requires_grad_(True) before backward"
             )
-        return True
+        return False
 
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
         """Take the gradient ``left @ right`` of backward ``turn`` without a copy, or return False.
@@ -373,16 +374,21 @@ class Gradients:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
         reduced, self._reduced = self._reduced, None
-        rank = self._buffer.rank
-        for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
-            slot.used = False
-            if reduced is None or not was_used or not self.wanted[index]:
-                continue
-            local = self._packing.shard_view(reduced, rank, index)
-            if slot.sharded.grad is None:
-                slot.sharded.grad = slot.wrap(local)
-            else:
-                local_of(slot.sharded.grad).add_(local_of(slot.wrap(local)))
+        rank, wanted = self._buffer.rank, self.wanted
+        hooked: list[Slot] = []
+        with compat.without_torch_function():
+            for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
+                slot.used = False
+                if reduced is None or not was_used or not wanted[index]:
+                    continue
+                local, param = self._packing.shard_view(reduced, rank, index), slot.sharded
+                if param.grad is None:
+                    param.grad = slot.wrap(local)
+                else:
+                    local_of(param.grad).add_(local_of(slot.wrap(local)))
+                if param._post_accumulate_grad_hooks:
+                    hooked.append(slot)
+        for slot in hooked:
             for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
                 hook(slot.sharded)
 

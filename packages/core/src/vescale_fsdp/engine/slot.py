@@ -8,6 +8,7 @@ place.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import Coding
 from vescale_fsdp.engine.axes import Axes
@@ -36,6 +38,7 @@ __all__ = [
     "Site",
     "Slot",
     "checked_local",
+    "flags_of",
     "local_of",
     "resting_spec",
     "same_memory",
@@ -139,6 +142,12 @@ class ParamToShard:
         """What this rank has of it to shard, as it lies in the buffer."""
         data = local_data(self.param)
         return data.movedim(self.dim, 0) if self.dim else data
+
+
+def flags_of(slots: Sequence[Slot]) -> list[bool]:
+    """Which of the sharded parameters are trainable."""
+    with compat.without_torch_function():
+        return [slot.sharded.requires_grad for slot in slots]
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

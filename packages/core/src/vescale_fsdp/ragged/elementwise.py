@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.exchange import InFlight
 from vescale_fsdp.ragged.gradients import keep_layout
@@ -39,11 +40,15 @@ from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 __all__ = ["run_elementwise", "run_new"]
 
 
+_NUMBERS = (float, int, bool)
+
+
 class _Signature(NamedTuple):
     """What the schema of an operator says."""
 
     written: tuple[tuple[int, str], ...]  # arguments that it writes to: position and name
     counted: tuple[tuple[int, str], ...]  # those whose versions are raised
+    counts_first: bool  # that is the first argument, which is no list and is returned
     num_returns: int
     has_lists: bool  # a foreach or fused operator
     has_out: bool  # writes to what is passed by name
@@ -61,7 +66,9 @@ def _signature(func: Any) -> _Signature:
     has_out = any(schema.arguments[i].kwarg_only for i, _ in written)
     # A fused optimizer's first list are the parameters; its states are its own affair.
     counted = written[:1] if schema.name.startswith("aten::_fused_") else written
-    return _Signature(written, counted, len(schema.returns), has_lists, has_out)
+    first = not has_lists and not has_out and [i for i, _ in counted] == [0]
+    first &= len(schema.returns) == 1
+    return _Signature(written, counted, first, len(schema.returns), has_lists, has_out)
 
 
 def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,9 +78,15 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         ValueError: the arguments do not mix.
         NotImplementedError: an argument is partial, and the operator is not linear.
     """
+    signature = _signature(func)
+    if signature.counts_first:
+        locals_ = _locals_of_one_spec(args, kwargs)
+        if locals_ is not None:
+            compat.increment_versions(locals_[:1])
+            func(*locals_, **kwargs)
+            return args[0]
     # It describes the global tensor, and means nothing for a flat local part.
     kwargs.pop("memory_format", None)
-    signature = _signature(func)
     operands = _Operands(func, signature, args, kwargs)
     if any(spec is None for spec in operands.positions):
         return _split(func, signature, args, kwargs, operands.positions)
@@ -86,6 +99,25 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if signature.written:
         return _written(signature, args, kwargs)
     return operands.wrap(result)
+
+
+def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """What an operator on ragged tensors of one spec and numbers gets; None for all else.
+
+    The short way of ``p.add_(g, alpha=-lr)`` and the like, which optimizers call for each tensor.
+    """
+    spec = getattr(args[0], "_spec", None)
+    if spec is None or len(spec.placements) > 1:
+        return None
+    found = []
+    for arg in args:
+        if type(arg) is RaggedTensor and arg._spec is spec:
+            found.append(arg._local_tensor)
+        elif type(arg) in _NUMBERS:
+            found.append(arg)
+        else:
+            return None
+    return found if all(type(each) in _NUMBERS for each in kwargs.values()) else None
 
 
 def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +148,7 @@ def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, 
     for i, name in signature.counted:
         arg = args[i] if i < len(args) else kwargs.get(name)
         if arg is not None:
-            torch.autograd.graph.increment_version(arg)
+            compat.increment_versions((arg,) if isinstance(arg, torch.Tensor) else arg)
 
 
 def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,14 +253,15 @@ class _Operands:
     def local(self, arg: Any) -> Any:
         """What the operator gets on this rank for an argument."""
         if isinstance(arg, torch.Tensor):
-            return _arrived(self._local(arg, self.single))
+            local = self._local(arg, self.single)
+            return _arrived(local) if self._differ else local
         if not _is_tensor_list(arg):
             return arg
         if self._is_alike(arg):
             return [item._local_tensor for item in arg]
         # All moves are under way before the first is waited for.
         found = [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
-        return [_arrived(each) for each in found]
+        return [_arrived(each) for each in found] if self._differ else found
 
     def _local(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor | InFlight:
         in_list = self.signature.has_lists
