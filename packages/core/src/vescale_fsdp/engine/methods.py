@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.pipelining import State, register_state
 from vescale_fsdp.engine.schedule import MEETING_TIMEOUT_S
@@ -150,10 +151,12 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         unit = self._unit()
         unit.refuse_if_pinned("converting or moving the module")
         unit.reshard()
+        from_meta = unfilled.on_meta(self)  # type: ignore[arg-type]
         # Past torch's FSDPModule, whose own version works on its own parameter groups.
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.rebind(may_wait=len(unit.module_refs) > 1)
+        unfilled.mark(getattr(owner, name) for owner, name in from_meta)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:

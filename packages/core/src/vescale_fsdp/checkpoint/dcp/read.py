@@ -92,7 +92,7 @@ def import_dcp(
             saved = Saved(str(path), manifest, texts, ranks.rank, strict)
             change.targets.append(ModelTarget(model, saved, weights=weights))
             change.targets += optimizer_targets(optimizers, model, saved)
-            change.arrived = list(_arrivals(directory, reader, manifest, change.wanted))
+            change.take(_arrivals(directory, reader, manifest, change.wanted))
             others.update(plain_values(directory, reader, found.others))
         return directory.digest
 

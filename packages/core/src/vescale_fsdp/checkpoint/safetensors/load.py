@@ -92,10 +92,11 @@ def load_safetensors(
         names.unexpected.extend(each.removeprefix("model.") for each in unexpected)
         if strict:
             _check_names(names, path)
+            target.check_filled()
         for name, tensor in target.live.items():
             _check_dtype(name.removeprefix("model."), manifest.tensors[name], tensor, path)
         with DataReader(folder, manifest.files, advice="; nothing was loaded") as reader:
-            change.arrived = list(_arrivals(reader, manifest, change.wanted))
+            change.take(_arrivals(reader, manifest, change.wanted))
         return hashlib.sha256(b"".join(file.head for file in files)).hexdigest()
 
     change.carry_out(prepare)

@@ -97,7 +97,7 @@ def load(
             change.targets.append(extra)
             if with_rng:
                 change.targets.append(RngTarget(saved))
-            change.arrived = read(reader, manifest, change.wanted, ranks.rank, ranks.size)
+            change.take(read(reader, manifest, change.wanted, ranks.rank, ranks.size))
         if not isinstance(extra.value, dict):
             raise CheckpointCorruptError(f"the extra of {folder} is no mapping")
         returned.update(extra.value)

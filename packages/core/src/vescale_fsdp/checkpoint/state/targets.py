@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.state import rng, tensors, values
 from vescale_fsdp.checkpoint.state.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.engine.feedback import ErrorFeedback
+from vescale_fsdp.engine.unfilled import blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -146,6 +147,7 @@ class ModelTarget:
     Attributes:
         names: of all tensors that the model saves.
         lacking: what the checkpoint has not. Of tied names one is enough.
+        blank: those of ``live`` that have no values yet, as the model's own tensors.
     """
 
     def __init__(
@@ -190,6 +192,28 @@ class ModelTarget:
         self.lacking = [f"model.{fqn}" for fqn in lacking if ties.get(fqn, fqn) not in filled]
         if self.lacking and saved.strict:
             raise saved.lacks(self.lacking)
+        blank = blank_tensors(model)
+        filled_by_this = {id(blank[fqn]) for fqn in blank if f"model.{fqn}" in self.live}
+        self.blank = {f"model.{fqn}": t for fqn, t in blank.items() if f"model.{fqn}" in self.live}
+        self._left = [fqn for fqn, t in blank.items() if id(t) not in filled_by_this]
+        if self._strict:
+            self.check_filled()
+
+    def check_filled(self) -> None:
+        """Raise if something of the model has no values yet, and gets none.
+
+        Raises:
+            CheckpointIncompleteError: names it.
+        """
+        if self._left:
+            shown = ", ".join(self._left[:5]) + (", ..." if len(self._left) > 5 else "")
+            raise CheckpointIncompleteError(
+                f"{len(self._left)} tensors of the model have no values since to_empty(), and the "
+                f"checkpoint {self._saved.place} has none for them: {shown}. Buffers that are not "
+                "saved, as rotary frequencies, are to be computed before the load: call "
+                "reset_parameters() of their modules or, in transformers, "
+                "model._init_weights(module). Or pass strict=False"
+            )
 
     def _extra(self, fqn: str, text: Any) -> None:
         def tensor_of(name: str) -> torch.Tensor:

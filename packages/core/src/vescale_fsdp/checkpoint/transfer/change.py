@@ -8,14 +8,15 @@ old elements are kept. When one fails, all put them back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.state.targets import OptimizerTarget, Target
+from vescale_fsdp.checkpoint.state.targets import ModelTarget, OptimizerTarget, Target
 from vescale_fsdp.checkpoint.transfer.ranks import Ranks
 from vescale_fsdp.checkpoint.transfer.reading import Arrival
+from vescale_fsdp.engine import unfilled
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = ["Change"]
@@ -31,7 +32,7 @@ class Change:
 
     Attributes:
         targets: what is loaded; for ``prepare`` to fill.
-        arrived: what has been read for them; for ``prepare`` to fill.
+        arrived: what has been read for them, by `take`.
     """
 
     def __init__(self, ranks: Ranks, title: str) -> None:
@@ -44,6 +45,23 @@ class Change:
     def wanted(self) -> dict[str, torch.Tensor]:
         """The tensors that are to be filled, by name."""
         return {n: t for each in self.targets for n, t in {**each.live, **each.fresh}.items()}
+
+    def take(self, arrivals: Iterable[Arrival]) -> None:
+        """Hold on to what is read; what goes to tensors without values is put there at once.
+
+        Those have nothing to keep, so that a model of meta needs no memory beside its shards but
+        for one tensor.
+        """
+        blank = self._blank()
+        for arrival in arrivals:
+            if arrival.name in blank:
+                arrival.put(keep=False)
+            else:
+                self.arrived.append(arrival)
+
+    def _blank(self) -> dict[str, torch.Tensor]:
+        targets = (each for each in self.targets if isinstance(each, ModelTarget))
+        return {name: tensor for each in targets for name, tensor in each.blank.items()}
 
     def carry_out(self, prepare: Callable[[], Any]) -> None:
         """Prepare on every rank, then change what is to be changed. Collective.
@@ -82,6 +100,7 @@ class Change:
 
     def _undo(self) -> None:
         """Put back what was there, as far as it was changed."""
+        unfilled.mark(self._blank().values())
         for arrival in reversed(self.arrived):
             arrival.put_back()
         applied = self.targets[: self._num_applied]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,21 +82,20 @@ def read(
     wanted: Mapping[str, torch.Tensor],
     rank: int,
     num_ranks: int,
-) -> list[Arrival]:
+) -> Iterator[Arrival]:
     """Check this rank's share, and read the elements that it has of the wanted tensors.
 
     Args:
         wanted: tensors by their names in the manifest, of the same shapes; not written to yet.
 
-    Returns:
-        What goes where. Needs memory for this rank's part of the wanted tensors.
+    Yields:
+        What goes where, tensor by tensor: this rank's part of the wanted tensors.
 
     Raises:
         CheckpointCorruptError, CheckpointIncompleteError: as `DataReader.read` does.
     """
     parts = parts_of(manifest, wanted)
     mine = {span: label for span, label in shares(manifest, rank, num_ranks) if span.length}
-    arrived: list[Arrival] = []
     for span in sorted({*parts, *mine}, key=lambda span: (span.file, span.offset)):
         if span not in parts:
             reader.check(span, mine[span])
@@ -104,8 +103,8 @@ def read(
         name, chunk = parts[span][0].name, parts[span][0].chunk
         source = _Source(reader, name, manifest.tensors[name].dtype, chunk, is_mine=span in mine)
         for part in parts[span]:
-            arrived.append(Arrival(name, part.place, source.box(part.offsets, part.lengths)))
-    return arrived
+            yield Arrival(name, part.place, source.box(part.offsets, part.lengths))
+        del source  # before the next is read
 
 
 @dataclass

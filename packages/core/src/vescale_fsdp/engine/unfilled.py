@@ -1,0 +1,61 @@
+"""Tensors that have memory and no values yet: after ``to_empty`` of a model made on meta.
+
+Whoever fills one writes to it, which raises its version, or registers another tensor. So one that
+is the same tensor at the same version holds what the memory held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vescale_fsdp import compat
+from vescale_fsdp.ragged import RaggedTensor
+
+__all__ = ["blank_tensors", "mark", "on_meta"]
+
+_MARKED = WeakIdKeyDictionary()  # tensors, with their versions
+
+
+def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The parameters and buffers below a module that are on meta: their owners and names there."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, tensor in _tensors_of(owner)
+        if tensor.is_meta
+    ]
+
+
+def mark(tensors: Iterable[torch.Tensor]) -> None:
+    """These tensors have no values."""
+    for tensor in tensors:
+        if not tensor.is_meta:
+            _MARKED[tensor] = _version_of(tensor)
+
+
+def blank_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model that nothing has filled, also those that no state dict
+    has, by their names in it; tied ones under each of their names."""
+    if not len(_MARKED):
+        return {}
+    return {
+        compat.fqn_of(model, f"{prefix}.{name}" if prefix else name): tensor
+        for prefix, owner in model.named_modules(remove_duplicate=False)
+        for name, tensor in _tensors_of(owner)
+        if tensor.numel() and _MARKED.get(tensor) == _version_of(tensor)
+    }
+
+
+def _tensors_of(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor._version if isinstance(tensor, RaggedTensor) else 0
+    return tensor._version + local
