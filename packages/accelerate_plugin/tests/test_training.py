@@ -121,7 +121,7 @@ def prepare_in_any_order() -> dict[str, Any]:
 
 def test_models_and_optimizers_are_prepared_in_any_order() -> None:
     found = run_ranks(prepare_in_any_order, 2)[0]
-    assert found.pop("classes") == ["FSDPModel", "FSDPModel"]
+    assert found.pop("classes") == ["Model", "Model"]
     assert found.pop("sharded") == [True] * 3
     assert all(found.values()), found
 

@@ -39,10 +39,15 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
-    it. A sharded ``Linear`` is an instance of ``FSDPLinear(FSDPModule, Linear)``.
+    it. A sharded ``Linear`` is an instance of a class with the bases ``(FSDPModule, Linear)`` and
+    the names of ``Linear``, because libraries look models up by them; its ``repr`` begins with
+    ``FSDPLinear``.
     """
 
-    _orig_cls_mro_index = 4  # [FSDP<Class>, this class, TuningMethods, torch's, <Class>, ...]
+    _orig_cls_mro_index = 4  # [the sharded class, this one, TuningMethods, torch's, <Class>, ...]
+
+    def __repr__(self) -> str:
+        return f"FSDP{super().__repr__()}"
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of nested units).
@@ -185,11 +190,13 @@ _CLASSES: dict[type, type] = {}
 
 
 def swap_class(module: nn.Module) -> None:
-    """Make ``module`` an instance of ``FSDP<Class>``, made once per class."""
+    """Make ``module`` an instance of a sharded class, made once per class, of the same name."""
     cls = type(module)
     if cls not in _CLASSES:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+        # Not FSDP<Class> as in FSDP2: transformers chooses losses by the name, for example.
+        same = ("__module__", "__qualname__", "__doc__")
+        namespace = {attribute: getattr(cls, attribute) for attribute in same}
+        _CLASSES[cls] = type(cls.__name__, (FSDPModule, cls), namespace)
     module.__class__ = _CLASSES[cls]
 
 
