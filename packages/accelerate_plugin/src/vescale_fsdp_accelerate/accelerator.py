@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp_accelerate import checkpoints, saving, trainer
+from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement, granularity_for, replacement_for
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
@@ -31,6 +31,7 @@ __all__ = ["VeScaleAccelerator"]
 
 checkpoints.register()
 trainer.register()
+references.register()
 
 _log = logging.getLogger(__name__)
 
