@@ -17,7 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.checkpoint import full
@@ -258,6 +260,23 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Limit each element of the gradients."""
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def gather(self, tensor: Any) -> Any:
+        """As of Accelerate.
+
+        Raises:
+            TypeError: a tensor is sharded: it was computed from sharded parameters.
+        """
+        for each in tree_leaves(tensor):
+            if isinstance(each, DTensor):
+                raise TypeError(
+                    f"gather got a sharded tensor ({type(each).__name__} of shape "
+                    f"{tuple(each.shape)}), expected one of each process' own. It was computed "
+                    "from parameters outside of a forward, where they are sharded: take "
+                    "weight.full_tensor() there, or compute it within `with vescale_fsdp."
+                    "unsharded(model, recurse=False):`"
+                )
+        return super().gather(tensor)
 
     # States
 

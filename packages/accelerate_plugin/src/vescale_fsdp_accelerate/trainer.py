@@ -1,14 +1,17 @@
-"""``transformers.Trainer.save_model`` for our plug-in: what ``from_pretrained`` reads, always.
+"""Two methods of ``transformers.Trainer``, for models that our plug-in has sharded.
 
-Under ``SHARDED_STATE_DICT`` the Trainer's own does nothing. Then nobody has made the directory of a
-checkpoint when the processes look for it, and one may see what another one is just making: they
-disagree about which checkpoint is the best.
+``save_model`` writes what ``from_pretrained`` reads, always. Under ``SHARDED_STATE_DICT`` the
+Trainer's own does nothing. Then nobody has made the directory of a checkpoint when the processes
+look for it, and one may see what another one is just making: they disagree about which checkpoint
+is the best.
 
 ============================  ==================================================================
 called by the script          the model's files, or the adapters' of ``peft``
 for ``checkpoint-N``          beside what `checkpoints` writes: the adapters' files, and the model's
                               under ``FULL_STATE_DICT``
 ============================  ==================================================================
+
+``compute_loss`` finds the root's own parameters whole after its forward, also in evaluation.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,25 +38,35 @@ __all__ = ["is_peft", "register"]
 
 
 def register() -> None:
-    """Have the Trainer save models that our plug-in has sharded. Idempotent."""
+    """Have the Trainer use ours for models that our plug-in has sharded. Idempotent."""
     when_imported("transformers.trainer", _replace)
 
 
 def _replace(module: ModuleType) -> None:
-    stock: Callable[..., None] = module.Trainer.save_model
-    if hasattr(stock, "_vescale_fsdp"):
+    stock_save: Callable[..., None] = module.Trainer.save_model
+    stock_context: Callable[..., ExitStack] = module.Trainer.compute_loss_context_manager
+    if hasattr(stock_save, "_vescale_fsdp"):
         return
 
-    @functools.wraps(stock)
+    @functools.wraps(stock_save)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if isinstance(plugin, VeScaleFSDPPlugin):
             _save(self, plugin, output_dir or self.args.output_dir, _internal_call)
         else:
-            stock(self, output_dir, _internal_call)
+            stock_save(self, output_dir, _internal_call)
+
+    @functools.wraps(stock_context)
+    def compute_loss_context_manager(self: Any) -> ExitStack:
+        stack = stock_context(self)
+        # A forward with gradients leaves the root gathered for the backward.
+        if isinstance(self.model, FSDPModule) and not torch.is_grad_enabled():
+            stack.enter_context(unsharded(self.model, recurse=False))  # type: ignore[arg-type]
+        return stack
 
     save_model._vescale_fsdp = True  # type: ignore[attr-defined]
     module.Trainer.save_model = save_model
+    module.Trainer.compute_loss_context_manager = compute_loss_context_manager
 
 
 def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:
@@ -114,9 +127,5 @@ def _prompts_gathered(model: Any) -> Iterator[None]:
     if encoder is None or not isinstance(model, FSDPModule):
         yield
         return
-    model.unshard()  # the root's own parameters; those of the units in the encoder come next
-    try:
-        with unsharded(encoder):
-            yield
-    finally:
-        model.reshard()
+    with unsharded(model, recurse=False), unsharded(encoder):  # type: ignore[arg-type]
+        yield

@@ -223,7 +223,9 @@ class _Pinned(AbstractContextManager[None]):
                 unit.reshard()
 
 
-def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+def unsharded(
+    *modules: nn.Module, writeback: bool = False, recurse: bool = True
+) -> AbstractContextManager[None]:
     """Context in which the modules hold full, plain parameters: for ``generate``, summaries.
 
     Collective over the ranks that share the parameters: all of them must enter. Forwards inside
@@ -234,8 +236,14 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
         writeback: keep in-place changes of the full parameters: at the end each rank copies its
             own part of them into its shard. All ranks have to make the same changes. Elements
             that were not changed keep the precision of the shard.
+        recurse: off: only the modules' own parameters, not those of units in them. All modules have
+            to be sharded ones.
 
     Memory: the full parameters of all modules at the same time.
     """
-    units = {id(unit): unit for module in modules for unit in units_in(module).values()}
-    return _Pinned(list(units.values()), writeback)
+    found = {
+        id(unit): unit
+        for module in modules
+        for unit in (units_in(module).values() if recurse else units_of(module, recurse=False))
+    }
+    return _Pinned(list(found.values()), writeback)
