@@ -25,7 +25,12 @@ from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
-from vescale_fsdp_accelerate.replacing import Replacement, granularity_for, replacement_for
+from vescale_fsdp_accelerate.replacing import (
+    Replacement,
+    granularity_for,
+    refuse_whole,
+    replacement_for,
+)
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
 from vescale_fsdp_accelerate.switching import Switch, granularities_of, is_ours
 
@@ -217,6 +222,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Wrap an optimizer, after it has been given the sharded parameters.
 
         With ``fsdp_vescale_optimizer``, wrap one that steps in its place; not if it is one of ours.
+
+        Raises:
+            ValueError: the optimizer needs whole tensors, and no other is to step in its place.
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             if not any(each is optimizer for each in self._optimizers):
@@ -224,7 +232,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             return optimizer
         self._switch.move([optimizer])
         plugin = self.state.fsdp_plugin
-        if plugin.optimizer is not None and not is_ours(optimizer):
+        if plugin.optimizer is None:
+            refuse_whole(optimizer)
+        elif not is_ours(optimizer):
             args = plugin.optimizer_args or {}
             optimizer = replacement_for(optimizer, list(self._models), plugin.optimizer, args)
         return super().prepare_optimizer(optimizer, device_placement=False)
