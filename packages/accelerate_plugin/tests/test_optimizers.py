@@ -91,3 +91,60 @@ def test_by_name_it_has_the_bits_of_one_made_by_hand(
     for key, param in expected.items():
         assert torch.equal(found[key], param), key
         assert torch.equal(resumed[key], param), key
+
+
+class Adam8bit(torch.optim.AdamW):
+    """As of bitsandbytes, which need not be there."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+
+def prepare_others() -> dict[str, str]:
+    transformers = pytest.importorskip("transformers")
+    made: dict[str, Any] = {
+        "bitsandbytes": Adam8bit,
+        "adafactor": transformers.Adafactor,
+        "torch's adafactor": torch.optim.Adafactor,
+    }
+    messages = {}
+    for name, cls in made.items():
+        with accelerator() as acc:
+            model = make_model()
+            with pytest.raises(ValueError, match="does not step on sharded parameters") as error:
+                acc.prepare(model, cls(model.parameters(), lr=None if name == "adafactor" else 0.1))
+            messages[name] = str(error.value)
+    return messages
+
+
+def test_what_needs_whole_tensors_is_refused_and_names_ours() -> None:
+    messages = run_ranks(prepare_others, 2)[0]
+    assert "got Adam8bit of bitsandbytes, which" in messages["bitsandbytes"]
+    assert "got Adafactor of transformers, which" in messages["adafactor"]
+    assert "got Adafactor of torch, which" in messages["torch's adafactor"]
+    for message in messages.values():
+        assert "Set fsdp_vescale_optimizer: adamw8bit in the yaml" in message
+        assert "or make a vescale_fsdp.optim.AdamW8bit" in message
+
+
+def replace_others() -> list[bool]:
+    transformers = pytest.importorskip("transformers")
+    found = []
+    adafactor = {"scale_parameter": False, "relative_step": False}
+    for cls, options in ((Adam8bit, {}), (transformers.Adafactor, adafactor)):
+        with accelerator(fsdp_plugin=VeScaleFSDPPlugin(optimizer="adamw8bit")) as acc:
+            model = make_model()
+            model, optimizer = acc.prepare(model, cls(model.parameters(), lr=1e-2, **options))
+            (tokens,) = next(iter(make_loader(1)))
+            losses = []
+            for _ in range(3):
+                loss = loss_of(model, tokens)
+                acc.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append(losses[2] < losses[1] < losses[0])
+    return found
+
+
+def test_ours_steps_in_their_place() -> None:
+    assert run_ranks(replace_others, 2) == [[True, True]] * 2

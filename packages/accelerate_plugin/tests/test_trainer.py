@@ -174,3 +174,32 @@ def test_an_old_plug_in_of_fsdp1_is_upgraded() -> None:
     stock = accelerate.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
     with pytest.raises(ValueError, match="HYBRID_SHARD; set fsdp_version: 2, and fsdp_vescale_"):
         VeScaleFSDPPlugin.upgraded(stock)
+
+
+class Penalized(transformers.Trainer):
+    """With a penalty on a weight of the root, computed after the forward."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+        weight = self.accelerator.unwrap_model(model).lm_head.weight
+        loss = loss + 0.1 * weight.pow(2).mean() + 0.1 * (weight @ weight.T).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def penalize(root: Path) -> list[dict[str, Any]]:
+    stock, transformers.Trainer = transformers.Trainer, Penalized
+    try:
+        return [
+            run(VeScaleAccelerator, root / "ours", ours=FULL, evaluates_first=True),
+            run(accelerate.Accelerator, root / "ddp"),
+        ]
+    finally:
+        transformers.Trainer = stock
+
+
+def test_a_weight_of_the_root_is_whole_after_a_forward_without_gradients(tmp_path: Path) -> None:
+    found, expected = run_ranks(penalize, 2, tmp_path)[0]
+    for key in ("losses", "norms", "after"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5), key

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp import FSDPModule, RaggedTensor, unsharded
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
@@ -121,7 +121,7 @@ def prepare_in_any_order() -> dict[str, Any]:
 
 def test_models_and_optimizers_are_prepared_in_any_order() -> None:
     found = run_ranks(prepare_in_any_order, 2)[0]
-    assert found.pop("classes") == ["FSDPModel", "FSDPModel"]
+    assert found.pop("classes") == ["Model", "Model"]
     assert found.pop("sharded") == [True] * 3
     assert all(found.values()), found
 
@@ -251,3 +251,24 @@ def trigger() -> tuple[torch.Tensor, torch.Tensor]:
 def test_sync_can_be_triggered_within_no_sync() -> None:
     found, expected = run_ranks(trigger, 2)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def gather_what_is_sharded() -> tuple[str, list[float], list[float]]:
+    with accelerator() as acc, torch.no_grad():
+        model = acc.prepare(make_model())
+        (tokens,) = next(iter(acc.prepare(make_loader(1))))
+        loss = loss_of(model, tokens)
+        with pytest.raises(TypeError) as error:
+            acc.gather_for_metrics({"loss": loss + model.embed.weight.pow(2).mean()})
+        with unsharded(model, recurse=False):
+            found = acc.gather(loss + model.embed.weight.pow(2).mean())
+        expected = acc.gather(loss) + full(model.embed.weight).pow(2).mean()
+        return str(error.value), found.tolist(), expected.tolist()
+
+
+def test_gather_says_what_to_do_with_what_was_computed_of_sharded_weights() -> None:
+    for message, found, expected in run_ranks(gather_what_is_sharded, 2):
+        assert "gather got a sharded tensor (DTensor of shape ())" in message
+        assert "unsharded(model, recurse=False)" in message
+        assert found == pytest.approx(expected)
+        assert found[0] != found[1]

@@ -17,19 +17,28 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp_accelerate import checkpoints, saving
+from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
-from vescale_fsdp_accelerate.replacing import Replacement, granularity_for, replacement_for
+from vescale_fsdp_accelerate.replacing import (
+    Replacement,
+    granularity_for,
+    refuse_whole,
+    replacement_for,
+)
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
 from vescale_fsdp_accelerate.switching import Switch, granularities_of, is_ours
 
 __all__ = ["VeScaleAccelerator"]
 
 checkpoints.register()
+trainer.register()
+references.register()
 
 _log = logging.getLogger(__name__)
 
@@ -213,6 +222,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Wrap an optimizer, after it has been given the sharded parameters.
 
         With ``fsdp_vescale_optimizer``, wrap one that steps in its place; not if it is one of ours.
+
+        Raises:
+            ValueError: the optimizer needs whole tensors, and no other is to step in its place.
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             if not any(each is optimizer for each in self._optimizers):
@@ -220,7 +232,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             return optimizer
         self._switch.move([optimizer])
         plugin = self.state.fsdp_plugin
-        if plugin.optimizer is not None and not is_ours(optimizer):
+        if plugin.optimizer is None:
+            refuse_whole(optimizer)
+        elif not is_ours(optimizer):
             args = plugin.optimizer_args or {}
             optimizer = replacement_for(optimizer, list(self._models), plugin.optimizer, args)
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -256,6 +270,23 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Limit each element of the gradients."""
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def gather(self, tensor: Any) -> Any:
+        """As of Accelerate.
+
+        Raises:
+            TypeError: a tensor is sharded: it was computed from sharded parameters.
+        """
+        for each in tree_leaves(tensor):
+            if isinstance(each, DTensor):
+                raise TypeError(
+                    f"gather got a sharded tensor ({type(each).__name__} of shape "
+                    f"{tuple(each.shape)}), expected one of each process' own. It was computed "
+                    "from parameters outside of a forward, where they are sharded: take "
+                    "weight.full_tensor() there, or compute it within `with vescale_fsdp."
+                    "unsharded(model, recurse=False):`"
+                )
+        return super().gather(tensor)
 
     # States
 

@@ -36,6 +36,7 @@ from vescale_fsdp.checkpoint import full
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
+from vescale_fsdp_accelerate.trainer import is_peft
 
 __all__ = [
     "load_model",
@@ -251,12 +252,8 @@ def _is_full(plugin: Any) -> bool:
     return str(plugin.state_dict_type.name) == "FULL_STATE_DICT"
 
 
-def _is_peft(model: nn.Module) -> bool:
-    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
-
-
 def _weights(model: nn.Module, adapter_only: bool) -> Literal["all", "trained"]:
-    return "trained" if adapter_only and _is_peft(model) else "all"
+    return "trained" if adapter_only and is_peft(model) else "all"
 
 
 def _is_sealed(path: Path) -> bool:

@@ -14,12 +14,13 @@ from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, split_named_params
 from vescale_fsdp_accelerate.options import PREFIX
 
-__all__ = ["Replacement", "granularity_for", "replacement_for"]
+__all__ = ["Replacement", "granularity_for", "refuse_whole", "replacement_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,16 @@ _MATRIX: dict[str, type[Optimizer]] = {"muon": Muon, "shampoo": Shampoo, "soap":
 # Learning rates of AdamW fit: a step has the length of one of AdamW's.
 _DEFAULTS: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}}
 _TAKEN_OVER = ("betas", "eps", "weight_decay")
+
+# Optimizers that need whole tensors, by package and class: why, and which of ours to take instead.
+_BITSANDBYTES = "its kernels take plain tensors"
+_FACTORS = "it takes means over the rows and columns of whole matrices"
+_NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
+    ("bitsandbytes", None): (_BITSANDBYTES, "adamw8bit", "AdamW8bit"),
+    ("torch", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
+    ("transformers", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
+    ("torch", "Muon"): ("it orthogonalizes whole matrices", "muon", "Muon"),
+}
 
 
 class Replacement(Optimizer):
@@ -157,6 +168,27 @@ def replacement_for(
     return Replacement(theirs, OptimizerGroup(members), [*links["matrices"], *links["rest"]])
 
 
+def refuse_whole(optimizer: Optimizer) -> None:
+    """Raise for optimizers that do not step on sharded parameters.
+
+    Raises:
+        ValueError: names the optimizer, and the one of ours for its place.
+    """
+    cls = type(optimizer)
+    package = cls.__module__.partition(".")[0]
+    reason = _NEED_WHOLE.get((package, cls.__name__)) or _NEED_WHOLE.get((package, None))
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if reason is None or not any(isinstance(param, DTensor) for param in params):
+        return
+    why, name, ours = reason
+    raise ValueError(
+        f"prepare got {cls.__name__} of {package}, which does not step on sharded parameters: "
+        f"{why}. Set fsdp_vescale_optimizer: {name} in the yaml, or "
+        f"VeScaleFSDPPlugin(optimizer={name!r}), which steps in the place of the script's "
+        f"optimizer; or make a vescale_fsdp.optim.{ours}"
+    )
+
+
 def _split(models: Sequence[nn.Module]) -> tuple[set[int], dict[int, str]]:
     hidden: set[int] = set()
     names: dict[int, str] = {}
@@ -173,7 +205,10 @@ def _options(group: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
     """Of a script's group, what means the same in the other optimizer."""
     if key == "matrices" and name != "adamw8bit":
         return {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
-    return {option: group[option] for option in _TAKEN_OVER if option in group}
+    taken = {option: group[option] for option in _TAKEN_OVER if option in group}
+    if isinstance(taken.get("eps"), tuple):  # Adafactor's, which mean something else
+        del taken["eps"]
+    return taken
 
 
 def _make(name: str, groups: list[dict[str, Any]], args: Mapping[str, Any]) -> Optimizer:

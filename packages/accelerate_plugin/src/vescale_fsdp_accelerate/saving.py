@@ -30,6 +30,7 @@ from vescale_fsdp import CheckpointIncompleteError
 __all__ = [
     "begin",
     "finish",
+    "in_each",
     "in_first",
     "is_whole",
     "latest",
@@ -185,13 +186,19 @@ def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
 
 def in_first(work: Callable[[], Any]) -> None:
     """Do something in the first process; all raise if it raises."""
+    in_each(work if dist.get_rank() == 0 else lambda: None)
+
+
+def in_each(work: Callable[[], Any]) -> None:
+    """Do something in each process; all raise if one raises, and nobody goes on before."""
     error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as caught:  # noqa: BLE001  every process must learn of it
-            error = caught
-    message = [None if error is None else f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(message)
-    if message[0] is not None:
-        raise error or OSError(f"rank 0: {message[0]}")
+    try:
+        work()
+    except Exception as caught:  # noqa: BLE001  every process must learn of it
+        error = caught
+    messages: list[Any] = [None] * dist.get_world_size()
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(messages, mine)
+    if any(messages):
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+        raise error or OSError("\n".join(found))

@@ -321,7 +321,7 @@ MISTAKES: dict[Observe, tuple[type[Exception], str]] = {
         "through the root module first",
     ),
     a_list_as_the_root: (RuntimeError, "FSDP requires a single root module but got ("),
-    a_plain_state_dict: (RuntimeError, "Error(s) in loading state_dict for FSDPLinear:"),
+    a_plain_state_dict: (RuntimeError, "Error(s) in loading state_dict for "),
     an_int_for_a_bool: (
         ValueError,
         "reshard_after_forward should be a bool, got <class 'int'>",

@@ -174,7 +174,6 @@ def test_module_without_trainable_parameters_passes_gradients_on() -> None:
 def check_classes() -> None:
     linear = nn.Linear(2, 2)
     assert fully_shard(linear) is linear
-    assert type(linear).__name__ == "FSDPLinear"
     assert isinstance(linear, nn.Linear)
     assert isinstance(linear, FSDPModule)
     assert issubclass(FSDPModule, TorchFSDPModule)
@@ -182,6 +181,27 @@ def check_classes() -> None:
 
 def test_sharded_module_has_a_class_of_both_kinds() -> None:
     run_ranks(check_classes, 1)
+
+
+class Outer:
+    class Inner(nn.Linear):
+        """A class within another one."""
+
+
+def check_names() -> None:
+    for module in (nn.Linear(2, 2), Outer.Inner(2, 2)):
+        before = type(module)
+        text = repr(module)
+        assert type(fully_shard(module)) is not before
+        assert module._get_name() == type(module).__name__ == before.__name__
+        assert type(module).__qualname__ == before.__qualname__
+        assert type(module).__module__ == before.__module__
+        assert type(module).__doc__ == before.__doc__
+        assert repr(module) == f"FSDP{text}"
+
+
+def test_sharded_class_has_the_names_of_the_class_that_it_wraps() -> None:
+    run_ranks(check_names, 1)
 
 
 class Failing(MLP):

@@ -235,7 +235,7 @@ def test_a_missing_method_is_refused_by_both_in_the_same_words(
 ) -> None:
     for type_name, message in outcomes[library, "a_missing_method"]:
         assert type_name == "ValueError"
-        assert re.fullmatch(r"<class '.*FSDPLinear'> does not have a method generate", message)
+        assert re.fullmatch(r"<class '.*Linear'> does not have a method generate", message)
 
 
 @pytest.mark.parametrize("observe", REFUSED_BY_FSDP2, ids=lambda observe: observe.__name__)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard, unsharded
 from vescale_fsdp.engine.unit import unit_of
@@ -254,6 +255,24 @@ def check_unsharded() -> None:
 
 def test_unsharded_registers_full_parameters_for_a_while() -> None:
     run_ranks(check_unsharded, WORLD_SIZE)
+
+
+def check_own_parameters() -> None:
+    model = make(MLP)
+    shard_units(model, model.layers[:1])
+    inputs = torch.ones(2, 5)
+    with torch.no_grad():
+        expected = model(inputs)
+        with unsharded(model, recurse=False):
+            for _ in range(2):  # before a forward, and after it
+                assert isinstance(model.layers[0].weight, DTensor)
+                assert not isinstance(model.layers[1].weight, DTensor)
+                assert torch.equal(model(inputs), expected)
+    assert isinstance(model.layers[1].weight, DTensor)
+
+
+def test_without_recurse_units_below_stay_sharded() -> None:
+    run_ranks(check_own_parameters, WORLD_SIZE)
 
 
 def check_writeback(dtype: torch.dtype | None) -> None:

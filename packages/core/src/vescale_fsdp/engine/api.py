@@ -68,8 +68,8 @@ def fully_shard(
 
     Args:
         module: any module with a forward, or a list of modules that are one unit together (they
-            are gathered from the first one's forward to the last one's). Classes become
-            ``FSDP<Class>``.
+            are gathered from the first one's forward to the last one's). Each becomes an
+            ``FSDPModule``, of a class with the name and the module of its own.
         mesh: one axis to shard over, or two named ones: the first holds replicas and the
             second shards (HSDP). Default: all ranks, on the accelerator or the CPU.
         reshard_after_forward: free the gathered parameters after forward and gather them again

@@ -40,10 +40,15 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
-    it. A sharded ``Linear`` is an instance of ``FSDPLinear(FSDPModule, Linear)``.
+    it. A sharded ``Linear`` is an instance of a class with the bases ``(FSDPModule, Linear)`` and
+    the names of ``Linear``, because libraries look models up by them; its ``repr`` begins with
+    ``FSDPLinear``.
     """
 
-    _orig_cls_mro_index = 4  # [FSDP<Class>, this class, TuningMethods, torch's, <Class>, ...]
+    _orig_cls_mro_index = 4  # [the sharded class, this one, TuningMethods, torch's, <Class>, ...]
+
+    def __repr__(self) -> str:
+        return f"FSDP{super().__repr__()}"
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters (not those of nested units).
@@ -188,11 +193,13 @@ _CLASSES: dict[type, type] = {}
 
 
 def swap_class(module: nn.Module) -> None:
-    """Make ``module`` an instance of ``FSDP<Class>``, made once per class."""
+    """Make ``module`` an instance of a sharded class, made once per class, of the same name."""
     cls = type(module)
     if cls not in _CLASSES:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+        # Not FSDP<Class> as in FSDP2: transformers chooses losses by the name, for example.
+        same = ("__module__", "__qualname__", "__doc__")
+        namespace = {attribute: getattr(cls, attribute) for attribute in same}
+        _CLASSES[cls] = type(cls.__name__, (FSDPModule, cls), namespace)
     module.__class__ = _CLASSES[cls]
 
 
@@ -219,7 +226,9 @@ class _Pinned(AbstractContextManager[None]):
                 unit.reshard()
 
 
-def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+def unsharded(
+    *modules: nn.Module, writeback: bool = False, recurse: bool = True
+) -> AbstractContextManager[None]:
     """Context in which the modules hold full, plain parameters: for ``generate``, summaries.
 
     Collective over the ranks that share the parameters: all of them must enter. Forwards inside
@@ -230,8 +239,14 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
         writeback: keep in-place changes of the full parameters: at the end each rank copies its
             own part of them into its shard. All ranks have to make the same changes. Elements
             that were not changed keep the precision of the shard.
+        recurse: off: only the modules' own parameters, not those of units in them. All modules have
+            to be sharded ones.
 
     Memory: the full parameters of all modules at the same time.
     """
-    units = {id(unit): unit for module in modules for unit in units_in(module).values()}
-    return _Pinned(list(units.values()), writeback)
+    found = {
+        id(unit): unit
+        for module in modules
+        for unit in (units_in(module).values() if recurse else units_of(module, recurse=False))
+    }
+    return _Pinned(list(found.values()), writeback)
