@@ -11,6 +11,7 @@
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
+| products | ``mm``, ``addmm``, ``bmm``, ``mv``, permutations | of the whole: an all-gather |
 | all else | | error that names ``full_tensor()`` |
 
 The files are `elementwise`, `views`, `random`, `scaling`, and `reductions` with `aggregates` and
@@ -32,6 +33,7 @@ import torch
 from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.norms import NORMS
+from vescale_fsdp.ragged.products import PRODUCTS
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.scaling import SCALING
@@ -54,6 +56,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **AGGREGATES,
     **_NEW,
     **NORMS,
+    **PRODUCTS,
     **RANDOM,
     **SCALING,
     **VIEWS,

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
@@ -123,16 +123,13 @@ def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """``x.new_zeros(x.shape)`` and the like, which autograd calls: like ``zeros_like(x)``.
 
-    Raises:
-        NotImplementedError: another shape, of which nobody knows the layout.
+    Of another shape it is a replicated DTensor, as of any DTensor: nobody knows a layout for it.
     """
-    if tuple(size) != tuple(x.shape):
-        raise NotImplementedError(
-            f"{func} with size {tuple(size)} on a RaggedTensor of shape {tuple(x.shape)}: only "
-            "tensors of its own shape have a layout; use `torch.zeros(...)` and "
-            "`RaggedTensor.distribute(...)`"
-        )
     local = x._local_tensor
+    if tuple(size) != tuple(x.shape):
+        whole = func(local, size, *args, **kwargs)
+        replicated = [Replicate()] * x.device_mesh.ndim
+        return DTensor.from_local(whole, x.device_mesh, replicated, run_check=False)
     if func is torch.ops.aten.new_empty_strided.default:  # a ragged tensor is always row-major
         args = ((1,), *args[1:])
     made = func(local, local.shape, *args, **kwargs)

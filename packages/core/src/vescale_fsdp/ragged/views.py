@@ -9,7 +9,8 @@ rows lie outside of the part holds nothing.
 | ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze`` | as `reshaped` |
 | ``x[a:b]``, ``x[i]``, ``narrow``, ``split``, ``chunk``, ``unbind`` | dimension 0, step 1 |
 | ``expand`` | along what is not cut; this one is a copy |
-| ``t``, ``transpose``, ``permute``, slices of other dimensions | if nothing changes |
+| ``t``, ``transpose``, ``permute`` | else a copy of the whole, see `products` |
+| slices of other dimensions | if nothing changes |
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.gradients import layout_of_whole, remember_layout, running_node
+from vescale_fsdp.ragged.gradients import (
+    keep_layout,
+    layout_of_whole,
+    remember_layout,
+    running_node,
+)
 from vescale_fsdp.ragged.mixing import expanded_spec, local_expanded
+from vescale_fsdp.ragged.products import permuted
 from vescale_fsdp.ragged.recuts import (
     range_here,
     reshaped,
@@ -116,18 +123,16 @@ def _squeeze(func: Any, x: RaggedTensor, dims: int | Sequence[int] | None = None
     return _in_shape(func, x, kept)
 
 
-def _permute(func: Any, x: RaggedTensor, dims: Sequence[int]) -> RaggedTensor:
+def _permute(func: Any, x: RaggedTensor, dims: Sequence[int]) -> DTensor:
     order = [dim_of(dim, x.dim()) for dim in dims]
     moved = [dim for dim in order if x.shape[dim] != 1]
     if moved != sorted(moved):
-        raise NotImplementedError(
-            f"{func} would move the elements of a RaggedTensor of shape {tuple(x.shape)} between "
-            f"ranks. {WAYS_OUT}"
-        )
+        keep_layout(x)
+        return permuted(x, order)
     return _in_shape(func, x, [x.shape[dim] for dim in order])
 
 
-def _transpose(func: Any, x: RaggedTensor, first: int = 0, second: int = 1) -> RaggedTensor:
+def _transpose(func: Any, x: RaggedTensor, first: int = 0, second: int = 1) -> DTensor:
     order = list(range(x.dim()))
     if order and (func is not aten.t.default or x.dim() == 2):
         a, b = dim_of(first, x.dim()), dim_of(second, x.dim())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from torch import nn
 
 from vescale_fsdp import CheckpointMismatchError
 from vescale_fsdp.testing import run_ranks
