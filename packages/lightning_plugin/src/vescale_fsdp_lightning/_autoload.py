@@ -3,8 +3,8 @@
 Lightning has no plug-in mechanism that runs before it looks up a strategy. torch has one: at the
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
 `install`, which asks to be told when one of Lightning's strategy registries is imported, and then
-adds the names to it, and the precision that they refuse to Lightning's check of precisions. In a
-process without Lightning nothing more happens.
+adds the names to it, the precision that they refuse to Lightning's check of precisions, and sealed
+checkpoints to what Lightning's loaders read. In a process without Lightning nothing more happens.
 
 Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
 does the same. Standard library only: torch is still being imported when this runs.
@@ -16,6 +16,7 @@ import sys
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,12 @@ _CONNECTORS = (  # what a Trainer chooses its strategy and its precision with
     "lightning.pytorch.trainer.connectors.accelerator_connector",
     "pytorch_lightning.trainer.connectors.accelerator_connector",
 )
+_LOADERS = (  # of files, for load_from_checkpoint and for strategies
+    "lightning.pytorch.core.saving",
+    "pytorch_lightning.core.saving",
+    "lightning.fabric.plugins.io.torch_io",
+    "lightning_fabric.plugins.io.torch_io",
+)
 
 
 def install() -> None:
@@ -47,6 +54,8 @@ def install() -> None:
         when_imported(f"{namespace}.strategies", _REGISTER[namespace])
     for connector in _CONNECTORS:
         when_imported(connector, _check_precision)
+    for loader in _LOADERS:
+        when_imported(loader, _load_directories)
 
 
 def _register(namespace: str, module: ModuleType) -> None:
@@ -84,6 +93,27 @@ def _check_precision(module: ModuleType) -> None:
             import_module("vescale_fsdp_lightning.precision").refuse("16-mixed", "cpu")
 
     connector._validate_precision_choice = check_names_too  # type: ignore[union-attr]
+
+
+def _load_directories(module: ModuleType) -> None:
+    """Have a loader of Lightning's read sealed directories, where it would raise."""
+    load = getattr(module, "pl_load", None)
+    if load is None or hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_directories_too(path_or_url: Any, map_location: Any = None, **options: Any) -> Any:
+        try:
+            return load(path_or_url, map_location=map_location, **options)
+        except (IsADirectoryError, FileNotFoundError, PermissionError):
+            dictionary = import_module("vescale_fsdp_lightning.dictionary")
+            is_path = isinstance(path_or_url, str | PurePath)
+            found = dictionary.load_directory(path_or_url, map_location) if is_path else None
+            if found is None:
+                raise
+            return found
+
+    module.pl_load = load_directories_too  # type: ignore[attr-defined]
 
 
 @cache

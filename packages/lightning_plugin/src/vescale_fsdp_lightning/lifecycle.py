@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_
+from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
     MakeOptimizer,
@@ -111,6 +113,8 @@ class Lifecycle(Sharding):
         if self._is_fitting:
             self.setup_optimizers(trainer)  # type: ignore[attr-defined]
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
+            if self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks:
+                agree(lambda: check_states(trainer))
         elif not owns(module, self.optimizers):  # type: ignore[attr-defined]
             self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]  # of another model
         self._companions = {name: make(module) for name, make in self._to_save_too.items()}
@@ -209,6 +213,37 @@ class Lifecycle(Sharding):
 
     def _own_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {str(i): each for i, each in enumerate(self.optimizers)}  # type: ignore[attr-defined]
+
+
+def check_states(trainer: Any) -> None:
+    """Say now what a sealed checkpoint of this Trainer could not keep, not when the first is saved.
+
+    What ``on_save_checkpoint`` adds is left for then: hooks may write files.
+
+    Raises:
+        CheckpointValueError: a state could only be pickled; a hyper-parameter like that is a
+            warning.
+    """
+    states: dict[str, Any] = {}
+    savers = trainer.checkpoint_callbacks
+    if not all(getattr(saver, "save_weights_only", False) for saver in savers):
+        stateful = {callback.state_key: callback for callback in trainer.callbacks}
+        states["callbacks"] = {key: _state_of(each) for key, each in stateful.items()}
+        configs = trainer.strategy.lr_scheduler_configs
+        states["lr_schedulers"] = [_state_of(config.scheduler) for config in configs]
+    for source in (trainer.lightning_module, trainer.datamodule):
+        if source is not None and source.hparams:
+            states[source.CHECKPOINT_HYPER_PARAMS_KEY] = source.hparams
+    if trainer.datamodule is not None:
+        states[type(trainer.datamodule).__qualname__] = _state_of(trainer.datamodule)
+    to_plain(states)
+
+
+def _state_of(stateful: Any) -> Any:
+    try:
+        return stateful.state_dict()
+    except Exception:  # noqa: BLE001  it may have none before training
+        return None
 
 
 def leave_inference_mode(trainer: Any) -> None:
