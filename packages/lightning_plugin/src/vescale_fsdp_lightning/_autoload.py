@@ -3,8 +3,9 @@
 Lightning has no plug-in mechanism that runs before it looks up a strategy. torch has one: at the
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
 `install`, which asks to be told when one of Lightning's strategy registries is imported, and then
-adds the names to it, the precision that they refuse to Lightning's check of precisions, and sealed
-checkpoints to what Lightning's loaders read. In a process without Lightning nothing more happens.
+adds the names to it, the precision that they refuse to Lightning's check of precisions, sealed
+checkpoints to what Lightning's loaders read, and sharded gradients to what its ``grad_norm`` takes.
+In a process without Lightning nothing more happens.
 
 Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
 does the same. Standard library only: torch is still being imported when this runs.
@@ -46,6 +47,7 @@ _LOADERS = (  # of files, for load_from_checkpoint and for strategies
     "lightning.fabric.plugins.io.torch_io",
     "lightning_fabric.plugins.io.torch_io",
 )
+_NORMS = ("lightning.pytorch.utilities", "pytorch_lightning.utilities")
 
 
 def install() -> None:
@@ -56,6 +58,8 @@ def install() -> None:
         when_imported(connector, _check_precision)
     for loader in _LOADERS:
         when_imported(loader, _load_directories)
+    for norms in _NORMS:
+        when_imported(f"{norms}.grads", _take_norms)
 
 
 def _register(namespace: str, module: ModuleType) -> None:
@@ -114,6 +118,24 @@ def _load_directories(module: ModuleType) -> None:
             return found
 
     module.pl_load = load_directories_too  # type: ignore[attr-defined]
+
+
+def _take_norms(module: ModuleType) -> None:
+    """Have Lightning's ``grad_norm`` take those of sharded gradients, where it would raise."""
+    grad_norm = getattr(module, "grad_norm", None)
+    if grad_norm is None or hasattr(grad_norm, "__wrapped__"):
+        return
+
+    @wraps(grad_norm)
+    def of_shards_too(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+        if not any(hasattr(param.grad, "device_mesh") for param in module.parameters()):
+            return grad_norm(module, norm_type, group_separator)
+        norms = import_module("vescale_fsdp_lightning.norms")
+        return norms.grad_norm(module, norm_type, group_separator)
+
+    for holder in (module, sys.modules.get(module.__name__.rpartition(".")[0])):
+        if getattr(holder, "grad_norm", None) is grad_norm:
+            holder.grad_norm = of_shards_too  # type: ignore[union-attr]
 
 
 @cache

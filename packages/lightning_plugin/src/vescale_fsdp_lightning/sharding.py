@@ -16,6 +16,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as re
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
     FSDPModule,
@@ -189,6 +190,25 @@ class Sharding:
         for method in methods:
             if callable(getattr(module, method, None)) and method not in vars(module):
                 register_fsdp_forward_method(module, method)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own, and what to write where sharded parameters have come into the loss.
+
+        Raises:
+            RuntimeError: sums of sharded parameters were added to a plain loss.
+        """
+        try:
+            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if not isinstance(loss, DTensor) or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the loss is a DTensor: sums or norms of sharded parameters were added to it, and "
+                "backward cannot go through both. Make them plain numbers before: loss + 0.01 * "
+                "sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
+                "[param.square().sum() for param in self.parameters()]); or use the weight_decay "
+                "of the optimizer"
+            ) from error
 
     def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
         blocks = self.options.modules_to_wrap(module)
