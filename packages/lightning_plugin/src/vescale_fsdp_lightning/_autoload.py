@@ -37,10 +37,15 @@ _NAMESPACES = {
     "lightning.fabric": "STRATEGY_REGISTRY",
     "lightning_fabric": "STRATEGY_REGISTRY",
 }
-_CONNECTORS = (  # what a Trainer chooses its strategy and its precision with
-    "lightning.pytorch.trainer.connectors.accelerator_connector",
-    "pytorch_lightning.trainer.connectors.accelerator_connector",
-)
+# What chooses strategy and precision: its class, the method, and where it has what was asked for.
+_OF_TRAINER = ("_AcceleratorConnector", "_check_and_init_precision", "_precision_flag")
+_OF_FABRIC = ("_Connector", "_check_and_init_precision", "_precision_input")
+_CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _OF_TRAINER,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _OF_TRAINER,
+    "lightning.fabric.connector": _OF_FABRIC,
+    "lightning_fabric.connector": _OF_FABRIC,
+}
 _LOADERS = (  # of files, for load_from_checkpoint and for strategies
     "lightning.pytorch.core.saving",
     "pytorch_lightning.core.saving",
@@ -78,25 +83,24 @@ def _make_strategy(namespace: str, **options: Any) -> Any:
 
 
 def _check_precision(module: ModuleType) -> None:
-    """Have a Trainer with one of our names refuse ``precision="16-mixed"`` on CPU.
+    """Have a connector refuse ``precision="16-mixed"`` on CPU for our strategies.
 
-    Its connector has a method that refuses what a strategy cannot do, but does so for strategy
-    objects only, and puts "bf16-mixed" in the place of "16-mixed" before the strategy is told.
-    Fabric's refuses it for names, too.
+    It puts "bf16-mixed" in its place before the strategy is told.
     """
-    connector = getattr(module, "_AcceleratorConnector", None)
-    check = getattr(connector, "_validate_precision_choice", None)
-    if check is None or hasattr(check, "__wrapped__"):
+    name, method, asked = _CONNECTORS[module.__name__]
+    connector = getattr(module, name, None)
+    choose = getattr(connector, method, None)
+    if choose is None or hasattr(choose, "__wrapped__"):
         return
 
-    @wraps(check)
-    def check_names_too(self: Any) -> None:
-        check(self)
-        is_ours = isinstance(self._strategy_flag, str) and self._strategy_flag in NAMES
-        if is_ours and (self._precision_flag, self._accelerator_flag) == ("16-mixed", "cpu"):
+    @wraps(choose)
+    def check_ours_too(self: Any) -> Any:
+        is_ours = getattr(self.strategy, "strategy_name", None) == "vescale_fsdp"
+        if is_ours and (getattr(self, asked), self._accelerator_flag) == ("16-mixed", "cpu"):
             import_module("vescale_fsdp_lightning.precision").refuse("16-mixed", "cpu")
+        return choose(self)
 
-    connector._validate_precision_choice = check_names_too  # type: ignore[union-attr]
+    setattr(connector, method, check_ours_too)
 
 
 def _load_directories(module: ModuleType) -> None:
@@ -145,14 +149,14 @@ def strategy_class(namespace: str) -> Any:
         return import_module("vescale_fsdp_lightning.strategy").VeScaleFSDPStrategy
     if namespace == "lightning.fabric":
         return import_module("vescale_fsdp_lightning.fabric_strategy").VeScaleFabricStrategy
-    base = import_module(f"{namespace}.strategies").ModelParallelStrategy
+    base = import_module(f"{namespace}.strategies").ParallelStrategy
     if namespace == "pytorch_lightning":
         mixin = import_module("vescale_fsdp_lightning.lifecycle").Lifecycle
         name = "VeScaleFSDPStrategy"
     else:
         mixin = import_module("vescale_fsdp_lightning.fabric").FabricLifecycle
         name = "VeScaleFabricStrategy"
-    return type(name, (mixin, base), {"__doc__": mixin.__doc__})
+    return type(name, (mixin, base), {"__doc__": mixin.__doc__, "namespace": namespace})
 
 
 def first_of(namespaces: tuple[str, str]) -> str:
