@@ -63,6 +63,9 @@ class Sharding(Processes):
             of classes or of their names.
         unused: as of ``fully_shard``.
         in_flight: as of ``fully_shard``.
+        broadcast_buffers: give all processes the first one's buffers, such as BatchNorm's
+            statistics, before the first forward of a step, as ``DDPStrategy`` does. False: each
+            keeps its own, and nothing is sent.
         gather, reduce: weights, and gradients, travel in 8 bits: a ``QuantizedGather`` and a
             ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
             ``{"dtype": "int8", "block": (32, 32)}``, ``{"block": 256, "error_feedback": True}``.
@@ -94,6 +97,7 @@ class Sharding(Processes):
         activation_checkpointing: bool | Classes = False,
         unused: Literal["auto", "zeros"] = "auto",
         in_flight: int = 2,
+        broadcast_buffers: bool = True,
         gather: Gather = None,
         reduce: Reduce = None,
         state_dict_type: Literal["sharded", "full", "dcp"] = "sharded",
@@ -115,6 +119,7 @@ class Sharding(Processes):
             activation_checkpointing=activation_checkpointing,
             unused=unused,
             in_flight=in_flight,
+            broadcast_buffers=broadcast_buffers,
             gather=gather,
             reduce=reduce,
             state_dict_type=state_dict_type,
@@ -173,7 +178,8 @@ class Sharding(Processes):
                 policy = self._policy(precision, is_root=False)
                 fully_shard(block, mp_policy=policy, **(common | heads.get(id(block), {})))
         if not isinstance(module, FSDPModule):
-            fully_shard(module, mp_policy=self._policy(precision, is_root=True), **common)
+            policy, broadcasts = self._policy(precision, is_root=True), options.broadcast_buffers
+            fully_shard(module, mp_policy=policy, broadcast_buffers=broadcasts, **common)
         module.register_load_state_dict_pre_hook(cut_whole_tensors)
         materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)
         for child in module.modules():  # metrics, which have neither parameters nor buffers
