@@ -309,6 +309,8 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatc
         ({"device_mesh": (2, 2, 2)}, r"\(replicas, shards\) as two ints"),
         ({"cpu_offload": "yes"}, "True or False"),
         ({"broadcast_buffers": "yes"}, "True or False"),
+        ({"timeout": 0}, "a number of seconds"),
+        ({"timeout": True}, "a number of seconds"),
         ({"activation_checkpointing": "blocks"}, "a list of classes or names"),
         ({"tensor_parallel_size": 0}, "an int of at least 1"),
         ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),

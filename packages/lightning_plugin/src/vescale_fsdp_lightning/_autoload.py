@@ -4,8 +4,8 @@ Lightning has no plug-in mechanism that runs before it looks up a strategy. torc
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
 `install`, which asks to be told when one of Lightning's strategy registries is imported, and then
 adds the names to it, the precision that they refuse to Lightning's check of precisions, sealed
-checkpoints to what Lightning's loaders read, and sharded gradients to what its ``grad_norm`` takes.
-In a process without Lightning nothing more happens.
+checkpoints to what Lightning's loaders read, sharded gradients to what its ``grad_norm`` takes, and
+our class to those that LightningCLI knows. In a process without Lightning nothing more happens.
 
 Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
 does the same. Standard library only: torch is still being imported when this runs.
@@ -14,6 +14,7 @@ does the same. Standard library only: torch is still being imported when this ru
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,6 +53,7 @@ _LOADERS = (  # of files, for load_from_checkpoint and for strategies
     "lightning.fabric.plugins.io.torch_io",
     "lightning_fabric.plugins.io.torch_io",
 )
+_CLIS = ("lightning.pytorch", "pytorch_lightning")
 _NORMS = ("lightning.pytorch.utilities", "pytorch_lightning.utilities")
 
 
@@ -63,6 +65,8 @@ def install() -> None:
         when_imported(connector, _check_precision)
     for loader in _LOADERS:
         when_imported(loader, _load_directories)
+    for namespace in _CLIS:
+        when_imported(f"{namespace}.cli", _NAME_IN_CLI[namespace])
     for norms in _NORMS:
         when_imported(f"{norms}.grads", _take_norms)
 
@@ -124,6 +128,28 @@ def _load_directories(module: ModuleType) -> None:
     module.pl_load = load_directories_too  # type: ignore[attr-defined]
 
 
+def _name_in_cli(namespace: str, module: ModuleType) -> None:
+    """Have LightningCLI know ``class_path: VeScaleFSDPStrategy``, as it knows Lightning's own.
+
+    It finds short names among the classes that are there when it reads them.
+    """
+    cli = getattr(module, "LightningCLI", None)
+    setup_parser = getattr(cli, "setup_parser", None)
+    if setup_parser is None or hasattr(setup_parser, "__wrapped__"):
+        return
+
+    @wraps(setup_parser)
+    def with_our_class(self: Any, *args: Any, **options: Any) -> Any:
+        with suppress(Exception):  # who asks for it by its whole name is told why it fails
+            strategy_class(namespace)
+        return setup_parser(self, *args, **options)
+
+    cli.setup_parser = with_our_class  # type: ignore[union-attr]
+
+
+_NAME_IN_CLI = {namespace: partial(_name_in_cli, namespace) for namespace in _CLIS}
+
+
 def _take_norms(module: ModuleType) -> None:
     """Have Lightning's ``grad_norm`` take those of sharded gradients, where it would raise."""
     grad_norm = getattr(module, "grad_norm", None)
@@ -156,7 +182,8 @@ def strategy_class(namespace: str) -> Any:
     else:
         mixin = import_module("vescale_fsdp_lightning.fabric").FabricLifecycle
         name = "VeScaleFabricStrategy"
-    return type(name, (mixin, base), {"__doc__": mixin.__doc__, "namespace": namespace})
+    home = {"__module__": __package__}  # where it is imported from
+    return type(name, (mixin, base), {"__doc__": mixin.__doc__, "namespace": namespace, **home})
 
 
 def first_of(namespaces: tuple[str, str]) -> str:

@@ -31,6 +31,7 @@ from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
+from vescale_fsdp_lightning.words import timeout_of
 
 __all__ = ["MakeOptimizer", "Sharding", "check_optimizers", "gradient_sync", "owns"]
 
@@ -78,7 +79,7 @@ class Sharding(Processes):
             files that you trust: they can run code.
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
-        process_group_backend, timeout: of ``torch.distributed``.
+        process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -106,7 +107,7 @@ class Sharding(Processes):
         weights_only: bool = True,
         staging_dir: str | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
     ) -> None:
         self.options = Options(
             wrap=wrap,
@@ -131,7 +132,7 @@ class Sharding(Processes):
         self._checkpoints = Checkpoints(self.options)
         self._to_save_too: dict[str, MakeOptimizer] = {}
         self._companions: dict[str, torch.optim.Optimizer] = {}
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout_of(timeout))
 
     # Processes
 
