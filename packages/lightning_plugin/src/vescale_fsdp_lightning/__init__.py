@@ -14,7 +14,7 @@ What the files do, from the bottom up:
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
   and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a
   directory in one process, and `consolidate` makes one file of it
-* strategies: `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
+* strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
 * callbacks: `ema`, `throughput`
 """
 
