@@ -35,16 +35,17 @@ def test_the_strings_are_registered_without_an_import() -> None:
 def test_each_namespace_gets_strategies_and_callbacks_of_its_own_classes() -> None:
     code = """
 import pytorch_lightning as pl
-from pytorch_lightning.strategies import ModelParallelStrategy
-from lightning_fabric import Fabric
-from lightning_fabric.strategies import ModelParallelStrategy as OfFabric
+from pytorch_lightning import strategies
+from lightning_fabric import Fabric, strategies as of_fabric
 options = {"strategy": "vescale_fsdp", "accelerator": "cpu", "devices": 1}
 trainer = pl.Trainer(**options, logger=False)
 fabric = Fabric(**options)
 assert type(trainer.strategy).__name__ == "VeScaleFSDPStrategy"
-assert isinstance(trainer.strategy, ModelParallelStrategy)
+assert isinstance(trainer.strategy, strategies.ParallelStrategy)
+assert not isinstance(trainer.strategy, strategies.ModelParallelStrategy)  # clients ask for it
 assert type(fabric.strategy).__name__ == "VeScaleFabricStrategy"
-assert isinstance(fabric.strategy, OfFabric)
+assert isinstance(fabric.strategy, of_fabric.ParallelStrategy)
+assert not isinstance(fabric.strategy, of_fabric.ModelParallelStrategy)
 from vescale_fsdp_lightning import ShardedEMA, VeScaleFSDPStrategy
 assert VeScaleFSDPStrategy is type(trainer.strategy)
 assert issubclass(ShardedEMA, pl.Callback)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from vescale_fsdp import QuantizedGather, QuantizedReduce
+from vescale_fsdp import MixedPrecisionPolicy, QuantizedGather, QuantizedReduce
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
+
+from .test_autoload import python
 
 CONFIG = """
 trainer:
@@ -28,6 +32,7 @@ trainer:
       device_mesh: [1, 1]
       gather: int8
       reduce: {block: 512, error_feedback: true}
+      mp_policy: {class_path: MixedPrecisionPolicy, init_args: {param_dtype: torch.bfloat16}}
       state_dict_type: full
 """
 
@@ -51,6 +56,7 @@ def test_the_strategy_and_its_arguments_in_yaml(
     assert strategy.options.activation_checkpointing is True
     assert list(strategy.options.device_mesh) == [1, 1]
     assert strategy.options.state_dict_type == "full"
+    assert strategy.options.mp_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     travel = strategy.options.engine_options()
     assert travel["gather"] == QuantizedGather("int8")
     assert travel["reduce"] == QuantizedReduce(block=512, error_feedback=True)
@@ -58,6 +64,36 @@ def test_the_strategy_and_its_arguments_in_yaml(
     strategy = make_cli(other, tmp_path, monkeypatch).trainer.strategy
     travel = strategy.options.engine_options()
     assert travel["gather"] == QuantizedGather("e4m3", block=(32, 32))
+
+
+def test_the_class_by_its_name_alone_before_it_is_imported() -> None:
+    """In a process of its own: short names are found among the classes that are there."""
+    for namespace in ("lightning.pytorch", "pytorch_lightning"):
+        code = f"""
+import sys
+from {namespace}.cli import LightningCLI
+from {namespace}.demos.boring_classes import BoringModel
+sys.argv = ["train.py", "--trainer.accelerator=cpu", "--trainer.devices=1",
+    "--trainer.logger=false", "--trainer.strategy=VeScaleFSDPStrategy",
+    "--trainer.strategy.timeout=60", "--trainer.strategy.wrap=[Linear]"]
+cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+strategy = cli.trainer.strategy
+print(type(strategy).__name__, strategy.namespace, strategy._timeout, strategy.options.wrap)
+"""
+        expected = f"VeScaleFSDPStrategy {namespace} 0:01:00 ['Linear']"
+        assert python(code, JSONARGPARSE_DEPRECATION_WARNINGS="off").splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60", 60), ("1.5", 1.5), ("'0:10:00'", 600), ("null", None)]
+)
+def test_a_timeout_in_seconds(
+    text: str, seconds: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG.replace("state_dict_type: full", f"timeout: {text}")
+    config = config.replace("vescale_fsdp_lightning.", "")
+    strategy = make_cli(config, tmp_path, monkeypatch).trainer.strategy
+    assert strategy._timeout == (None if seconds is None else timedelta(seconds=seconds))
 
 
 def test_the_string_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

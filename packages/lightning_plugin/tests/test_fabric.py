@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.nn import functional as F
 
 from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy
 from vescale_fsdp_lightning.consolidate import consolidate
@@ -216,12 +218,55 @@ def raw(root: Path) -> None:
         fabric.load_raw(root / "raw", optimizer)
 
 
+def whole_tensors(root: Path) -> None:
+    """``load_state_dict`` of a file that every process has read, as without sharding."""
+    _, model, _ = set_up("vescale_fsdp")
+    expected = {name: each + 1 for name, each in make_net().state_dict().items()}
+    for state in (expected, _lazy_load(root / "raw")):
+        found = model.load_state_dict(state)
+        assert not found.missing_keys
+        for name, param in full_parameters(model).items():
+            assert torch.equal(param, torch.detach(state[name.partition(".")[2]])), name
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.bias"):
+        model.load_state_dict({**expected, "head.bias": torch.ones(4)})
+
+
+def in_one_call(expected: list[float]) -> None:
+    """``fabric.setup(model, optimizer)``: with a scheduler, and with states made at once."""
+    fabric, model = make_fabric("vescale_fsdp"), make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = steps(fabric, *fabric.setup(model, optimizer), 0, 4)
+    assert found == steps(*set_up("vescale_fsdp"), 0, 4)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert all(isinstance(param, RaggedTensor) for param in optimizer.state)
+    runs = []
+    for strategy in ("ddp", "vescale_fsdp"):
+        fabric, model = make_fabric(strategy), make_net()
+        one = torch.optim.Adagrad(model.blocks.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+        two = torch.optim.SGD([{"params": model.head.parameters()}], lr=1e-2)
+        halving = torch.optim.lr_scheduler.ExponentialLR(two, 0.5)
+        model, one, two, halving = fabric.setup(model, one, two, scheduler=halving)
+        runs.append([])
+        for step in range(3):
+            x = torch.randn(2, 12, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            fabric.backward(loss)
+            for each in (one, two, halving):
+                each.step()
+            for each in (one, two):
+                each.zero_grad()
+            runs[-1] += [loss.item(), two.param_groups[0]["lr"]]
+    assert runs[0] == runs[1]
+
+
 def mistakes(root: Path) -> None:
     fabric = make_fabric("vescale_fsdp")
     plain = make_net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="setup_module"):
-        fabric.setup(plain, optimizer)
+    with pytest.raises(NotImplementedError, match=r"AdamW8bit looks at .*setup_module"):
+        fabric.setup(plain, AdamW8bit(plain.parameters()))
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        fabric.setup(make_net(), optimizer)
     model = fabric.setup_module(plain)
     with pytest.raises(ValueError, match="made before the model was sharded"):
         fabric.setup_optimizers(optimizer)
@@ -292,6 +337,8 @@ def fabric_scenarios(root: Path) -> None:
     one_of_two(root)
     with_stock_fabric(root, expected)
     raw(root)
+    whole_tensors(root)
+    in_one_call(expected)
     quantized(expected)
     compiled()
     mistakes(root)

@@ -28,6 +28,7 @@ from vescale_fsdp_lightning.sharding import materialize
 
 from .gan import gan_loader, make_gan
 from .lit import (
+    WIDTH,
     LitModel,
     assert_equal,
     fit,
@@ -113,6 +114,38 @@ def evaluation_leaves_inference_mode(root: Path) -> None:
         loops.dist = real
 
 
+class Normed(LitModel):
+    """Has running statistics, which are those of a process's own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.found: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.statistics(block(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.norm(x))
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.found += [self.loss(batch).detach(), self.statistics.running_var.clone()]
+
+
+def buffers_beside_ddp(root: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 1}
+    found = []
+    off = VeScaleFSDPStrategy(broadcast_buffers=False)
+    for strategy in ("ddp", "vescale_fsdp", off):
+        model = make_model(Normed)
+        losses = fit(strategy, root, model, **options)[0]
+        found.append(
+            (losses, [each.tolist() for each in model.found], str(model.statistics.running_mean))
+        )
+    assert found[1] == found[0]
+    assert (found[2] == found[0]) == (dist.get_rank() == 0)
+
+
 class Overflows(LitModel):
     """Its second step has gradients that are not finite, in the last process only."""
 
@@ -146,6 +179,7 @@ def numbers(root: Path) -> None:
     value_clipping_beside_ddp(root)
     accumulation_does_not_reduce(root)
     evaluation_leaves_inference_mode(root)
+    buffers_beside_ddp(root)
 
 
 def test_manual_optimization_clipping_accumulation_and_evaluation(tmp_path: Path) -> None:
@@ -241,7 +275,7 @@ def test_what_cannot_be_given_values_is_named() -> None:
 
 
 def test_the_mesh_is_there_when_processes_are() -> None:
-    with pytest.raises(RuntimeError, match="before processes have initialized"):
+    with pytest.raises(RuntimeError, match=r"is there when torch\.distributed has been started"):
         _ = VeScaleFSDPStrategy().device_mesh
 
 
@@ -274,6 +308,9 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatc
         ({"granularity": 32}, "a Granularity, a policy"),
         ({"device_mesh": (2, 2, 2)}, r"\(replicas, shards\) as two ints"),
         ({"cpu_offload": "yes"}, "True or False"),
+        ({"broadcast_buffers": "yes"}, "True or False"),
+        ({"timeout": 0}, "a number of seconds"),
+        ({"timeout": True}, "a number of seconds"),
         ({"activation_checkpointing": "blocks"}, "a list of classes or names"),
         ({"tensor_parallel_size": 0}, "an int of at least 1"),
         ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),
@@ -297,8 +334,9 @@ def test_a_wrong_value_is_refused_with_the_accepted_ones(
 
 def test_half_precision_with_a_scaler_is_refused_on_cpu_instead_of_replaced() -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
-    with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
-        pl.Trainer(strategy="vescale_fsdp", precision="16-mixed", **options)
+    for strategy in ("vescale_fsdp", VeScaleFSDPStrategy()):
+        with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
+            pl.Trainer(strategy=strategy, precision="16-mixed", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replaced = pl.Trainer(strategy="ddp", precision="16-mixed", **options)

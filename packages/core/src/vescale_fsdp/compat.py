@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,6 +72,7 @@ __all__ = [
     "new_gloo_group",
     "new_group",
     "outside_functorch",
+    "preserve_versions",
     "process_group_collectives",
     "queue_backward_callback",
     "reduce_scatter_single",

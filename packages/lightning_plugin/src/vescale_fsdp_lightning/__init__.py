@@ -10,11 +10,11 @@ What the files do, from the bottom up:
 
 * the string: `_autoload`
 * arguments: `options`, `words` (as yaml says them), `precision`
-* the model: `sharding`, which Trainer and Fabric share
+* the model: `sharding`, which Trainer and Fabric share; `norms` of its gradients
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
-  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `consolidate` makes one
-  file of a directory
-* strategies: `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
+  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a
+  directory in one process, and `consolidate` makes one file of it
+* strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
 * callbacks: `ema`, `throughput`
 """
 

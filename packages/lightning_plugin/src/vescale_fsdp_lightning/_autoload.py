@@ -3,8 +3,9 @@
 Lightning has no plug-in mechanism that runs before it looks up a strategy. torch has one: at the
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
 `install`, which asks to be told when one of Lightning's strategy registries is imported, and then
-adds the names to it, and the precision that they refuse to Lightning's check of precisions. In a
-process without Lightning nothing more happens.
+adds the names to it, the precision that they refuse to Lightning's check of precisions, sealed
+checkpoints to what Lightning's loaders read, sharded gradients to what its ``grad_norm`` takes, and
+our class to those that LightningCLI knows. In a process without Lightning nothing more happens.
 
 Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
 does the same. Standard library only: torch is still being imported when this runs.
@@ -13,9 +14,11 @@ does the same. Standard library only: torch is still being imported when this ru
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -35,10 +38,23 @@ _NAMESPACES = {
     "lightning.fabric": "STRATEGY_REGISTRY",
     "lightning_fabric": "STRATEGY_REGISTRY",
 }
-_CONNECTORS = (  # what a Trainer chooses its strategy and its precision with
-    "lightning.pytorch.trainer.connectors.accelerator_connector",
-    "pytorch_lightning.trainer.connectors.accelerator_connector",
+# What chooses strategy and precision: its class, the method, and where it has what was asked for.
+_OF_TRAINER = ("_AcceleratorConnector", "_check_and_init_precision", "_precision_flag")
+_OF_FABRIC = ("_Connector", "_check_and_init_precision", "_precision_input")
+_CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _OF_TRAINER,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _OF_TRAINER,
+    "lightning.fabric.connector": _OF_FABRIC,
+    "lightning_fabric.connector": _OF_FABRIC,
+}
+_LOADERS = (  # of files, for load_from_checkpoint and for strategies
+    "lightning.pytorch.core.saving",
+    "pytorch_lightning.core.saving",
+    "lightning.fabric.plugins.io.torch_io",
+    "lightning_fabric.plugins.io.torch_io",
 )
+_CLIS = ("lightning.pytorch", "pytorch_lightning")
+_NORMS = ("lightning.pytorch.utilities", "pytorch_lightning.utilities")
 
 
 def install() -> None:
@@ -47,6 +63,12 @@ def install() -> None:
         when_imported(f"{namespace}.strategies", _REGISTER[namespace])
     for connector in _CONNECTORS:
         when_imported(connector, _check_precision)
+    for loader in _LOADERS:
+        when_imported(loader, _load_directories)
+    for namespace in _CLIS:
+        when_imported(f"{namespace}.cli", _NAME_IN_CLI[namespace])
+    for norms in _NORMS:
+        when_imported(f"{norms}.grads", _take_norms)
 
 
 def _register(namespace: str, module: ModuleType) -> None:
@@ -65,25 +87,85 @@ def _make_strategy(namespace: str, **options: Any) -> Any:
 
 
 def _check_precision(module: ModuleType) -> None:
-    """Have a Trainer with one of our names refuse ``precision="16-mixed"`` on CPU.
+    """Have a connector refuse ``precision="16-mixed"`` on CPU for our strategies.
 
-    Its connector has a method that refuses what a strategy cannot do, but does so for strategy
-    objects only, and puts "bf16-mixed" in the place of "16-mixed" before the strategy is told.
-    Fabric's refuses it for names, too.
+    It puts "bf16-mixed" in its place before the strategy is told.
     """
-    connector = getattr(module, "_AcceleratorConnector", None)
-    check = getattr(connector, "_validate_precision_choice", None)
-    if check is None or hasattr(check, "__wrapped__"):
+    name, method, asked = _CONNECTORS[module.__name__]
+    connector = getattr(module, name, None)
+    choose = getattr(connector, method, None)
+    if choose is None or hasattr(choose, "__wrapped__"):
         return
 
-    @wraps(check)
-    def check_names_too(self: Any) -> None:
-        check(self)
-        is_ours = isinstance(self._strategy_flag, str) and self._strategy_flag in NAMES
-        if is_ours and (self._precision_flag, self._accelerator_flag) == ("16-mixed", "cpu"):
+    @wraps(choose)
+    def check_ours_too(self: Any) -> Any:
+        is_ours = getattr(self.strategy, "strategy_name", None) == "vescale_fsdp"
+        if is_ours and (getattr(self, asked), self._accelerator_flag) == ("16-mixed", "cpu"):
             import_module("vescale_fsdp_lightning.precision").refuse("16-mixed", "cpu")
+        return choose(self)
 
-    connector._validate_precision_choice = check_names_too  # type: ignore[union-attr]
+    setattr(connector, method, check_ours_too)
+
+
+def _load_directories(module: ModuleType) -> None:
+    """Have a loader of Lightning's read sealed directories, where it would raise."""
+    load = getattr(module, "pl_load", None)
+    if load is None or hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_directories_too(path_or_url: Any, map_location: Any = None, **options: Any) -> Any:
+        try:
+            return load(path_or_url, map_location=map_location, **options)
+        except (IsADirectoryError, FileNotFoundError, PermissionError):
+            dictionary = import_module("vescale_fsdp_lightning.dictionary")
+            is_path = isinstance(path_or_url, str | PurePath)
+            found = dictionary.load_directory(path_or_url, map_location) if is_path else None
+            if found is None:
+                raise
+            return found
+
+    module.pl_load = load_directories_too  # type: ignore[attr-defined]
+
+
+def _name_in_cli(namespace: str, module: ModuleType) -> None:
+    """Have LightningCLI know ``class_path: VeScaleFSDPStrategy``, as it knows Lightning's own.
+
+    It finds short names among the classes that are there when it reads them.
+    """
+    cli = getattr(module, "LightningCLI", None)
+    setup_parser = getattr(cli, "setup_parser", None)
+    if setup_parser is None or hasattr(setup_parser, "__wrapped__"):
+        return
+
+    @wraps(setup_parser)
+    def with_our_class(self: Any, *args: Any, **options: Any) -> Any:
+        with suppress(Exception):  # who asks for it by its whole name is told why it fails
+            strategy_class(namespace)
+        return setup_parser(self, *args, **options)
+
+    cli.setup_parser = with_our_class  # type: ignore[union-attr]
+
+
+_NAME_IN_CLI = {namespace: partial(_name_in_cli, namespace) for namespace in _CLIS}
+
+
+def _take_norms(module: ModuleType) -> None:
+    """Have Lightning's ``grad_norm`` take those of sharded gradients, where it would raise."""
+    grad_norm = getattr(module, "grad_norm", None)
+    if grad_norm is None or hasattr(grad_norm, "__wrapped__"):
+        return
+
+    @wraps(grad_norm)
+    def of_shards_too(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+        if not any(hasattr(param.grad, "device_mesh") for param in module.parameters()):
+            return grad_norm(module, norm_type, group_separator)
+        norms = import_module("vescale_fsdp_lightning.norms")
+        return norms.grad_norm(module, norm_type, group_separator)
+
+    for holder in (module, sys.modules.get(module.__name__.rpartition(".")[0])):
+        if getattr(holder, "grad_norm", None) is grad_norm:
+            holder.grad_norm = of_shards_too  # type: ignore[union-attr]
 
 
 @cache
@@ -93,14 +175,15 @@ def strategy_class(namespace: str) -> Any:
         return import_module("vescale_fsdp_lightning.strategy").VeScaleFSDPStrategy
     if namespace == "lightning.fabric":
         return import_module("vescale_fsdp_lightning.fabric_strategy").VeScaleFabricStrategy
-    base = import_module(f"{namespace}.strategies").ModelParallelStrategy
+    base = import_module(f"{namespace}.strategies").ParallelStrategy
     if namespace == "pytorch_lightning":
         mixin = import_module("vescale_fsdp_lightning.lifecycle").Lifecycle
         name = "VeScaleFSDPStrategy"
     else:
         mixin = import_module("vescale_fsdp_lightning.fabric").FabricLifecycle
         name = "VeScaleFabricStrategy"
-    return type(name, (mixin, base), {"__doc__": mixin.__doc__})
+    home = {"__module__": __package__}  # where it is imported from
+    return type(name, (mixin, base), {"__doc__": mixin.__doc__, "namespace": namespace, **home})
 
 
 def first_of(namespaces: tuple[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""One file of a sealed checkpoint, for ``DDPStrategy``, ``load_from_checkpoint`` and others.
+"""One file of a sealed checkpoint, for processes without this package.
 
 ::
 
@@ -16,14 +16,11 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from vescale_fsdp import CheckpointExistsError, CheckpointMismatchError, VeScaleError, checkpoint
-from vescale_fsdp.checkpoint import full
-from vescale_fsdp_lightning.checkpoints import ALSO
-from vescale_fsdp_lightning.plain import from_plain
+from vescale_fsdp import CheckpointExistsError, VeScaleError
+from vescale_fsdp_lightning.dictionary import read_dictionary
 
 __all__ = ["consolidate", "main"]
 
@@ -31,8 +28,7 @@ __all__ = ["consolidate", "main"]
 def consolidate(folder: str | os.PathLike[str], output_file: str | os.PathLike[str]) -> None:
     """Write a sealed checkpoint as one file of ``torch.save``. Not collective.
 
-    A checkpoint of the Trainer becomes the dictionary that ``DDPStrategy`` saves; one of Fabric the
-    user's own. Generators of random numbers are left out.
+    What is in it, `read_dictionary` says.
 
     Args:
         folder: of the checkpoint.
@@ -46,10 +42,10 @@ def consolidate(folder: str | os.PathLike[str], output_file: str | os.PathLike[s
         CheckpointMismatchError: it is in another format.
         CheckpointExistsError: ``output_file`` exists.
     """
-    source_folder, target = Path(folder), Path(output_file)
+    target = Path(output_file)
     if target.exists():
         raise CheckpointExistsError(f"{target} exists, and is not replaced; name another file")
-    found = _values(checkpoint.read(source_folder), source_folder)
+    found = read_dictionary(Path(folder))
     unfinished = target.with_name(f"{target.name}.tmp")
     try:
         with open(unfinished, "wb") as stream:
@@ -59,38 +55,6 @@ def consolidate(folder: str | os.PathLike[str], output_file: str | os.PathLike[s
         unfinished.rename(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _values(trees: dict[str, Any], source: Path) -> dict[str, Any]:
-    extra = trees.pop("extra", {})
-    if "lightning" not in extra:
-        raise CheckpointMismatchError(
-            f'{source} is no sealed checkpoint of Lightning\'s. What state_dict_type="dcp" has '
-            "saved, python -m lightning.pytorch.utilities.consolidate_checkpoint reads; "
-            "vescale-fsdp checkpoint convert writes other formats"
-        )
-    rest = from_plain(extra["lightning"])
-    model = trees.pop("model")
-    optimizers = {name.removeprefix("optimizer."): tree for name, tree in trees.items()}
-    if "models" in extra:
-        return {**_models(model, extra["models"]), **optimizers, **rest}
-    by_number = {name: full.by_number(tree) for name, tree in optimizers.items()}
-    own = sorted((name for name in by_number if name.isdecimal()), key=int)
-    also = {name: tree for name, tree in by_number.items() if not name.isdecimal()}
-    made = {"state_dict": model, **rest}
-    if own:
-        made["optimizer_states"] = [by_number[name] for name in own]
-    return {**made, ALSO: also} if also else made
-
-
-def _models(state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """The models of Fabric by their keys; those of several are in front of their names."""
-    if len(keys) == 1:
-        return {keys[0]: state}
-    return {
-        key: {n.removeprefix(f"{key}."): t for n, t in state.items() if n.startswith(f"{key}.")}
-        for key in keys
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,8 +6,8 @@ their own each. See `lifecycle` for the Trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning import fabric_checkpoints
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import Sharding, check_optimizers, gradient_sync
@@ -27,15 +28,12 @@ class FabricLifecycle(Sharding):
 
     strategy_name = "vescale_fsdp"
 
-    def _arguments_of_base(self) -> dict[str, Any]:
-        return {**super()._arguments_of_base(), "parallelize_fn": _as_it_is}
-
     # Processes
 
     def setup_environment(self) -> None:
         """Start ``torch.distributed``, and a mesh over all processes."""
-        self.accelerator.setup_device(self.root_device)  # type: ignore[attr-defined]
-        self._setup_distributed()  # type: ignore[attr-defined]
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
         self._start_mesh()
 
     def teardown(self) -> None:
@@ -73,22 +71,36 @@ class FabricLifecycle(Sharding):
         return optimizer
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
-    ) -> Any:
-        """Refused: the optimizers would hold parameters that are no more.
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Shard the module, in place, and give its optimizers the shards for their parameters.
 
         Raises:
-            NotImplementedError: says what to call.
+            NotImplementedError: an optimizer of ``vescale_fsdp.optim``, which is made for layouts.
+            ValueError: an optimizer has parameters that are not the module's.
         """
-        raise NotImplementedError(
-            'strategy="vescale_fsdp" shards the parameters, so optimizers are made after that: '
-            "model = fabric.setup_module(model), then optimizer = fabric.setup_optimizers("
-            "torch.optim.AdamW(model.parameters()))"
-        )
+        for optimizer in optimizers:
+            if type(optimizer).__module__.startswith("vescale_fsdp."):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} looks at how its parameters are sharded when it "
+                    "is made, so make it after that: model = fabric.setup_module(model), then "
+                    f"optimizer = fabric.setup_optimizers({type(optimizer).__name__}(...))"
+                )
+        check_optimizers(optimizers, module)
+        before = dict(module.named_parameters(remove_duplicate=False))
+        module = self.setup_module(module)
+        replace_parameters(optimizers, before, module)
+        return module, optimizers, scheduler
 
-    def module_init_context(self, empty_init: bool | None = None) -> Any:
+    def module_to_device(self, module: nn.Module) -> None:
+        """``fully_shard`` has put the shards and buffers on the device."""
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``empty_init`` on the meta device; memory comes when the module is set up."""
-        return super().module_init_context(empty_init=empty_init)  # type: ignore[misc]
+        device = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision.module_init_context():
+            yield
 
     @property
     def _backward_sync_control(self) -> _NoSync:
@@ -113,6 +125,24 @@ class FabricLifecycle(Sharding):
 
     # Checkpoints
 
+    @property
+    def checkpoint_io(self) -> Any:
+        """There is none: `fabric_checkpoints` saves and loads.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} saves and loads without a CheckpointIO; leave the plug-in out"
+        )
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__} saves and loads without a CheckpointIO; leave the "
+            f"{type(plugin).__name__} out of plugins"
+        )
+
     def save_checkpoint(
         self,
         path: str | Path,
@@ -132,7 +162,7 @@ class FabricLifecycle(Sharding):
                 "VeScaleFabricStrategy.save_checkpoint takes no storage_options; put them into the "
                 "path's protocol or the environment, as fsspec reads them"
             )
-        fabric_checkpoints.save(self._checkpoints, str(self.broadcast(path)), state, filter or {})  # type: ignore[attr-defined]
+        fabric_checkpoints.save(self._checkpoints, str(self.broadcast(path)), state, filter or {})
 
     def load_checkpoint(
         self,
@@ -153,12 +183,35 @@ class FabricLifecycle(Sharding):
             )
         return fabric_checkpoints.load(
             self._checkpoints,
-            str(self.broadcast(path)),  # type: ignore[attr-defined]
+            str(self.broadcast(path)),
             state,
             strict=strict,
             weights_only=weights_only,
-            local_rank=self.local_rank,  # type: ignore[attr-defined]
+            local_rank=self.local_rank,
         )
+
+
+def replace_parameters(
+    optimizers: list[torch.optim.Optimizer], before: dict[str, nn.Parameter], module: nn.Module
+) -> None:
+    """Put a module's parameters where optimizers have those that were there under their names.
+
+    Whole states, as Adagrad makes them at once, are cut alike. No communication.
+    """
+    now = dict(module.named_parameters(remove_duplicate=False))
+    known = {id(param): now[name] for name, param in before.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            replaced = [known[id(param)] for param in group["params"]]
+            for old, new in zip(group["params"], replaced, strict=True):
+                if old in optimizer.state:
+                    optimizer.state[new] = {
+                        key: full.part_of(value, new, key)
+                        if isinstance(value, torch.Tensor) and value.shape == new.shape
+                        else value
+                        for key, value in optimizer.state.pop(old).items()
+                    }
+            group["params"] = replaced
 
 
 class _NoSync:
@@ -167,7 +220,3 @@ class _NoSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Accumulate gradients without communication."""
         return gradient_sync(module, False) if enabled else nullcontext()
-
-
-def _as_it_is(module: nn.Module, _: Any) -> nn.Module:
-    return module

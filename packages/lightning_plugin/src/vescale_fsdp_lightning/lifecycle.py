@@ -1,8 +1,7 @@
 """What the strategy does at each point of the life cycle of Lightning's Trainer.
 
-`Lifecycle` is mixed into Lightning's ``ModelParallelStrategy`` (once per namespace of Lightning,
-see `_autoload`): launching and process groups are Lightning's own, and the methods here replace
-what is wrong or missing there for fully-sharded data parallel.
+`Lifecycle` is mixed into Lightning's ``ParallelStrategy`` (once per namespace of Lightning, see
+`_autoload`), whose methods know of one process and of whole parameters.
 
 It holds no engine logic. The LightningModule itself is the root unit, and its steps are forward
 methods of it: ``training_step`` gathers what the module owns, and a ``self(x)`` inside of it is
@@ -12,7 +11,7 @@ part of the same pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_
+from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
     MakeOptimizer,
@@ -50,9 +51,17 @@ class Lifecycle(Sharding):
 
     def setup_environment(self) -> None:
         """Start ``torch.distributed``, and a mesh over all processes."""
-        self._setup_distributed()  # type: ignore[attr-defined]
+        self._setup_distributed()
         self._start_mesh()
         self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which process this is."""
+        self._set_world_ranks()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """`all_reduce`, as the Trainer calls it."""
+        return self.all_reduce(tensor, group, reduce_op)
 
     def teardown(self) -> None:
         """Wait for what is being saved in the background, by us or by a plug-in of Lightning's."""
@@ -60,8 +69,10 @@ class Lifecycle(Sharding):
             self._checkpoints.store.finish()
             if self._checkpoint_io is not None:
                 self.checkpoint_io.teardown()
-        finally:
-            super().teardown()  # type: ignore[misc]
+        finally:  # not the base's: it moves the model to the CPU
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
 
     # Precision
 
@@ -85,7 +96,7 @@ class Lifecycle(Sharding):
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, then let the user make optimizers on the sharded parameters."""
-        self.accelerator.setup(trainer)  # type: ignore[attr-defined]
+        self.accelerator.setup(trainer)
         refuse_callbacks(trainer.callbacks)
         leave_inference_mode(trainer)
         if self._checkpoint_io is not None and self.options.state_dict_type != "full":
@@ -106,15 +117,29 @@ class Lifecycle(Sharding):
             roots=not module.automatic_optimization,
         )
         self.model: nn.Module = module
-        self.barrier()  # type: ignore[attr-defined]
+        self.barrier()
         self._is_fitting = trainer.state.fn.value == "fit"
         if self._is_fitting:
-            self.setup_optimizers(trainer)  # type: ignore[attr-defined]
+            self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
+            if self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks:
+                agree(lambda: check_states(trainer))
         elif not owns(module, self.optimizers):  # type: ignore[attr-defined]
             self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]  # of another model
         self._companions = {name: make(module) for name, make in self._to_save_too.items()}
         self.setup_precision_plugin()  # type: ignore[attr-defined]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Have the user make optimizers; those of an earlier model are dropped."""
+        self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` on the meta device; memory comes in `setup`."""
+        device = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
 
     def model_to_device(self) -> None:
         """``fully_shard`` has put the shards and buffers on the device."""
@@ -126,6 +151,16 @@ class Lifecycle(Sharding):
             yield
 
     # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Values are loaded into shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """`load_checkpoint` restores them."""
+        return False
 
     @property
     def checkpoint_io(self) -> Any:
@@ -174,7 +209,7 @@ class Lifecycle(Sharding):
                 "VeScaleFSDPStrategy.save_checkpoint takes no storage_options; put them into the "
                 "path's protocol or the environment, as fsspec reads them"
             )
-        target = str(self.broadcast(filepath))  # type: ignore[attr-defined]
+        target = str(self.broadcast(filepath))
         optimizers = dict(self._companions)  # averages are weights: saved with weights alone, too
         if "optimizer_states" in checkpoint:
             optimizers |= self._own_optimizers()
@@ -186,7 +221,7 @@ class Lifecycle(Sharding):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load model and optimizers in place, of any format and number of processes. Collective."""
-        source = str(self.broadcast(checkpoint_path))  # type: ignore[attr-defined]
+        source = str(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         return self._checkpoints.load(
             source,
@@ -194,7 +229,7 @@ class Lifecycle(Sharding):
             {**(self._own_optimizers() if self._is_fitting else {}), **self._companions},
             strict=strict,
             weights_only=weights_only,
-            local_rank=self.local_rank,  # type: ignore[attr-defined]
+            local_rank=self.local_rank,
         )
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -209,6 +244,37 @@ class Lifecycle(Sharding):
 
     def _own_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {str(i): each for i, each in enumerate(self.optimizers)}  # type: ignore[attr-defined]
+
+
+def check_states(trainer: Any) -> None:
+    """Say now what a sealed checkpoint of this Trainer could not keep, not when the first is saved.
+
+    What ``on_save_checkpoint`` adds is left for then: hooks may write files.
+
+    Raises:
+        CheckpointValueError: a state could only be pickled; a hyper-parameter like that is a
+            warning.
+    """
+    states: dict[str, Any] = {}
+    savers = trainer.checkpoint_callbacks
+    if not all(getattr(saver, "save_weights_only", False) for saver in savers):
+        stateful = {callback.state_key: callback for callback in trainer.callbacks}
+        states["callbacks"] = {key: _state_of(each) for key, each in stateful.items()}
+        configs = trainer.strategy.lr_scheduler_configs
+        states["lr_schedulers"] = [_state_of(config.scheduler) for config in configs]
+    for source in (trainer.lightning_module, trainer.datamodule):
+        if source is not None and source.hparams:
+            states[source.CHECKPOINT_HYPER_PARAMS_KEY] = source.hparams
+    if trainer.datamodule is not None:
+        states[type(trainer.datamodule).__qualname__] = _state_of(trainer.datamodule)
+    to_plain(states)
+
+
+def _state_of(stateful: Any) -> Any:
+    try:
+        return stateful.state_dict()
+    except Exception:  # noqa: BLE001  it may have none before training
+        return None
 
 
 def leave_inference_mode(trainer: Any) -> None:

@@ -68,6 +68,7 @@ class Options:
     activation_checkpointing: bool | Classes
     unused: str
     in_flight: int
+    broadcast_buffers: bool
     gather: Gather
     reduce: Reduce
     state_dict_type: str
@@ -79,7 +80,8 @@ class Options:
     def __post_init__(self) -> None:
         self._check_choice("state_dict_type", _STATE_DICT_TYPES)
         self._check_choice("unused", _UNUSED)
-        for name in ("cpu_offload", "async_save", "save_rng", "weights_only"):
+        bools = ("cpu_offload", "broadcast_buffers", "async_save", "save_rng", "weights_only")
+        for name in bools:
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "True or False")
         for name in ("tensor_parallel_size", "in_flight"):

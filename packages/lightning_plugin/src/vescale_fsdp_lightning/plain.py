@@ -75,7 +75,9 @@ def _hyper_parameters(name: str, value: Mapping[Any, Any]) -> dict[Any, Any]:
         except _NotPlain as error:
             warnings.warn(
                 f"checkpoint{error.path} is a {error.found}, which could only be pickled: it is "
-                f"left out of the checkpoint, as self.save_hyperparameters(ignore=[{key!r}]) does",
+                f"left out of sealed checkpoints. load_from_checkpoint(path, {key}=...) takes it; "
+                'VeScaleFSDPStrategy(state_dict_type="full") keeps it; '
+                f"self.save_hyperparameters(ignore=[{key!r}]) says that it is to be left out",
                 stacklevel=2,
             )
     return kept

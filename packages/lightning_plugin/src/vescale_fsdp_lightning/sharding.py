@@ -16,6 +16,8 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as re
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import is_tensor_like
 
 from vescale_fsdp import (
     FSDPModule,
@@ -28,6 +30,8 @@ from vescale_fsdp.optim import split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
+from vescale_fsdp_lightning.processes import Processes
+from vescale_fsdp_lightning.words import timeout_of
 
 __all__ = ["MakeOptimizer", "Sharding", "check_optimizers", "gradient_sync", "owns"]
 
@@ -35,7 +39,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Sharding:
+class Sharding(Processes):
     """Fully-sharded data parallel by veScale-FSDP: ``strategy="vescale_fsdp"``.
 
     The defaults need no thought: the model's repeated blocks become units, over all processes, in
@@ -60,6 +64,9 @@ class Sharding:
             of classes or of their names.
         unused: as of ``fully_shard``.
         in_flight: as of ``fully_shard``.
+        broadcast_buffers: give all processes the first one's buffers, such as BatchNorm's
+            statistics, before the first forward of a step, as ``DDPStrategy`` does. False: each
+            keeps its own, and nothing is sent.
         gather, reduce: weights, and gradients, travel in 8 bits: a ``QuantizedGather`` and a
             ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
             ``{"dtype": "int8", "block": (32, 32)}``, ``{"block": 256, "error_feedback": True}``.
@@ -72,7 +79,7 @@ class Sharding:
             files that you trust: they can run code.
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
-        process_group_backend, timeout: of ``torch.distributed``.
+        process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -91,6 +98,7 @@ class Sharding:
         activation_checkpointing: bool | Classes = False,
         unused: Literal["auto", "zeros"] = "auto",
         in_flight: int = 2,
+        broadcast_buffers: bool = True,
         gather: Gather = None,
         reduce: Reduce = None,
         state_dict_type: Literal["sharded", "full", "dcp"] = "sharded",
@@ -99,7 +107,7 @@ class Sharding:
         weights_only: bool = True,
         staging_dir: str | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
     ) -> None:
         self.options = Options(
             wrap=wrap,
@@ -112,6 +120,7 @@ class Sharding:
             activation_checkpointing=activation_checkpointing,
             unused=unused,
             in_flight=in_flight,
+            broadcast_buffers=broadcast_buffers,
             gather=gather,
             reduce=reduce,
             state_dict_type=state_dict_type,
@@ -123,25 +132,14 @@ class Sharding:
         self._checkpoints = Checkpoints(self.options)
         self._to_save_too: dict[str, MakeOptimizer] = {}
         self._companions: dict[str, torch.optim.Optimizer] = {}
-        super().__init__(  # type: ignore[call-arg]  # of Lightning's own strategy
-            **self._arguments_of_base(),
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-
-    def _arguments_of_base(self) -> dict[str, Any]:
-        """What Lightning's own strategy asks for, and does not use here."""
-        return {"save_distributed_checkpoint": self.options.state_dict_type != "full"}
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout_of(timeout))
 
     # Processes
 
     def _start_mesh(self) -> None:
         """After ``torch.distributed`` has been started: the mesh, once."""
-        if getattr(self, "_device_mesh", None) is None:
-            self._device_mesh: DeviceMesh = self.options.make_mesh(
-                self.root_device.type,  # type: ignore[attr-defined]
-                self.world_size,  # type: ignore[attr-defined]
-            )
+        if self._device_mesh is None:
+            self._device_mesh = self.options.make_mesh(self.root_device.type, self.world_size)
             # gloo sometimes aborts at exit when a group is left to the interpreter's shutdown.
             atexit.unregister(_destroy_process_group)
             atexit.register(_destroy_process_group)
@@ -149,7 +147,7 @@ class Sharding:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every process gets its own part of the data; those of tensor parallelism the same."""
-        mesh = data_mesh(self._device_mesh)
+        mesh = data_mesh(self.device_mesh)
         rank = 0
         for axis in range(mesh.ndim):
             rank = rank * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -170,8 +168,8 @@ class Sharding:
         options = self.options
         common = {
             **options.engine_options(),
-            "mesh": data_mesh(self._device_mesh),
-            "offload_policy": options.offload_policy(self.root_device.type),  # type: ignore[attr-defined]
+            "mesh": data_mesh(self.device_mesh),
+            "offload_policy": options.offload_policy(self.root_device.type),
         }
         is_users = any(isinstance(child, FSDPModule) for child in module.modules())
         self._recompute(module)
@@ -181,14 +179,35 @@ class Sharding:
                 policy = self._policy(precision, is_root=False)
                 fully_shard(block, mp_policy=policy, **(common | heads.get(id(block), {})))
         if not isinstance(module, FSDPModule):
-            fully_shard(module, mp_policy=self._policy(precision, is_root=True), **common)
-        materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)  # type: ignore[attr-defined]
+            policy, broadcasts = self._policy(precision, is_root=True), options.broadcast_buffers
+            fully_shard(module, mp_policy=policy, broadcast_buffers=broadcasts, **common)
+        module.register_load_state_dict_pre_hook(cut_whole_tensors)
+        materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)
         for child in module.modules():  # metrics, which have neither parameters nor buffers
             if next(child.parameters(), None) is None:
-                child.to(self.root_device)  # type: ignore[attr-defined]
+                child.to(self.root_device)
         for method in methods:
             if callable(getattr(module, method, None)) and method not in vars(module):
                 register_fsdp_forward_method(module, method)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's own, and what to write where sharded parameters have come into the loss.
+
+        Raises:
+            RuntimeError: sums of sharded parameters were added to a plain loss.
+        """
+        try:
+            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if not isinstance(loss, DTensor) or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the loss is a DTensor: sums or norms of sharded parameters were added to it, and "
+                "backward cannot go through both. Make them plain numbers before: loss + 0.01 * "
+                "sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
+                "[param.square().sum() for param in self.parameters()]); or use the weight_decay "
+                "of the optimizer"
+            ) from error
 
     def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
         blocks = self.options.modules_to_wrap(module)
@@ -239,6 +258,25 @@ class Sharding:
 
     def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
         return self.options.mp_policy or policy_for(precision, is_root=is_root)
+
+
+def cut_whole_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Have ``module.load_state_dict`` take whole tensors, which each process has. A local copy.
+
+    Lightning's own way to load a file, where it does not know the strategy. The hook gets a copy of
+    the user's dictionary.
+    """
+    for name, param in module.named_parameters(remove_duplicate=False):
+        whole: Any = state_dict.get(prefix + name)
+        if not isinstance(param, DTensor) or isinstance(whole, DTensor):
+            continue
+        if is_tensor_like(whole) and whole.shape == param.shape:
+            loaded = torch.detach(whole).to(param.device)  # detach: it may lie in a file still
+            state_dict[prefix + name] = distribute_tensor(
+                loaded, param.device_mesh, param.placements, src_data_rank=None
+            )
 
 
 def refuse_other_engines(module: nn.Module) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 
 from vescale_fsdp_lightning.lifecycle import Lifecycle
 
 __all__ = ["VeScaleFSDPStrategy"]
 
 
-class VeScaleFSDPStrategy(Lifecycle, ModelParallelStrategy):  # type: ignore[misc]
+class VeScaleFSDPStrategy(Lifecycle, ParallelStrategy):  # type: ignore[misc]
     """The strategy behind the string; `Sharding` has its arguments and their documentation."""
+
+    namespace = "lightning.pytorch"

@@ -7,17 +7,19 @@
     gather: {dtype: e4m3, block: [32, 32]}      QuantizedGather("e4m3", block=(32, 32))
     reduce: int8                                QuantizedReduce()
     reduce: {block: 512, error_feedback: true}  QuantizedReduce(block=512, error_feedback=True)
+    timeout: 60                                 timedelta(seconds=60)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from vescale_fsdp import Granularity, QuantizedGather, QuantizedReduce
 
-__all__ = ["GRANULARITIES", "gather_of", "granularity_of", "reduce_of"]
+__all__ = ["GRANULARITIES", "gather_of", "granularity_of", "reduce_of", "timeout_of"]
 
 GRANULARITIES = (
     "a Granularity, a policy (name, parameter) -> Granularity | None, elements:256, rows:128, "
@@ -74,6 +76,22 @@ def reduce_of(value: Any) -> QuantizedReduce | None:
     options = {} if value == "int8" else value  # the only dtype
     known = ("block", "error_feedback")
     return _made(QuantizedReduce, "reduce", value, options, known, _REDUCES)
+
+
+def timeout_of(value: Any) -> timedelta | None:
+    """The time of ``60``, which are seconds.
+
+    Raises:
+        ValueError: it is no time, or none that could pass.
+    """
+    if value is None or (isinstance(value, timedelta) and value > timedelta(0)):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return timedelta(seconds=value)
+    raise ValueError(
+        f"VeScaleFSDPStrategy(timeout={value!r}) does not work; accepted are a number of seconds, "
+        "a timedelta (in yaml 0:30:00), both above 0, or None for the process group's own"
+    )
 
 
 def _made(

@@ -8,7 +8,7 @@ Read in this order; each file is one concept.
   `quantized` (what travels in 8 bits), by the `roles` of parameters.
 - What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
   or `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
-  autograd and modules call a unit), `tree`, `root`.
+  autograd and modules call a unit), `tree`, `root`; `buffers` (of a root, before forwards).
 - What is sent, and when: `schedule`, with `order`, `turns` and `filling` (ranks settle an order),
   `prefetch`, `reductions`; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
 - What keeps ranks together: `attempts` (a store of their own), `agreement`, `fingerprint`.

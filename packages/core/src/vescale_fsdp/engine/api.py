@@ -57,6 +57,7 @@ def fully_shard(
     granularity: Granularity | GranularityPolicy | None = None,
     unused: Literal["auto", "zeros"] = "auto",
     in_flight: int = 2,
+    broadcast_buffers: bool = False,
     gather: QuantizedGather | None = None,
     reduce: QuantizedReduce | None = None,
 ) -> ModuleT:
@@ -104,6 +105,10 @@ def fully_shard(
             and the gather of the next take turns beside the unit that runs. From 3 on the
             ``in_flight - 2`` units that a backward would gather first stay gathered since forward,
             which spares as many gathers. Set on the root.
+        broadcast_buffers: give all ranks the first one's buffers, such as BatchNorm's statistics,
+            before each forward that follows a synchronized one with gradients, as DDP does. One
+            message more, of all buffers. False, as in FSDP2: each rank keeps its own. Set on the
+            root.
         gather: `QuantizedGather` lets weights travel, and be computed with, in 8 bits. Their blocks
             become the granularity, where ``granularity`` asks for nothing. Embeddings and heads are
             told by the names of their modules: call it on a head alone without this.
@@ -145,7 +150,7 @@ def fully_shard(
     """
     modules = checked_modules(module)
     check_arguments(reshard_after_forward, granularity)
-    check_engine_arguments(mp_policy, offload_policy, unused, in_flight)
+    check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     mesh = _default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
     row = row_of(sharding, axes.num_axes, reshard_after_forward)
@@ -159,7 +164,9 @@ def fully_shard(
     params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, travel)
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
-    unit = Unit(modules, mp_policy, reshard, unused, in_flight, row)
+    unit = Unit(
+        modules, mp_policy, reshard, unused, in_flight, row, broadcasts_buffers=broadcast_buffers
+    )
     unit.num_parts = num_parts
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)

@@ -63,7 +63,11 @@ def check_arguments(
 
 
 def check_engine_arguments(
-    mp_policy: object, offload_policy: object, unused: object, in_flight: object
+    mp_policy: object,
+    offload_policy: object,
+    unused: object,
+    in_flight: object,
+    broadcast_buffers: object,
 ) -> None:
     """Raise for wrong policies, and wrong values of the arguments that FSDP2 does not have."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -85,6 +89,10 @@ def check_engine_arguments(
         raise ValueError(f"fully_shard: unused must be 'auto' or 'zeros', got {unused!r}")
     if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
         raise ValueError(f"fully_shard: in_flight must be an int of at least 1, got {in_flight!r}")
+    if not isinstance(broadcast_buffers, bool):
+        raise ValueError(
+            f"fully_shard: broadcast_buffers must be True or False, got {broadcast_buffers!r}"
+        )
 
 
 def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:

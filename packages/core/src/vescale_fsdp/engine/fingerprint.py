@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from vescale_fsdp.engine.agreement import agree
+from vescale_fsdp.engine.buffers import plain_buffers
 from vescale_fsdp.errors import RankMismatchError
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
         entries.append(
             f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, in "
             f"{unit.num_parts} parts, {unit.mp_policy}, unused={unit.unused!r}, "
-            f"in_flight={unit.in_flight}, {unit.row})"
+            f"in_flight={unit.in_flight}, broadcast_buffers={unit.broadcasts_buffers}, {unit.row})"
         )
+        for module in (ref() for ref in unit.module_refs if unit.broadcasts_buffers):
+            assert module is not None, "somebody is calling it"
+            for name, buffer in plain_buffers(module).items():
+                entries.append(f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})")
         for group in unit.groups:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
             for slot, (gather, reduce) in zip(group.slots, group.codings, strict=True):

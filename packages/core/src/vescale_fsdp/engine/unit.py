@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import hand_back, plain_tensors
 from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine.buffers import broadcast_buffers
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.linear_gradients import set_in_place
@@ -51,7 +52,8 @@ class Unit:
         mp_policy: dtypes of compute, reduction and outputs.
         reshard_after_forward: None means True, except for the root of a model in training.
         row: what is cut between the passes and micro-batches of a step.
-        unused, in_flight: as of ``fully_shard``; a root's values hold for its schedule.
+        unused, in_flight, broadcasts_buffers: as of ``fully_shard``; a root's values hold for its
+            schedule.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Unit:
         unused: str,
         in_flight: int,
         row: Row,
+        *,
+        broadcasts_buffers: bool,
     ) -> None:
         self.module_refs = [weakref.ref(module) for module in modules]
         self.mp_policy = mp_policy
@@ -70,6 +74,8 @@ class Unit:
         self.row = row
         self.reshard_after_backward = row.cuts_parameters
         self.unused, self.in_flight = unused, in_flight
+        self.broadcasts_buffers = broadcasts_buffers
+        self._buffers_are_due = True  # since the last forward of a step that was synchronized
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.unshard_in_backward = True
@@ -239,6 +245,10 @@ class Unit:
             self.gather()
             return self._cast_inputs((args, kwargs))
         wants_gradients = torch.is_grad_enabled()
+        if self.broadcasts_buffers and self.is_root:
+            if self._buffers_are_due:
+                broadcast_buffers(module, [g.axes for u in schedule.units() for g in u.groups])
+            self._buffers_are_due = wants_gradients and self.requires_gradient_sync
         with plain_tensors():
             schedule.before_forward(self, method, wants_gradients)
         self._has_begun, self.held = True, False
@@ -436,7 +446,13 @@ class Unit:
             )
         self.reshard()
         twin = Unit(
-            [], self.mp_policy, self.reshard_after_forward, self.unused, self.in_flight, self.row
+            [],
+            self.mp_policy,
+            self.reshard_after_forward,
+            self.unused,
+            self.in_flight,
+            self.row,
+            broadcasts_buffers=self.broadcasts_buffers,
         )
         twin.num_parts, twin.reshard_after_backward = self.num_parts, self.reshard_after_backward
         twin.requires_gradient_sync = self.requires_gradient_sync

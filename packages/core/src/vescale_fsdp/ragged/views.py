@@ -50,7 +50,8 @@ WAYS_OUT = (
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
     "part of this rank. Inside a forward, call the module that owns the parameter, so that its "
-    "parameters are gathered."
+    "parameters are gathered; outside, `with vescale_fsdp.unsharded(model):` gathers those of all "
+    "its units."
 )
 
 

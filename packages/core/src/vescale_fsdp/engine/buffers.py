@@ -1,0 +1,61 @@
+"""Buffers that a forward changes, such as BatchNorm's running statistics, the same on all ranks.
+
+``DistributedDataParallel`` sends those of its rank 0 to the others at the beginning of a forward.
+FSDP2 leaves each rank its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp import compat
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.axes import Axes
+
+__all__ = ["broadcast_buffers", "plain_buffers"]
+
+
+def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module by names, without those that are DTensors or empty."""
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.numel()
+    }
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, axes: Iterable[Axes]) -> None:
+    """Give all ranks the buffers of the first one. Collective.
+
+    As DDP does, it hides the writes from autograd, which may have saved the buffers for a backward.
+
+    Args:
+        axes: of the groups of the module; those with the most ranks count.
+
+    Cost: one message of all buffers, with replicas two.
+    """
+    buffers = list(plain_buffers(module).values())
+    widest = max(axes, key=lambda each: len(each.ranks), default=None)
+    if not buffers or widest is None or len(widest.ranks) == 1:
+        return
+    # Wide dtypes first, so that each part begins where its dtype may.
+    buffers.sort(key=lambda buffer: -buffer.element_size())
+    device = torch.device(widest.mesh.device_type)
+    packed = torch.cat([b.reshape(-1).view(torch.uint8).to(device) for b in buffers])
+    for axis in (widest.replicate, widest.shard):
+        if axis is not None and widest.mesh.size(axis) > 1:
+            first = compat.axis_ranks(widest.mesh, axis)[0]
+            compat.broadcast(packed, first, compat.mesh_group(widest.mesh, axis)).wait()
+    if widest.rank == widest.replica == 0:
+        return
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    with compat.preserve_versions(tuple(buffers)):
+        for buffer, part in zip(buffers, packed.split(sizes), strict=True):
+            buffer.copy_(part.view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,36 @@
+"""Norms of sharded gradients, for ``lightning.pytorch.utilities.grad_norm``."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["grad_norm"]
+
+
+def grad_norm(
+    module: nn.Module, norm_type: float | str, group_separator: str = "/"
+) -> dict[str, torch.Tensor]:
+    """The norm of each gradient, and of all of them; names are Lightning's. Collective.
+
+    Cost: an all-reduce of one number for each sharded gradient.
+
+    Raises:
+        ValueError: the kind of norm is no positive number.
+    """
+    kind = float(norm_type)
+    if kind <= 0:
+        raise ValueError(f"norm_type is {norm_type}; it must be a positive number or 'inf'")
+    norms = {
+        f"grad_{kind}_norm{group_separator}{name}": _whole(param.grad.detach().norm(kind))
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+    if norms:
+        norms[f"grad_{kind}_norm_total"] = torch.stack(list(norms.values())).norm(kind)
+    return norms
+
+
+def _whole(number: torch.Tensor) -> torch.Tensor:
+    return number.full_tensor() if isinstance(number, DTensor) else number
