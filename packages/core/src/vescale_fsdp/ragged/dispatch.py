@@ -37,7 +37,8 @@ from vescale_fsdp.ragged.products import PRODUCTS
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.scaling import SCALING
-from vescale_fsdp.ragged.views import VIEWS, WAYS_OUT
+from vescale_fsdp.ragged.tensor import WAYS_OUT
+from vescale_fsdp.ragged.views import VIEWS
 
 __all__ = ["dispatch"]
 

@@ -11,7 +11,7 @@ A permutation is gathered by the operator that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,7 +21,7 @@ from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.linear import refuse_partial
 from vescale_fsdp.ragged.regions import contiguous_strides
-from vescale_fsdp.ragged.tensor import RaggedTensor
+from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
 __all__ = ["PRODUCTS", "permuted"]
 
@@ -34,7 +34,8 @@ class Permuted(DTensor):
     Torch has a view there. This is none, and refuses to be written to.
     """
 
-    __slots__ = ["_order", "_source"]
+    _source: RaggedTensor
+    _order: tuple[int, ...]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
@@ -50,20 +51,14 @@ class Permuted(DTensor):
         _check_beside(func, args)
         return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs or {}))
 
-    def full_tensor(self, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The whole, permuted. Cost: an all-gather."""
-        whole: torch.Tensor = self.clone().full_tensor(**kwargs)
-        return whole
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # whoever asks for values gathers them
+        whole = self._source.redistribute(placements=self.placements)
+        return whole._local_tensor.permute(self._order).contiguous()
 
-    def to_local(self, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The same: it is replicated."""
-        whole: torch.Tensor = self.clone().to_local(**kwargs)
-        return whole
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As of any replicated DTensor."""
-        found: DTensor = self.clone().redistribute(*args, **kwargs)
-        return found
+    @_local_tensor.setter
+    def _local_tensor(self, placeholder: torch.Tensor) -> None:
+        """Values are those of the source."""
 
 
 def permuted(x: RaggedTensor, order: Sequence[int]) -> Permuted:
@@ -77,7 +72,7 @@ def permuted(x: RaggedTensor, order: Sequence[int]) -> Permuted:
         TensorMeta(shape, tuple(contiguous_strides(shape)), x.dtype),
     )
     result = Permuted(placeholder, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    result._source, result._order = x.detach(), tuple(order)
+    result._source, result._order = cast(RaggedTensor, x.detach()), tuple(order)
     return result
 
 
@@ -90,24 +85,22 @@ def _product(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _whole(func: Any, x: RaggedTensor) -> DTensor:
     refuse_partial(func, x._spec)
     keep_layout(x)
-    return x.detach().redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    detached = cast(RaggedTensor, x.detach())
+    return detached.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def _gathered(value: Any) -> Any:
     if not isinstance(value, Permuted):
         return value
-    whole = value._source.redistribute(placements=value.placements)
-    return whole.permute(value._order).contiguous()
+    return DTensor(value._local_tensor, value._spec, requires_grad=False)
 
 
 def _check_beside(func: Any, args: Any) -> None:
     for each in tree_leaves(args):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.numel() > 1:
             raise NotImplementedError(
-                f"{func} got a sharded tensor together with a plain tensor of shape "
-                f"{tuple(each.shape)}, of which each rank may have another. Use "
-                "`tensor.full_tensor()` for the whole tensor on every rank. Inside a forward, call "
-                "the module that owns the parameter, so that its parameters are gathered"
+                f"{func} does not run on a sharded tensor together with a plain tensor of shape "
+                f"{tuple(each.shape)}, of which each rank may have another. {WAYS_OUT}"
             )
 
 

@@ -40,19 +40,11 @@ from vescale_fsdp.ragged.recuts import (
     sizes_here,
     sliced,
 )
-from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
 
-__all__ = ["VIEWS", "WAYS_OUT", "bounds", "dim_of"]
+__all__ = ["VIEWS", "bounds", "dim_of"]
 
 aten = torch.ops.aten
-
-WAYS_OUT = (
-    "Use `tensor.full_tensor()` for the whole tensor on every rank, "
-    "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
-    "part of this rank. Inside a forward, call the module that owns the parameter, so that its "
-    "parameters are gathered; outside, `with vescale_fsdp.unsharded(model):` gathers those of all "
-    "its units."
-)
 
 
 def dim_of(dim: int, num_dims: int) -> int:
