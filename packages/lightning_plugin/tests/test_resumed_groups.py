@@ -13,7 +13,7 @@ from vescale_fsdp import CheckpointMismatchError
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
-from .lit import LitModel, full_parameters, loader, make_model, make_trainer
+from .lit import LitModel, loader, make_model, make_trainer
 
 FORMATS = ("sharded", "full", "dcp")
 
@@ -40,7 +40,7 @@ def lose_a_group(root: Path) -> None:
         trainer.fit(make_model(TwoGroups), loader(), loader())
         trainer.save_checkpoint(path)
         again = make_trainer(VeScaleFSDPStrategy(), root, max_steps=3)
-        with pytest.raises((CheckpointMismatchError, ValueError), match=r"group|no optimizer here"):
+        with pytest.raises(CheckpointMismatchError):
             again.fit(make_model(OneGroup), loader(), loader(), ckpt_path=path)
 
 
@@ -76,19 +76,29 @@ def finetune(root: Path, kind: str, epochs: int, resumed: Path | None = None) ->
     return trainer, module
 
 
+def states(trainer: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    names = {id(param): name for name, param in module.named_parameters()}
+    return {
+        names[id(param)]: state["exp_avg"].full_tensor()
+        for param, state in trainer.optimizers[0].state.items()
+    }
+
+
 def resume_finetuning(root: Path) -> None:
     for kind in FORMATS:
         path = root / f"{kind}-finetuned.ckpt"
-        _, whole = finetune(root, kind, 3)
-        trainer, _ = finetune(root, kind, 2)
+        trainer, module = finetune(root, kind, 2)
         assert len(trainer.optimizers[0].param_groups) == 2
         trainer.save_checkpoint(path)
-        trainer, resumed = finetune(root, kind, 3, path)
-        assert len(trainer.optimizers[0].param_groups) == 2
-        expected = full_parameters(whole)
-        found = full_parameters(resumed)
+        again, resumed = finetune(root, kind, 2, path)
+        assert len(again.optimizers[0].param_groups) == 2
+        expected, found = states(trainer, module), states(again, resumed)
+        assert any(name.startswith("backbone") for name in expected)
+        assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), (kind, name)
+        again, _ = finetune(root, kind, 3, path)  # and goes on
+        assert again.global_step == 6
 
 
 def test_finetuning_resumes_after_its_backbone_has_joined(tmp_path: Path) -> None:

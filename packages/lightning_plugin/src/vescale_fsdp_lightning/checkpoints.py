@@ -38,6 +38,7 @@ __all__ = [
 ALSO = "vescale_fsdp"  # where a file has the states of what was saved too
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
+Prepare = Callable[[Mapping[str, Any]], None]
 WriteFile = Callable[[dict[str, Any], str], None]
 
 
@@ -132,12 +133,16 @@ class Checkpoints:
         strict: bool,
         weights_only: bool | None,
         local_rank: int = 0,
+        prepare: Prepare | None = None,
     ) -> dict[str, Any]:
         """Load model and optimizers, in place, and return the rest of the dictionary.
 
         Of any format that `save` writes, a file of ``DDPStrategy``, or a directory of Lightning's
         own sharded strategies; saved by any number of processes. A checkpoint of weights alone
         leaves the optimizers as they are.
+
+        Args:
+            prepare: is called with the rest of the dictionary, before optimizers are loaded.
 
         Raises:
             CheckpointIncompleteError: there is no whole checkpoint at ``path``.
@@ -147,11 +152,11 @@ class Checkpoints:
         only = self.options.weights_only if weights_only is None else weights_only
         with self.store.fetch(path, local_rank) as found:
             if found.is_file():
-                return _load_file(found, model, optimizers, strict, only)
+                return _load_file(found, model, optimizers, strict, only, prepare)
             if (found / torch_format.METADATA).is_file():
-                return _load_directory(found, model, optimizers, strict, only)
+                return _load_directory(found, model, optimizers, strict, only, prepare)
             is_resumed = any(name.isdecimal() for name in optimizers)  # averages are no training
-            return load_sealed(found, model, optimizers, strict, rng=is_resumed)
+            return load_sealed(found, model, optimizers, strict, rng=is_resumed, prepare=prepare)
 
 
 def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -201,16 +206,25 @@ def save_sealed(
 
 
 def load_sealed(
-    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, *, rng: bool
+    path: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    strict: bool,
+    *,
+    rng: bool,
+    prepare: Prepare | None = None,
 ) -> dict[str, Any]:
     """Load a sealed directory, in place; returns the rest. Collective.
 
     Args:
         rng: give the random number generators of this process the states that were saved.
+        prepare: as of `Checkpoints.load`.
     """
     values = read_manifest(path).values
     saved = [name.removeprefix("optimizer.") for name in values if name.startswith("optimizer.")]
     check_count(saved, optimizers, path)
+    if prepare is not None and saved:
+        agree(lambda: prepare(from_plain(checkpoint.read_extra(path).get("lightning", {}))))
     there = {name: each for name, each in optimizers.items() if name in saved}
     extra = checkpoint.load(path, model, there or None, strict=strict, rng=rng)
     rest: dict[str, Any] = from_plain(extra.get("lightning", extra))
@@ -241,26 +255,41 @@ def read_manifest(path: Path) -> checkpoint.Manifest:
 
 
 def _load_directory(
-    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, weights_only: bool
+    path: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    strict: bool,
+    weights_only: bool,
+    prepare: Prepare | None,
 ) -> dict[str, Any]:
     directory = torch_format.Directory(path)
     saved = [key.removeprefix("optimizer_") for key in directory.keys]
     check_count(saved, optimizers, path)
+    rest = directory.values(weights_only)
+    if prepare is not None and saved:
+        agree(lambda: prepare(rest))
     directory.load_model(directory.first_of(("model", "state_dict")), model, strict=strict)
     for name, each in optimizers.items():
         if directory.has(f"optimizer_{name}"):
             directory.load_optimizer(f"optimizer_{name}", model, each)
-    return directory.values(weights_only)
+    return rest
 
 
 def _load_file(
-    path: Path, model: nn.Module, optimizers: Optimizers, strict: bool, weights_only: bool
+    path: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    strict: bool,
+    weights_only: bool,
+    prepare: Prepare | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def load() -> None:
         found.update(torch_format.read_file(path, weights_only))
         check_count(map(str, range(len(found.get("optimizer_states", [])))), optimizers, path)
+        if prepare is not None and found.get("optimizer_states"):
+            prepare(found)
         full.load_model(model, found.pop("state_dict"), strict=strict)
         own, also = found.pop("optimizer_states", []), found.pop(ALSO, {})
         for name, each in optimizers.items():

@@ -10,6 +10,7 @@ part of the same pass.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -230,7 +231,21 @@ class Lifecycle(Sharding):
             strict=strict,
             weights_only=weights_only,
             local_rank=self.local_rank,
+            prepare=self._restore_groups if self._is_fitting else None,
         )
+
+    def _restore_groups(self, saved: Mapping[str, Any]) -> None:
+        """Give optimizers the groups that callbacks for finetuning had added, before their states.
+
+        Those do so when a fit starts, if they have their states by then; with strategies that load
+        after sharding they do not.
+        """
+        module = self.lightning_module  # type: ignore[attr-defined]
+        states = saved.get("callbacks") or {}
+        for callback in finetuning_callbacks(module.trainer):
+            if callback.state_key in states:
+                callback.load_state_dict(copy.deepcopy(states[callback.state_key]))
+                base_finetuning(callback).on_fit_start(callback, module.trainer, module)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint, when the one that was saved after it is whole."""
@@ -241,9 +256,21 @@ class Lifecycle(Sharding):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """`load_checkpoint` has done it."""
+        for callback in finetuning_callbacks(self.lightning_module.trainer):  # type: ignore[attr-defined]
+            callback._restarting = False
 
     def _own_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {str(i): each for i, each in enumerate(self.optimizers)}  # type: ignore[attr-defined]
+
+
+def base_finetuning(callback: Any) -> Any:
+    """Lightning's ``BaseFinetuning``, of the namespace that a callback comes from; or None."""
+    return next((c for c in type(callback).__mro__ if c.__name__ == "BaseFinetuning"), None)
+
+
+def finetuning_callbacks(trainer: Any) -> list[Any]:
+    """The callbacks that freeze layers, and add groups to optimizers when they thaw them."""
+    return [each for each in trainer.callbacks if base_finetuning(each) is not None]
 
 
 def check_states(trainer: Any) -> None:

@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.convert import convert
 from vescale_fsdp.checkpoint.dcp.read import import_dcp
 from vescale_fsdp.checkpoint.dcp.write import export_dcp
 from vescale_fsdp.checkpoint.disk.manifest import Manifest
-from vescale_fsdp.checkpoint.read import read
+from vescale_fsdp.checkpoint.read import read, read_extra
 from vescale_fsdp.checkpoint.safetensors.load import LoadedNames, load_safetensors
 from vescale_fsdp.checkpoint.safetensors.save import save_safetensors
 from vescale_fsdp.checkpoint.sealed.latest import latest
@@ -57,6 +57,7 @@ __all__ = [
     "load",
     "load_safetensors",
     "read",
+    "read_extra",
     "save",
     "save_safetensors",
     "verify",

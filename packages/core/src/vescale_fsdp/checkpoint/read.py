@@ -45,6 +45,20 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {name: values.decode(text, tensor_of, name) for name, text in source.texts.items()}
 
 
+def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The ``extra`` of a checkpoint of `save`. Not collective.
+
+    Cost: the manifest, the values beside the tensors, and the tensors in ``extra``.
+
+    Raises:
+        CheckpointIncompleteError, CheckpointCorruptError: as `read`.
+    """
+    with open_source(Path(path)) as source:
+        text = source.texts.get("extra", {})
+        found = values.decode(text, lambda name: _tensor(source, name, path), "extra")
+    return found if isinstance(found, dict) else {}
+
+
 def _tensor(source: Source, name: str, path: str | os.PathLike[str]) -> torch.Tensor:
     entry = source.tensors.get(name)
     if entry is None:
