@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp import checkpoint, fully_shard
+from vescale_fsdp import CheckpointIncompleteError, checkpoint, fully_shard
 from vescale_fsdp.testing import run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
@@ -84,3 +84,28 @@ def test_shards_take_what_transformers_has_written(tmp_path: Path) -> None:
         expected[name] = logits(model)
     for name, value in run_ranks(load, 2, tmp_path)[0].items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def load_from_meta(root: Path) -> Tensor:
+    """The recipe of docs/checkpoints.md."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config(tied=False))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(CheckpointIncompleteError, match=r"rotary_emb\.inv_freq"):
+        checkpoint.load_safetensors(root, model)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+    checkpoint.load_safetensors(root, model)
+    return logits(model)
+
+
+def test_a_llama_of_meta_has_its_rotary_frequencies(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    plain = transformers.LlamaForCausalLM(config(tied=False))
+    plain.save_pretrained(tmp_path)
+    for found in run_ranks(load_from_meta, 2, tmp_path):
+        torch.testing.assert_close(found, logits(plain))

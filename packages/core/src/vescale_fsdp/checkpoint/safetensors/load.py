@@ -55,8 +55,9 @@ def load_safetensors(
     Args:
         path: a file, an index, or a directory with ``model.safetensors`` or an index.
         model: sharded or not. One that was made on the meta device: shard it, then
-            ``to_empty(device=...)``; buffers that are not saved are yours to fill.
-        strict: refuse files that lack names of the model, or have others.
+            ``to_empty(device=...)``, then fill the buffers that are not saved.
+        strict: refuse files that lack names of the model, or have others, and a model in which
+            something has no values after ``to_empty`` and gets none.
         rename: the model's name for a name in the files: a function or a mapping, which keeps names
             that it has not. None as a result: leave that tensor out.
 
@@ -64,7 +65,8 @@ def load_safetensors(
         What did not match.
 
     Cost: each rank reads all headers, and the bytes of its own elements, once; memory in the host
-    for these; two small messages per rank. The format has no checksums.
+    for these, or for one tensor where the model has no values yet; two small messages per rank. The
+    format has no checksums.
 
     Raises:
         CheckpointIncompleteError: there are no such files, names are missing, or another rank has

@@ -66,7 +66,8 @@ def load(
         The ``extra`` of the save, the same on every rank.
 
     Cost: all bytes are read once, those that several ranks need by each of them; memory in the
-    host for this rank's part; two small messages per rank.
+    host for this rank's part, or for one tensor where the model has no values yet (after
+    ``to_empty``); two small messages per rank.
 
     Raises:
         CheckpointIncompleteError: there is no whole checkpoint at ``path``, it lacks entries, or
