@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale_fsdp import RaggedTensor, clip_grad_norm_, fully_shard
 from vescale_fsdp.testing import run_ranks
@@ -122,6 +122,51 @@ def check_other_mesh() -> None:
 
 def test_a_parameter_may_be_on_another_mesh_than_the_rest_of_its_unit() -> None:
     run_ranks(check_other_mesh, 4)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 6)
+        self.w = nn.Parameter(torch.randn(4, 6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        y: Tensor = torch.einsum("bi,eij->bj", self.router(x), w)
+        return y
+
+
+def check_experts() -> None:
+    """As torchtitan shards DeepSeek-V3: experts over their axis first, then over the other."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    info = FSDPMeshInfo(grid["data"], shard_mesh_dim=0)
+    results = []
+    for placement in (None, Shard(0)):
+        model = make(Experts)
+        w = distribute_tensor(model.w.detach(), grid["expert"], [Shard(0)])
+        model.w = nn.Parameter(w)
+
+        def choose(parameter: nn.Parameter, placement: Any = placement) -> Any:
+            is_expert = parameter.dim() == 3
+            return ShardPlacementResult(placement, info) if is_expert else Shard(0)
+
+        fully_shard(model, shard_placement_fn=choose)
+        model(torch.ones(2, 6)).square().sum().backward()
+        results.append((full_parameters(model), full_gradients(model)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    model = make(Experts)
+    model.w = nn.Parameter(distribute_tensor(model.w.detach(), grid["expert"], [Shard(0)]))
+    with pytest.raises(NotImplementedError, match=r"return Shard\(0\) for it"):
+        fully_shard(
+            model,
+            shard_placement_fn=lambda p: (
+                ShardPlacementResult(Shard(1), info) if p.dim() == 3 else None
+            ),
+        )
+
+
+def test_experts_on_a_mesh_of_their_own_may_ask_for_the_default() -> None:
+    run_ranks(check_experts, 4)
 
 
 def check_errors() -> None:

@@ -20,12 +20,14 @@ def placement_of(
 ) -> tuple[Axes, int | None]:
     """The axes that shard a parameter, and d where it shall be ``Shard(d)`` (None: ragged).
 
-    A parameter with ``Shard(d)`` travels in a group of its own; sizes need not divide.
+    A parameter with ``Shard(d)`` travels in a group of its own; sizes need not divide. One that is
+    a DTensor already, such as experts over their own mesh axis, is sharded in whole blocks where
+    ``Shard(0)``, FSDP2's default, is the answer.
 
     Raises:
         ValueError: the answer is neither None, nor a ``Shard``, nor a ``ShardPlacementResult``.
         AssertionError: there is no such dimension.
-        NotImplementedError: ``Shard`` for a parameter that is a DTensor already.
+        NotImplementedError: another ``Shard`` for a parameter that is a DTensor already.
     """
     answer = None if choose is None else choose(param)
     if isinstance(answer, compat.ShardPlacementResult):
@@ -46,9 +48,12 @@ def placement_of(
             f"Found for parameter {fqn!r}"
         )
     if isinstance(param, DTensor):
+        if dim == 0:
+            return axes, None
         raise NotImplementedError(
             f"fully_shard: shard_placement_fn wants {answer} for {fqn!r}, which is a DTensor on "
-            f"{param.device_mesh}; return None for it, so that it is sharded in whole blocks"
+            f"{param.device_mesh} and can be sharded along dimension 0 only, in whole blocks: "
+            "return Shard(0) for it, with the same mesh"
         )
     return axes, dim
 
