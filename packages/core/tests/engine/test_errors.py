@@ -335,11 +335,11 @@ def check_unsupported_operator(operator: Callable[[Tensor], Any]) -> None:
 
 
 def multiply_matrices(weight: Tensor) -> Tensor:
-    return weight @ weight
+    return torch.ones(2, 4) @ weight
 
 
 def transpose(weight: Tensor) -> Tensor:
-    return weight.t()
+    return weight.t() + torch.ones(4, 4)
 
 
 def factorize(weight: Tensor) -> Tensor:

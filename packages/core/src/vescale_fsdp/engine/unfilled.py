@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_fsdp import compat
 from vescale_fsdp.ragged import RaggedTensor
 
 __all__ = ["blank_tensors", "mark", "on_meta"]
 
-_MARKED = WeakIdKeyDictionary()  # tensors, with their versions
+# Of a tensor: which it is, as copies take over its attributes, and its version. Weak references in
+# a dictionary would be in the way of `torch.utils.swap_tensors`.
+_MARK = "_vescale_fsdp_blank"
 
 
 def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -34,19 +35,17 @@ def mark(tensors: Iterable[torch.Tensor]) -> None:
     """These tensors have no values."""
     for tensor in tensors:
         if not tensor.is_meta:
-            _MARKED[tensor] = _version_of(tensor)
+            setattr(tensor, _MARK, (id(tensor), _version_of(tensor)))
 
 
 def blank_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a model that nothing has filled, also those that no state dict
     has, by their names in it; tied ones under each of their names."""
-    if not len(_MARKED):
-        return {}
     return {
         compat.fqn_of(model, f"{prefix}.{name}" if prefix else name): tensor
         for prefix, owner in model.named_modules(remove_duplicate=False)
         for name, tensor in _tensors_of(owner)
-        if tensor.numel() and _MARKED.get(tensor) == _version_of(tensor)
+        if tensor.numel() and _is_blank(tensor)
     }
 
 
@@ -54,6 +53,11 @@ def _tensors_of(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
         if tensor is not None:
             yield name, tensor
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    mark = getattr(tensor, _MARK, None)
+    return mark is not None and mark == (id(tensor), _version_of(tensor))
 
 
 def _version_of(tensor: torch.Tensor) -> int:
