@@ -43,6 +43,14 @@ class Normalizer:
     """An object of the user's own."""
 
 
+class Adds(Configured):
+    """Its hook adds what could only be pickled, as pytorch-forecasting's models do."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["special"] = {"target": Normalizer()}
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].update(checkpoint["special"])
+
+
 class Holder(Callback):
     """Its state could only be pickled."""
 
@@ -131,6 +139,14 @@ def said_in_time(root: Path) -> None:
         train(root / "held", model, Holder())
     assert model.losses == []
     train(root / "full", make_model(Configured), Holder(), state_dict_type="full")
+    model = make_model(Adds)
+    with (
+        pytest.warns(UserWarning, match="'target'"),
+        pytest.raises(CheckpointValueError, match=r"\['special'\]\['target'\] is a .*Normalizer"),
+    ):
+        train(root / "added", model)
+    assert model.losses == []
+    assert "target" not in model.hparams
 
     class Stops(Callback):
         def on_train_start(self, *_: Any) -> None:

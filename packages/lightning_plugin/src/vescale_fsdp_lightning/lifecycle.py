@@ -276,7 +276,8 @@ def finetuning_callbacks(trainer: Any) -> list[Any]:
 def check_states(trainer: Any) -> None:
     """Say now what a sealed checkpoint of this Trainer could not keep, not when the first is saved.
 
-    What ``on_save_checkpoint`` adds is left for then: hooks may write files.
+    ``on_save_checkpoint`` of the module is called once for that, with an empty ``state_dict``. If
+    it wants what is there in training only, what it adds is left for the first save.
 
     Raises:
         CheckpointValueError: a state could only be pickled; a hyper-parameter like that is a
@@ -294,7 +295,17 @@ def check_states(trainer: Any) -> None:
             states[source.CHECKPOINT_HYPER_PARAMS_KEY] = source.hparams
     if trainer.datamodule is not None:
         states[type(trainer.datamodule).__qualname__] = _state_of(trainer.datamodule)
-    to_plain(states)
+    to_plain({**states, **_added_by(trainer.lightning_module, states)})
+
+
+def _added_by(module: Any, states: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: dict(each) if isinstance(each, dict) else each for key, each in states.items()}
+    checkpoint = {"state_dict": {}, "epoch": 0, "global_step": 0, **own}
+    try:
+        module.on_save_checkpoint(checkpoint)
+    except Exception:  # noqa: BLE001  it may want what is there in training only
+        return {}
+    return {key: value for key, value in checkpoint.items() if key != "state_dict"}
 
 
 def _state_of(stateful: Any) -> Any:
