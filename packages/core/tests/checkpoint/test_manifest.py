@@ -100,6 +100,10 @@ HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
     "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
     "dimensions": (lambda b: chunk(b).update(sizes=[6]), "has not the 2 dimensions"),
     "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "at most 64"),
+    "shape without boxes": (
+        lambda b: tensor(b).update(shape=[0, True], chunks=[]),
+        "the shape of tensor 'model.w' is True",
+    ),
     "dtype": (lambda b: tensor(b).update(dtype="load"), "unknown dtype 'load'"),
     "quantized": (lambda b: tensor(b).update(dtype="qint8"), "unknown dtype"),
     "crc32": (lambda b: chunk(b).update(crc32="0x1"), "expected 8 hexadecimal"),

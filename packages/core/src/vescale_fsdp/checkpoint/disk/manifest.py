@@ -375,7 +375,7 @@ class _Reader:
         try:
             dtype, shape, boxes = value["dtype"], value["shape"], value["chunks"]
             itemsize = _ITEMSIZES[dtype]
-            if len(value) != 3 or type(shape) is not list or type(boxes) is not list:
+            if len(value) != 3 or not type(shape) is type(boxes) is list or not boxes:
                 return None
             whole, chunks = tuple(shape), []
             for box in boxes:
