@@ -257,7 +257,7 @@ def _weights(model: nn.Module, adapter_only: bool) -> Literal["all", "trained"]:
 
 
 def _is_sealed(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    return (path / "manifest.json").exists()
 
 
 def _numbered(name: str, index: int) -> str:
@@ -275,6 +275,6 @@ def _found(folder: Path, directory: str, file: str, plugin: Any) -> Path:
     places = [folder / file, inside] if _is_full(plugin) else [inside, folder / file]
     places.append(inside.with_name(f"{directory}.old"))  # a save was killed as it replaced it
     for place in places:
-        if place.is_file() or (place / ".metadata").is_file() or _is_sealed(place):
+        if place.is_file() or (place / ".metadata").exists() or _is_sealed(place):
             return place
     raise CheckpointIncompleteError(f"{folder} has neither {directory}/ nor {file}")

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vescale_fsdp import CheckpointCorruptError
-from vescale_fsdp.checkpoint.disk.manifest import Manifest, Seal
+from vescale_fsdp import CheckpointCorruptError, CheckpointWriteError, checkpoint
+from vescale_fsdp.checkpoint.disk.manifest import NAME, Chunk, Manifest, Seal, Span, TensorEntry
 
 from .helpers import small_manifest
 
@@ -97,6 +100,10 @@ HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
     "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
     "dimensions": (lambda b: chunk(b).update(sizes=[6]), "has not the 2 dimensions"),
     "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "at most 64"),
+    "shape without boxes": (
+        lambda b: tensor(b).update(shape=[0, True], chunks=[]),
+        "the shape of tensor 'model.w' is True",
+    ),
     "dtype": (lambda b: tensor(b).update(dtype="load"), "unknown dtype 'load'"),
     "quantized": (lambda b: tensor(b).update(dtype="qint8"), "unknown dtype"),
     "crc32": (lambda b: chunk(b).update(crc32="0x1"), "expected 8 hexadecimal"),
@@ -123,8 +130,8 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
     [
         ('{"world_size": 1, "world_size": 2}', "'world_size' comes twice"),
         ('{"world_size": NaN}', "NaN is not JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ("{", "Expecting"),
+        ('{"world_size": ' + "[" * 100_000, "nested too deeply"),
+        ("{", "expected a name at character 1"),
     ],
 )
 def test_json_that_readers_understand_differently_is_refused(rest: str, message: str) -> None:
@@ -139,3 +146,60 @@ def test_another_version_is_refused_by_its_number() -> None:
     text = text_of(body_of(small_manifest()), version=2)
     with pytest.raises(CheckpointCorruptError, match=r"has version 2; this .* reads version 1"):
         Manifest.parse(text, "here")
+
+
+def many(num_tensors: int) -> Manifest:
+    """A manifest of tensors of four bytes, each in one box."""
+    file = "rank-00000.bin"
+    tensors = {
+        f"model.layers.{i}.mlp.down.weight": TensorEntry(
+            "float32", (1, 1), (Chunk((0, 0), (1, 1), Span(file, 4 * i, 4, i)),)
+        )
+        for i in range(num_tensors)
+    }
+    return replace(small_manifest(), files={file: 4 * num_tensors}, tensors=tensors, values={})
+
+
+def test_a_manifest_needs_little_more_memory_than_its_text() -> None:
+    manifest = many(5000)
+    text = manifest.render()
+    tracemalloc.start()
+    try:
+        found = Manifest.parse(text, "here")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == replace(manifest, seal=found.seal)
+    assert peak < 5 * len(text)  # 10 if all of the JSON is there at once
+
+
+def test_a_manifest_beyond_the_limit_is_neither_written_nor_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = many(10).render()
+    monkeypatch.setattr("vescale_fsdp.checkpoint.disk.manifest.MOST_BYTES", len(text) - 1)
+    with pytest.raises(CheckpointWriteError, match=f"10 tensors would have {len(text)} bytes"):
+        many(10).render()
+    with pytest.raises(CheckpointCorruptError, match=f"{len(text)} bytes, .*{len(text) - 1} at m"):
+        Manifest.parse(text, "here")
+
+
+@pytest.mark.parametrize("start", ["nothing", "a manifest", "its seal"])
+def test_a_sparse_manifest_of_a_tebibyte_is_refused_before_it_is_read(
+    start: str, tmp_path: Path
+) -> None:
+    text = text_of(body_of(small_manifest()), body_bytes=1 << 40)
+    starts = {
+        "nothing": (b"", 1 << 40, "no seal in line 1"),
+        "a manifest": (small_manifest().render(), 1 << 40, "has 1099511627776 bytes, expected"),
+        "its seal": (text, text.index(b'"body": ') + (1 << 40), "536870912 at most"),
+    }
+    data, num_bytes, message = starts[start]
+    (tmp_path / "step-1").mkdir()
+    with open(tmp_path / "step-1" / NAME, "wb") as stream:
+        stream.write(data)
+        stream.truncate(num_bytes)
+    for use in (checkpoint.verify, checkpoint.read):
+        with pytest.raises(CheckpointCorruptError, match=message):
+            use(tmp_path / "step-1")
+    assert checkpoint.latest(tmp_path) is None

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -164,6 +165,20 @@ def test_dead_rank_is_reported_and_the_next_call_works() -> None:
     assert (caught.value.rank, caught.value.type_name) == (0, "RankDied")
     assert "exit code -9" in caught.value.message
     assert run_ranks(rank_and_argument, 2, "") == [(0, 2, ""), (1, 2, "")]
+
+
+def die_while_nobody_reaps() -> None:
+    """Rank 1 stops the process that reaps it, as one that gets no time is, and exits with 77."""
+    if dist.get_rank() == 1:
+        server = os.getppid()
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {server}"], start_new_session=True)
+        os.kill(server, signal.SIGSTOP)
+        os._exit(77)
+
+
+def test_exit_code_of_a_rank_that_is_reaped_late_is_known() -> None:
+    with pytest.raises(RankError, match="rank 1 died with exit code 77 and sent no result"):
+        run_ranks(die_while_nobody_reaps, 2)
 
 
 def test_rank_that_died_between_calls_is_replaced() -> None:

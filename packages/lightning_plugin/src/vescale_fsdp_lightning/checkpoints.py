@@ -20,6 +20,7 @@ from torch import nn
 
 from vescale_fsdp import CheckpointMismatchError, CheckpointValueError, checkpoint
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.sealed.latest import read_manifest as read_sealed
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
 from vescale_fsdp_lightning.places import agree, from_first
@@ -249,8 +250,7 @@ def check_count(saved: Iterable[str], optimizers: Optimizers, path: Path) -> Non
 def read_manifest(path: Path) -> checkpoint.Manifest:
     """What is in a sealed directory. Collective."""
     found: list[checkpoint.Manifest] = []
-    file = path / "manifest.json"
-    agree(lambda: found.append(checkpoint.Manifest.parse(file.read_bytes(), str(file))))
+    agree(lambda: found.append(read_sealed(path)))
     return found[0]
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.dcp.directory import MetadataUnpickler
+from vescale_fsdp.checkpoint.disk.regular import open_regular, size_of
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]
@@ -188,8 +189,8 @@ class _Reader(filesystem.FileSystemReader):
         """The metadata, by the restricted unpickler."""
         file = Path(self.path) / ".metadata"
         try:
-            with open(file, "rb") as stream:
-                found = MetadataUnpickler(stream).load()
+            with open_regular(file) as stream:
+                found = MetadataUnpickler(io.BufferedReader(stream)).load()
         except pickle.UnpicklingError as error:
             raise CheckpointCorruptError(
                 f"{file} is refused: it wants {error}, which is no part of this format and could "
@@ -197,6 +198,8 @@ class _Reader(filesystem.FileSystemReader):
             ) from error
         if not isinstance(found, Metadata):
             raise CheckpointCorruptError(f"{file} holds a {type(found).__name__}, no metadata")
+        for each in {info.relative_path for info in found.storage_data.values()}:
+            size_of(Path(self.path) / each)  # torch would wait for a FIFO
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -59,11 +59,13 @@ def open_source(path: Path) -> Iterator[Source]:
         CheckpointCorruptError: it is not what its format allows.
     """
     with contextlib.ExitStack() as stack:
-        if (path / NAME).is_file():
+        if (path / NAME).exists():
             yield _Sealed(path, stack)
-        elif (path / METADATA).is_file():
+        elif (path / METADATA).exists():
             yield _Stock(path, stack)
-        elif path.is_file() or any((path / name).is_file() for name in (SINGLE, INDEX)):
+        elif any((path / name).exists() for name in (SINGLE, INDEX)) or (
+            path.exists() and not path.is_dir()
+        ):
             yield _Safetensors(path, stack)
         else:
             raise CheckpointIncompleteError(

@@ -38,6 +38,7 @@ PRELOADED = [
 ]
 GRACE_S = 5.0  # for the other ranks to return, once one has failed
 END_CALL_S = 10.0  # to destroy the process groups of a call that succeeded
+REAP_S = 30.0  # for the exit code of a dead rank, which the server reads when it gets the time
 DUMP_S = 0.3  # for a hung rank to write its stacks
 
 
@@ -156,8 +157,11 @@ class Pool:
 
     def _died(self, rank: int) -> RankFailure:
         process = self._processes[rank]
-        process.join(1.0)
-        message = f"rank {rank} died with exit code {process.exitcode} and sent no result"
+        process.join(REAP_S)
+        how = "closed its connection, did not exit"
+        if process.exitcode is not None:
+            how = f"died with exit code {process.exitcode}"
+        message = f"rank {rank} {how} and sent no result"
         return RankFailure(rank, "RankDied", message, f"{message}\n{self._log_tail(rank)}")
 
     def _hung(self, ranks: list[int], why: str) -> list[RankFailure]:

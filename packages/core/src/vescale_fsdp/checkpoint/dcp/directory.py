@@ -19,6 +19,7 @@ import hashlib
 import io
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
 from vescale_fsdp.checkpoint.disk.geometry import boxes_fault
 from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.disk.regular import read_regular, size_of
 from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.checkpoint.state.tensors import dtype_name
 from vescale_fsdp.errors import (
@@ -71,7 +73,7 @@ class StockDirectory:
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.files: dict[str, int] = {}
         try:
-            data = self._file.read_bytes()
+            data = read_regular(self._file, sys.maxsize, pickle.PROTO)
         except OSError as error:
             raise CheckpointIncompleteError(
                 f"there is no checkpoint of torch.distributed.checkpoint at {folder}"
@@ -141,7 +143,7 @@ class StockDirectory:
             raise ValueError(f"{key!r} is compressed or encrypted, which is not read here")
         if file not in self.files:
             try:
-                self.files[file] = (self.folder / file).stat().st_size
+                self.files[file] = size_of(self.folder / file, repr(key))
             except OSError as error:
                 raise CheckpointIncompleteError(
                     f"{self.folder / file} is missing, with {key!r} in it"

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import torch
 
 from vescale_fsdp.checkpoint.disk.manifest import Span
+from vescale_fsdp.checkpoint.disk.regular import open_regular
 from vescale_fsdp.dbuffer import memory
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -265,7 +266,7 @@ class DataReader:
             return self._streams[file]
         path = self.folder / file
         try:
-            stream = open(path, "rb", buffering=0)  # noqa: SIM115
+            stream = open_regular(path, label)
         except FileNotFoundError as error:
             raise CheckpointIncompleteError(
                 f"{path} is missing, with {label} in it{self._advice}"

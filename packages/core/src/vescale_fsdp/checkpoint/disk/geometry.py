@@ -10,10 +10,18 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import Protocol
 
-__all__ = ["boxes_fault", "runs_of", "spans_fault"]
+__all__ = ["boxes_fault", "runs_of", "spans_fault", "spans_tile"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class _Span(Protocol):
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 def boxes_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
@@ -67,6 +75,17 @@ def spans_fault(num_bytes: int, spans: Iterable[tuple[int, int, str]]) -> str:
         if end > num_bytes:
             return f"{label} ends at byte {end} of {num_bytes}"
     return "" if end == num_bytes else f"bytes {end} to {num_bytes} belong to nothing"
+
+
+def spans_tile(num_bytes: int, spans: Iterable[_Span]) -> bool:
+    """Whether spans, by where they begin, tile a file. Spans of no bytes may be anywhere."""
+    end = 0
+    for span in spans:
+        if span.length:
+            if span.offset != end:
+                return False
+            end += span.length
+    return end == num_bytes
 
 
 def runs_of(

@@ -32,6 +32,7 @@ import torch
 
 from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.geometry import spans_fault
+from vescale_fsdp.checkpoint.disk.regular import open_regular, read_regular
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -41,7 +42,7 @@ from vescale_fsdp.errors import (
 __all__ = ["INDEX", "SINGLE", "Entry", "File", "index_of", "is_weights", "lay_out", "read_files"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package, here of an index too
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -177,7 +178,7 @@ def read_files(path: Path) -> tuple[Path, list[File]]:
         CheckpointCorruptError: a header or the index is not what the format allows.
     """
     if path.is_dir():
-        found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
+        found = [path / name for name in (SINGLE, INDEX) if (path / name).exists()]
         if not found:
             raise CheckpointIncompleteError(
                 f"there is neither {SINGLE} nor {INDEX} in {path}; give the path of a file if it "
@@ -207,7 +208,7 @@ def read_files(path: Path) -> tuple[Path, list[File]]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = jsons.load(path.read_bytes())
+        index = jsons.load(read_regular(path, _LARGEST_HEADER))
     except FileNotFoundError as error:
         raise CheckpointIncompleteError(f"{path} is missing") from error
     except (OSError, ValueError) as error:
@@ -225,14 +226,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _read_header(path: Path) -> File:
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else num_bytes
             if length > min(_LARGEST_HEADER, num_bytes - 8):
                 _refuse(path, f"its header should have {length} bytes, the file has {num_bytes}")
             head = first + stream.read(length)
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except FileNotFoundError as error:
         raise CheckpointIncompleteError(f"{path} is missing") from error
     except OSError as error:
         raise CheckpointIncompleteError(f"{path} cannot be read: {error}") from error

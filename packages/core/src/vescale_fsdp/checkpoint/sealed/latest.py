@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vescale_fsdp.checkpoint.disk import seal
-from vescale_fsdp.checkpoint.disk.manifest import NAME, Manifest, Seal
+from vescale_fsdp.checkpoint.disk.manifest import NAME, SEAL_BYTES, Manifest, Seal
+from vescale_fsdp.checkpoint.disk.regular import open_regular, size_of
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 __all__ = ["latest", "next_sequence", "prune", "read_manifest", "sealed"]
 
 FEWEST = 2  # checkpoints that `prune` leaves
-_SEAL_BYTES = 1 << 16  # a seal takes less
 _log = logging.getLogger(__name__)
 
 
@@ -57,8 +57,8 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
                 _log.warning("passed over %s: a save that did not finish, or is under way", path)
             continue
         try:
-            with open(path / NAME, "rb") as stream:
-                found, _ = Manifest.parse_seal(stream.read(_SEAL_BYTES), str(path / NAME))
+            with open_regular(path / NAME) as stream:
+                found, _ = Manifest.parse_seal(stream.read(SEAL_BYTES), str(path / NAME))
         except FileNotFoundError:
             if say:
                 _log.warning("passed over %s: it has no %s", path, NAME)
@@ -78,14 +78,14 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / NAME
     try:
-        data = file.read_bytes()
+        with open_regular(file) as stream:
+            return Manifest.read(stream, size_of(file), str(file))
     except FileNotFoundError as error:
         raise CheckpointIncompleteError(
             f"there is no whole checkpoint at {path}{_hint(path)}"
         ) from error
     except OSError as error:
         raise CheckpointIncompleteError(f"{file} cannot be read: {error}") from error
-    return Manifest.parse(data, str(file))
 
 
 def _hint(path: Path) -> str:
@@ -106,7 +106,7 @@ def _hint(path: Path) -> str:
 def _check_files(path: Path, manifest: Manifest) -> None:
     for file, num_bytes in manifest.files.items():
         try:
-            found = (path / file).stat().st_size
+            found = size_of(path / file)
         except OSError as error:
             raise CheckpointIncompleteError(f"{path / file} is missing") from error
         if found != num_bytes:

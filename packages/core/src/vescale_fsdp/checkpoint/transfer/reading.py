@@ -59,16 +59,14 @@ class Arrival:
 
 def shares(manifest: Manifest, rank: int, num_ranks: int) -> list[tuple[Span, str]]:
     """What a rank checks: spans with words for what they hold. All ranks together check all."""
-    spans = list(manifest.spans())
     if num_ranks == manifest.world_size:
-        return [(span, label) for span, label in spans if span.file == data_name(rank)] + [
-            (span, label)
-            for span, label in spans
-            if rank == 0 and span.file not in map(data_name, range(num_ranks))
-        ]
+        own = {data_name(rank)}
+        if rank == 0:
+            own |= manifest.files.keys() - set(map(data_name, range(num_ranks)))
+        return [(span, label) for span, label in manifest.spans() if span.file in own]
     mine, done = [], 0
     total = max(1, manifest.num_bytes)
-    for span, label in sorted(spans, key=lambda entry: (entry[0].file, entry[0].offset)):
+    for span, label in sorted(manifest.spans(), key=lambda entry: (entry[0].file, entry[0].offset)):
         middle = done + span.length // 2
         if min(num_ranks - 1, middle * num_ranks // total) == rank:
             mine.append((span, label))
