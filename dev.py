@@ -28,6 +28,7 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
           --quick: 3 minutes)
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
+  clients litgpt, lightly, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
   test    all of: {", ".join(TESTED)}
   clean   remove the environments and caches
   {", ".join(TESTED)}
@@ -42,7 +43,7 @@ def main() -> int:
         return clean()
     if command == "test" and not arguments:
         return test()
-    if command in [*TESTED, "demo", "bench", "faults", "fuzz"]:
+    if command in [*TESTED, "demo", "bench", "faults", "fuzz", "clients"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2
