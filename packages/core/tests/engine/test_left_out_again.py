@@ -239,6 +239,41 @@ def test_a_second_backward_gathers_on_one_rank_what_the_first_has_kept() -> None
     run_ranks(check_second_backward, 2, timeout_s=TIMEOUT_S)
 
 
+class FrozenBehind(nn.Module):
+    """Whether the inputs of a frozen unit want gradients depends on what a rank leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = layer(), layer(), layer()
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, leaves_out: bool, skips_frozen: bool) -> Tensor:
+        x = x if leaves_out else self.first(x)
+        y: Tensor = self.last(x if skips_frozen else self.frozen(x))
+        return y
+
+
+def check_frozen_behind() -> None:
+    plain = make(FrozenBehind).double()
+    model = copy.deepcopy(plain)
+    for unit in (model.first, model.frozen, model.last, model):
+        fully_shard(unit, reshard_after_forward=True)
+    x, rank = torch.ones(2, 4, dtype=torch.double), dist.get_rank()
+    for step in range(4):
+        leaves_out, skips_frozen = (step + rank) % 2 == 1, rank == 0 and step == 0
+        for each in (plain, model):
+            each(x, leaves_out, skips_frozen).square().sum().backward()
+        expected = {n: g for n, g in averaged_gradients(plain).items() if "frozen" not in n}
+        found = full_gradients(model)
+        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def test_a_frozen_unit_is_gathered_when_what_is_left_out_before_it_changes() -> None:
+    run_ranks(check_frozen_behind, 2, timeout_s=TIMEOUT_S)
+
+
 class Empty(nn.Module):
     """A unit without parameters between two others, under activation checkpointing."""
 

@@ -482,7 +482,9 @@ class Schedule:
         is_kept = unit.keeps_after_forward(True) and not self._num_backwards  # the first frees it
         is_gathered = unit.unshard_in_backward and not is_kept
         # A frozen one that has run, and that no backward asked for: its inputs want no gradient.
-        return is_gathered and (unit.trainable or index not in self._ran_anywhere)
+        # They may where ranks leave out what comes before it.
+        is_wanted = unit.trainable or self._has_skipped or index not in self._ran_anywhere
+        return is_gathered and is_wanted
 
     def _announce(self, what: str, unit: Unit | None = None) -> None:
         """Compare the next step with the ranks that share it, through the store."""
