@@ -90,7 +90,7 @@ def after_a_restart() -> str:
     group = compat.new_group([0, 1])
     text = ""
     if rank == 0:
-        with pytest.raises(RankMismatchError, match=r"rank 0 has waited 0\.5 s") as caught:
+        with pytest.raises(RankMismatchError, match=r"rank 0 has waited \d+\.\d s") as caught:
             compat.all_gather_single(torch.zeros(2), torch.zeros(1), group).wait()
         text = str(caught.value)
     dist.barrier()

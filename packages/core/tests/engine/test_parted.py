@@ -1,6 +1,7 @@
 """Ranks that part after the first step: every rank says where the others are, and ends in time."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def a_batch_more(width: int) -> Outcome:
 def test_a_batch_more_on_one_rank(num_ranks: int, width: int) -> None:
     (seconds, text), *_ = run_ranks(a_batch_more, num_ranks, width, timeout_s=30)
     assert LIMIT_S <= seconds < LIMIT_S + SLACK_S
-    assert "rank 0 has waited 2.0 s for the gather of" in text
+    assert re.search(r"rank 0 has waited \d+\.\d s for the gather of", text)
     assert "in forward of the root of model 1 (pass 4)" in text
     assert "The last that it finished was the norm of gradients, after backward" in text
     for rank in range(1, num_ranks):
@@ -130,7 +131,7 @@ def sleeps_a_little(width: int) -> None:
     model, optimizer = make(width)
     step(model, optimizer, width)
     if dist.get_rank() == 1:
-        time.sleep(LIMIT_S * 0.7)  # long enough for a note
+        time.sleep(LIMIT_S * 0.5)  # long enough for a note
     step(model, optimizer, width)
     step(model, optimizer, width)
 
