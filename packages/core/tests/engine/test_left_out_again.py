@@ -239,6 +239,43 @@ def test_a_second_backward_gathers_on_one_rank_what_the_first_has_kept() -> None
     run_ranks(check_second_backward, 2, timeout_s=TIMEOUT_S)
 
 
+class Twins(nn.Module):
+    """Two modules in one unit, of which a rank may leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.between, self.other = layer(), layer(), layer()
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        x = self.between(self.one(x))
+        y: Tensor = x if leaves_out else self.other(x)
+        return y
+
+
+def check_second_backward_of_a_list() -> None:
+    """As a GAN's or a meta-learner's loss that is taken twice from one graph."""
+    plain = make(Twins).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model.between, reshard_after_forward=False)
+    fully_shard([model.one, model.other], reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+    for step in range(4):
+        leaves_out = step == 0 or in_turn(step, dist.get_rank())
+        for each in (plain, model):
+            loss = each(x, leaves_out).square().sum()
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+        del loss
+        torch.testing.assert_close(full_gradients(model), averaged_gradients(plain))
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def test_a_second_backward_waits_for_all_modules_of_a_unit() -> None:
+    run_ranks(check_second_backward_of_a_list, 2, timeout_s=TIMEOUT_S)
+
+
 class FrozenBehind(nn.Module):
     """Whether the inputs of a frozen unit want gradients depends on what a rank leaves out."""
 

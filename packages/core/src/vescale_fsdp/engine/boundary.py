@@ -38,8 +38,8 @@ class Call:
     and nobody waits for it.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, pass_number: int) -> None:
+        self.unit, self.pass_number = unit, pass_number
         self.takes_gradients = False  # whether an input wants a gradient
 
 
@@ -86,7 +86,7 @@ class _PreBackward(torch.autograd.Function):
                 f"{ctx.call.unit.fqn or 'at the root'!r} is not there yet in vescale_fsdp; compute "
                 "this term without create_graph, or on a module that is not sharded"
             )
-        ctx.call.unit.pre_backward()
+        ctx.call.unit.pre_backward(ctx.call)
         return (None, *grads)
 
     @staticmethod

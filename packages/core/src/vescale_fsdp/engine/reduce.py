@@ -176,13 +176,16 @@ class Gradients:
             self._errors = packing.moved(self._errors, former, every_rank)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``, for good. That of a frozen one is dropped."""
+        """Take the gradient of parameter ``index``, for good.
+
+        Dropped where the parameter was frozen when the backward began.
+        """
         if self._has_place(index):
             self._fillable().add(index, gradient)
             self._slots[index].used = True
 
     def _has_place(self, index: int) -> bool:
-        """False where autograd has made a gradient that nobody wants any more, as it does itself.
+        """False where the parameter was frozen when the backward began.
 
         Raises:
             RuntimeError: somebody wants it who did not when the backward began.

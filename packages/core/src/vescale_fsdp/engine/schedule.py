@@ -112,7 +112,7 @@ class Schedule:
         self._always_records = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
         self._prefetch = Prefetch(self._units, self._index, in_flight)
         # Forward
-        self._num_passes = 0
+        self.num_passes = 0
         self._running = 0  # forwards of units that have begun and not ended
         self._has_failed = False  # whether the last pass has ended by an exception, on any rank
         self._has_left = False  # a step, by an exception on this rank
@@ -207,7 +207,7 @@ class Schedule:
                 group.start_outer_gather(self.comm(group))
         self._prefetch.forget()
         self._kind = (self._index[id(first)], method, wants_gradients)
-        self._num_passes += 1
+        self.num_passes += 1
         self._say("in", self._forward)
         self._forward = Walk(None if self._always_records else self._orders.get(self._kind))
         back = None if self._forward.is_recording else self._first_back.get(self._kind)
@@ -521,7 +521,7 @@ class Schedule:
 
     def _say(self, when: str, walk: Walk) -> None:
         """Where this rank is, for errors."""
-        waiting.enter(f"{when} {self._step(walk)} (pass {self._num_passes})")
+        waiting.enter(f"{when} {self._step(walk)} (pass {self.num_passes})")
 
     # Backward
 

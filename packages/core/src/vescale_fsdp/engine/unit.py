@@ -98,6 +98,7 @@ class Unit:
         self._has_begun = False  # whether the schedule knows of the outermost of them
         self._call: boundary.Call | None = None  # of the forward that is running
         self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
+        self._done_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()  # may come again
         self._in_backward = False
         self.is_done = False  # at the end of a backward: nothing of it is left to run in it
         self._to_run: set[int] = set()  # modules of the unit that are still to run in this pass
@@ -257,7 +258,7 @@ class Unit:
             return args, kwargs
         # Whether a backward comes back is known from the outputs: frozen parameters too are needed
         # again, for the gradients of the inputs and of what comes before them in the unit.
-        self._call = boundary.Call(self)
+        self._call = boundary.Call(self, schedule.num_passes)
         args, kwargs = boundary.enter(self._call, (args, kwargs))
         self._open_calls.add(self._call)
         return args, kwargs
@@ -383,9 +384,12 @@ class Unit:
         assert self.schedule is not None, "a forward has made it"
         self.schedule.gradient_arrived(self, num_elements)
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, call: boundary.Call) -> None:
         """A gradient has reached the outputs of a call of this unit."""
         assert self.schedule is not None, "a forward has made it"
+        if call not in self._open_calls:  # a retained graph: the other calls of its pass come again
+            again = (each for each in self._done_calls if each.pass_number == call.pass_number)
+            self._open_calls |= set(again)
         self._in_backward = True
         with plain_tensors():
             self.schedule.before_backward(self)
@@ -393,6 +397,7 @@ class Unit:
     def post_backward(self, call: boundary.Call) -> None:
         """The gradients of the inputs of one call are there: nothing in it is left to run."""
         self._open_calls.discard(call)
+        self._done_calls.add(call)
         if self._open_calls:  # another call is still to come, and adds to the same gradients
             return
         assert self.schedule is not None, "a forward has made it"
@@ -511,6 +516,7 @@ class Unit:
         self._call, self._has_begun = None, False
         self._in_backward = self.is_done = False
         self._open_calls.clear()
+        self._done_calls.clear()
         for group in self.groups:
             group.reset()
 
