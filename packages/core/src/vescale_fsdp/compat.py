@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from vescale_fsdp import waiting
+from vescale_fsdp import devices, waiting
 
 __all__ = [
     "COMPOSABLE_STATE",
@@ -461,7 +461,7 @@ def symmetric_memory(device: torch.device) -> AbstractContextManager[None]:
     """A context in which this thread allocates memory that all ranks can reach."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    return torch.cuda.use_mem_pool(symmetric.get_mem_pool(device), device)
+    return devices.symmetric_memory(device, symmetric.get_mem_pool(device))
 
 
 def uses_symmetric_memory(collective: object) -> bool:
@@ -669,13 +669,3 @@ def mesh_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 def current_node() -> Any:
     """The autograd node that this thread runs now, or None outside a backward."""
     return torch._C._current_autograd_node()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operators on ``device`` use if none is passed."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[index]
-    return generator

@@ -38,6 +38,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp import devices
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = [
@@ -129,7 +130,7 @@ def _parsed(text: str) -> float:
 
 @functools.cache
 def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+    return devices.has_accelerator()
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta | None:

@@ -20,7 +20,6 @@ from vescale_fsdp.dbuffer.kept_codes import KeptCodes
 from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 from vescale_fsdp.dbuffer.packing import Packing
-from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
 __all__ = [
@@ -40,17 +39,13 @@ __all__ = [
     "PendingReduce",
     "SlabPool",
     "ThenCopy",
-    "Waitable",
     "choose_reduction",
-    "copy_async",
     "decode_blocks",
     "encode_blocks",
     "hand_back",
-    "has_streams",
     "is_offered",
     "let_ranks_go_first",
     "plain_tensors",
     "pool_for",
     "shard_view",
-    "start_beside",
 ]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
@@ -155,8 +156,9 @@ class BlockCodec:
         self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
     ) -> None:
         """Write ``shard`` to ``message``; where it rests elsewhere it goes there first."""
-        if shard.device != message.device:
-            shard = shard.to(message.device, non_blocking=True)
+        if not devices.is_same(shard, message):
+            there = torch.empty(shard.shape, dtype=shard.dtype, device=message.device)
+            shard = there.copy_(shard, non_blocking=True)
         plan = self._plan(rank)
         scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
         for piece in plan.coded:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.flat import FlatBuffer
 from vescale_fsdp.planner import ShardLayout
 
@@ -57,10 +58,7 @@ class DBuffer:
         self.layout = layout
         self.rank = rank
         self.full_dtype = full_dtype
-        pin_memory = pin_memory and device.type == "cpu"
-        self.shard = torch.zeros(
-            layout.shard_size, dtype=shard_dtype, device=device, pin_memory=pin_memory
-        )
+        self.shard = devices.empty(layout.shard_size, shard_dtype, device, pins=pin_memory).zero_()
         self.full_face = (
             None
             if device.type == "meta"

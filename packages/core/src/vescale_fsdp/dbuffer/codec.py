@@ -22,10 +22,11 @@ from typing import Any, Protocol
 
 import torch
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
-from vescale_fsdp.dbuffer.streams import Waitable, start_beside
+from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Cast", "Codec", "Outbox", "decoded_sum", "encode_parts", "start_encoded_gather"]
@@ -113,6 +114,7 @@ def start_encoded_gather(
     gather: Callable[[torch.Tensor, torch.Tensor], Any],
     outbox: Outbox,
     written: torch.Tensor | None = None,
+    first: Callable[[], object] | None = None,
 ) -> ThenCopy:
     """Start to fill the full face from the messages of all ranks, which ``gather`` gathers.
 
@@ -122,6 +124,7 @@ def start_encoded_gather(
         rank: of the caller among those that gather.
         written: its messages, where they are there already: of as many consecutive parts of the
             layout as each rank brings. None: it brings one, that of ``shard``.
+        first: called before they are read, on the stream that reads them.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
     is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings.
@@ -132,12 +135,14 @@ def start_encoded_gather(
     own, is_written = outbox.message(size, messages.device) if written is None else (written, True)
 
     def start() -> Waitable:
+        if first is not None:
+            first()
         if not is_written:
             codec.encode(layout, rank, shard, own)
         work: Waitable = gather(messages, own)
         return work
 
-    work = start_beside(messages.device, start)
+    work = devices.start_beside(messages.device, start)
 
     def decode() -> None:
         arrived = messages.view(layout.num_shards, size)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
@@ -39,7 +39,7 @@ from vescale_fsdp.dbuffer.codec import (
 from vescale_fsdp.dbuffer.custom import memory_for, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.memory import SlabPool, empty
-from vescale_fsdp.dbuffer.streams import Waitable, copy_async, has_streams, start_beside
+from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Comm", "PendingReduce", "choose_reduction"]
@@ -129,6 +129,7 @@ class Comm:
         pool: SlabPool | None = None,
         inner: torch.Tensor | None = None,
         outbox: Outbox | None = None,
+        first: Callable[[], object] | None = None,
     ) -> Waitable | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
@@ -139,6 +140,7 @@ class Comm:
             inner: this rank's part in the full face's dtype, where it is more than the shard;
                 with a codec, the messages of that part.
             outbox: may have this rank's message, or keeps it.
+            first: called before ``inner`` is read, on the stream that reads it: waits for it.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
@@ -149,14 +151,19 @@ class Comm:
             assert pool is not None, "messages need memory"
             outbox = outbox or Outbox()
             return start_encoded_gather(
-                codec, buffer, own, self.rank, pool, self.all_gather, outbox, inner
+                codec, buffer, own, self.rank, pool, self.all_gather, outbox, inner, first
             )
-        with memory_for(custom, full.device):
-            buffer.full.materialize()
+        buffer.full.materialize(memory_for(custom, full.device))
         if full.numel() == 0:
             return None
         if self.size == 1:
-            return start_beside(full.device, lambda: copy_async(full, own))
+
+            def copy() -> None:
+                if first is not None:
+                    first()
+                devices.copy_async(full, own)
+
+            return devices.start_beside(full.device, copy)
         if custom is not None:
             self.issued.count("gathers", full.numel())
             return start_custom_gather(
@@ -166,15 +173,19 @@ class Comm:
                 self.rank,
                 self.gather_group,
                 in_place=compat.uses_symmetric_memory(custom),
+                first=first,
             )
-        if own.dtype == full.dtype and own.device == full.device:
+        if first is None and own.dtype == full.dtype and devices.is_same(own, full):
             return self.all_gather(full, own)
 
         def start() -> Waitable:
-            copy_async(buffer.own_slice(), own)
+            if first is not None:  # it is in the dtype of the full face already
+                first()
+                return self.all_gather(full, own)
+            devices.copy_async(buffer.own_slice(), own)
             return self.all_gather(full, buffer.own_slice())
 
-        return start_beside(full.device, start)
+        return devices.start_beside(full.device, start)
 
     def start_gather_of_messages(
         self, messages: torch.Tensor, custom: Any = None
@@ -239,7 +250,7 @@ class Comm:
         """
         if self.size == 1 or full.numel() == 0:
             # Where there are streams the pool leaves what it lent to those who keep it.
-            done = full.to(reduce_dtype, copy=not has_streams(full.device))
+            done = full.to(reduce_dtype, copy=not devices.has_streams(full.device))
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         self.issued.count("reductions", full.numel())
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)

@@ -9,14 +9,14 @@ copied out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
-from vescale_fsdp.dbuffer.streams import Waitable, copy_async, start_beside
+from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.devices import Waitable
 
 __all__ = ["ThenCopy", "memory_for", "start_custom_gather", "start_custom_reduce"]
 
@@ -37,7 +37,7 @@ class ThenCopy:
 def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
     """A context in which to allocate the full buffer, so that ``gather`` may write to it."""
     symmetric = compat.uses_symmetric_memory(gather)
-    return compat.symmetric_memory(device) if symmetric else nullcontext()
+    return compat.symmetric_memory(device) if symmetric else devices.private_memory(device)
 
 
 def start_custom_gather(
@@ -48,11 +48,13 @@ def start_custom_gather(
     group: dist.ProcessGroup,
     *,
     in_place: bool = False,
+    first: Callable[[], object] | None = None,
 ) -> Waitable | None:
     """Fill ``full`` from the shards of all ranks, of which this one's is ``own``.
 
     Args:
         in_place: ``full`` was allocated within `memory_for`, and ``gather`` may write to it.
+        first: called before ``own`` is read, on the stream that reads it.
     """
     arrived = full
     if not in_place:
@@ -61,11 +63,13 @@ def start_custom_gather(
     mine = arrived.narrow(0, rank * size, size)
 
     def start() -> Waitable | None:
-        copy_async(mine, own)
+        if first is not None:
+            first()
+        devices.copy_async(mine, own)
         work = gather(arrived, mine, group, async_op=True)
         return waiting.bounded(work, arrived, group, "an all-gather")
 
-    work = start_beside(full.device, start)
+    work = devices.start_beside(full.device, start)
     return work if in_place else ThenCopy(work, lambda: full.copy_(arrived))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.exchange import Exchange
-from vescale_fsdp.dbuffer.streams import Waitable
+from vescale_fsdp.devices import Waitable
 
 __all__ = ["Flags"]
 
@@ -34,7 +34,8 @@ class Flags:
         if comm.size == 1:
             return
         comm.issued.count("reductions", values.numel())
-        if values.device.type == "cpu" and comm.size <= _MOST_PEERS and _is_gloo(group):
+        is_few = comm.size <= _MOST_PEERS
+        if is_few and not devices.has_streams(values.device) and _is_gloo(group):
             received = list(values.new_empty(comm.size, values.numel()).unbind())
             self._work = Exchange([values] * comm.size, received, comm.rank, group)
             self._parts = [part for rank, part in enumerate(received) if rank != comm.rank]

@@ -9,10 +9,11 @@ after the call has returned, and must not invalidate what autograd saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer.memory import make_region
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides
@@ -61,9 +62,15 @@ class FlatBuffer:
         """Whether there is memory under the views."""
         return self.region.is_materialized
 
-    def materialize(self) -> None:
-        """Put memory under the views, uninitialised. Does nothing if it is there."""
-        self.region.materialize()
+    def materialize(self, within: AbstractContextManager[None] | None = None) -> None:
+        """Put memory under the views, uninitialised. Does nothing if it is there.
+
+        Args:
+            within: a context in which to allocate it. Default: `devices.private_memory`.
+        """
+        if not self.is_materialized:
+            with within or devices.private_memory(self.flat.device):
+                self.region.materialize()
 
     def release(self) -> None:
         """Take the memory away. No collective on it may be in flight."""

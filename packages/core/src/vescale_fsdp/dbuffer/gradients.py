@@ -75,14 +75,9 @@ class GradientBuffer:
         if self._apart:
             places, parts = [], []
             for index, gradient in self._apart.items():
-                stretches = self._packing.stretches(index)
-                if len(stretches) == 1:
-                    places.append(self._at(stretches[0]).view(self._shapes[index]))
-                    parts.append(gradient)
-                else:
-                    for place, part in self._pairs(index, gradient):
-                        places.append(place)
-                        parts.append(part)
+                for place, part in self._pairs(index, gradient):
+                    places.append(place)
+                    parts.append(part)
             torch._foreach_copy_(places, parts)
             self._written |= self._apart.keys()
             self._apart.clear()
@@ -141,12 +136,11 @@ class GradientBuffer:
         Cost: one copy of each gradient.
         """
         self._collect()
-        for index in range(len(self._shapes)):
-            if index not in self._written:
-                for stretch in self._packing.stretches(index):
-                    self._at(stretch).zero_()
-        for start, stop in self._packing.gaps:
-            self.flat[start:stop].zero_()
+        missing = [index for index in range(len(self._shapes)) if index not in self._written]
+        nothing = [self._at(each) for index in missing for each in self._packing.stretches(index)]
+        nothing += [self.flat[start:stop] for start, stop in self._packing.gaps]
+        if nothing:
+            torch._foreach_zero_(nothing)
         return self.flat
 
     def release(self) -> None:

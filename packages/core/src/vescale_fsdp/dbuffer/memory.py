@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped
 
 __all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
@@ -46,11 +47,15 @@ class Region(Protocol):
         """Take the memory away. Does nothing if it is gone."""
 
 
+def _is_mapped(device: torch.device) -> bool:
+    return CAN_MAP and device.type == "cpu" and not devices.has_streams(device)
+
+
 def make_region(num_bytes: int, device: torch.device) -> Region:
     """A region on ``device``, without memory at first."""
     if is_checked():
         return _Poisoned(num_bytes, device)
-    if device.type == "cpu" and CAN_MAP and num_bytes:
+    if _is_mapped(device) and num_bytes:
         return Mapped(num_bytes)
     return _Resized(num_bytes, device)
 
@@ -105,7 +110,7 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.
     For what is written at once: its memory is there when this returns.
     """
     num_bytes = num_elements * dtype.itemsize
-    if device.type != "cpu" or not CAN_MAP or not num_bytes or is_checked():
+    if not _is_mapped(device) or not num_bytes or is_checked():
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
     mapped = Mapped(num_bytes)
@@ -118,10 +123,14 @@ class SlabPool:
 
     It holds as many slabs as were out at the same time; those that are in have no memory. On an
     accelerator it leaves all to the caching allocator.
+
+    Attributes:
+        lane: the stream on which what it lends is allocated, written to and freed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.lane = devices.Lane(device)
         self._idle: list[Region] = []
         self._lent: dict[int, Region] = {}
         self._num_trims = 0
@@ -129,7 +138,7 @@ class SlabPool:
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised tensor. Give it back with `give`."""
         num_bytes = num_elements * dtype.itemsize
-        if self.device.type != "cpu" or num_bytes == 0:
+        if devices.has_streams(self.device) or num_bytes == 0:
             return torch.empty(num_elements, dtype=dtype, device=self.device)
         fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
         if fitting:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
     axes_of,
@@ -157,7 +158,7 @@ def fully_shard(
     if sharding is not None:
         axes = axes.as_in(row)
         reshard_after_forward = None if row.cuts_parameters else False
-    device = _device(mesh)
+    device = devices.current_device(mesh.device_type)
     ignored = set(ignored_params or ())
     check_quantized(gather, reduce, axes, device)
     travel = Choice(modules, gather, reduce, device) if gather or reduce else None
@@ -197,20 +198,7 @@ def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    device_type = "cpu"
-    if torch.accelerator.is_available():  # a build for CUDA names it on machines without one too
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "there is one"
-        device_type = accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(
-        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-    )
+    return init_device_mesh(devices.accelerator_type() or "cpu", (dist.get_world_size(),))
 
 
 def _reshard(reshard_after_forward: bool | int | None, num_shards: int) -> tuple[bool | None, int]:
@@ -251,8 +239,9 @@ def _make_groups(
         param, stays = item.param, item.stays_coded
         kind = (param.is_meta, param.dtype, param.requires_grad, ranks, alone, stays)
         by_kind.setdefault(kind, []).append(item)
-    rests_on = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    rests_on = torch.device("cpu") if offloads else device
     groups = []
     for (on_meta, *_), members in by_kind.items():
         extends = members[0].extends
@@ -268,6 +257,7 @@ def _make_groups(
                 members,
                 members[0].axes,
                 torch.device("meta") if on_meta else rests_on,
+                offloads=offloads,
                 compute_device=device,
                 pin_memory=pins,
                 compute_dtype=unit.mp_policy.param_dtype,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale_fsdp import devices
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import unit_of
@@ -80,7 +80,7 @@ def check_engine_arguments(
             f"fully_shard: offload_policy must be an OffloadPolicy, got {offload_policy!r}"
         )
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
-    if pins and not torch.accelerator.is_available():
+    if pins and not devices.has_accelerator():
         raise RuntimeError(
             "Cannot access accelerator device when none is available.\n"
             "CPUOffloadPolicy pins memory for copies to it; pass pin_memory=False"

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy, pool_for
 from vescale_fsdp.dbuffer.memory import Region, make_region
 from vescale_fsdp.engine.agreement import exchange
@@ -112,7 +112,7 @@ class _Outputs:
     """
 
     def __init__(self, kinds: Sequence[_Kind], num_ranks: int, device: torch.device) -> None:
-        self.kinds = list(kinds)
+        self.kinds, self._device = list(kinds), device
         self.tensors: list[torch.Tensor] = []
         self._regions: list[Region] = []
         self._bytes: list[torch.Tensor] = []  # the same memory, [ranks, bytes of one input]
@@ -145,8 +145,9 @@ class _Outputs:
         Cost: with one input it is written in place. With several they travel in one message, and
         one copy per input takes them to their place when it is waited for.
         """
-        for region in self._regions:
-            region.materialize()
+        with devices.private_memory(self._device):
+            for region in self._regions:
+                region.materialize()
         sizes = [part.shape[1] for part in self._bytes]
         num_bytes = -(-sum(sizes) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
         in_place = sizes == [num_bytes]
@@ -219,8 +220,8 @@ class ExtensionGroup(Group):
     def _at_rest(self, own: torch.Tensor) -> torch.Tensor:
         if own.device.type != self._rests_on.type:
             own = own.to(self._rests_on)
-        pins = self._pin_memory and own.device.type == "cpu" and not own.is_pinned()
-        return own.pin_memory() if pins else own
+        pins = self._pin_memory and own.device.type == "cpu"
+        return devices.pinned(own) if pins else own
 
     def _make_gathered(self) -> None:
         """Nothing yet: the second method makes it, in the first gather."""
@@ -241,18 +242,22 @@ class ExtensionGroup(Group):
             RankMismatchError: ranks send inputs of different sizes.
         """
         if self.state is GroupState.SHARDED:
-            self.gradients.casts_first = comm.sends_sums
-            if local_of(self.slots[0].sharded) is not self.slots[0].local:
-                self.rebind()
-            inputs = self._inputs()
-            kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
-            if self._outputs is None or self._outputs.kinds != kinds:
-                self._agree_on(kinds, comm)
-                self.slots[0].gathered, self._inner = None, []
-                self._outputs = _Outputs(kinds, comm.size, self._compute_device)
-            self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
+            with self.pool.lane.entered():
+                self._start_gather(comm, in_backward)
             self._gathered_version = self.version
             self.state = GroupState.GATHERING
+
+    def _start_gather(self, comm: Comm, in_backward: bool) -> None:
+        self.gradients.casts_first = comm.sends_sums
+        if local_of(self.slots[0].sharded) is not self.slots[0].local:
+            self.rebind()
+        inputs = self._inputs()
+        kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        if self._outputs is None or self._outputs.kinds != kinds:
+            self._agree_on(kinds, comm)
+            self.slots[0].gathered, self._inner = None, []
+            self._outputs = _Outputs(kinds, comm.size, self._compute_device)
+        self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
 
     def _inputs(self) -> Sequence[torch.Tensor]:
         """What the first method returns; its metadata waits for the second."""
@@ -311,7 +316,9 @@ class ExtensionGroup(Group):
         """Wait for the all-gather, and have the second method make the parameter of it."""
         if self.state is GroupState.GATHERING:
             self._wait()
-            self._make_parameter()
+            with self.pool.lane.entered():
+                self._make_parameter()
+            self.pool.lane.join()
         super().finish_gather()
 
     def _make_parameter(self) -> None:
@@ -385,8 +392,8 @@ class ExtensionGroup(Group):
         if param is slot.sharded and local_of(param) is slot.local:
             return
         local = checked_local(param, slot)
-        if not local.is_meta and not self._offloads:
-            self._compute_device = local.device
+        if not local.is_meta:
+            self._move_compute(local.device)
         slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
         if local is not local_of(param):
             param = nn.Parameter(slot.wrap(local), requires_grad=param.requires_grad)
@@ -402,6 +409,7 @@ class ExtensionGroup(Group):
         (slot,) = self.slots
         twin = copy.copy(self)
         twin.on_gradient, twin._work, twin._guard = on_gradient, None, Guard()
+        twin._users = devices.Users(self._compute_device)
         buffer = twin._allocate([slot.shape], slot.local.dtype, slot.local.device)
         part = twin._at_rest(slot.local.new_zeros(slot.local.shape).copy_(slot.local))
         sharded = slot.new_sharded(part, slot.sharded.requires_grad)

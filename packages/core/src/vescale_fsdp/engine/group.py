@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,18 +27,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Codec,
     Comm,
     DBuffer,
     Outbox,
-    Waitable,
-    has_streams,
+    ThenCopy,
     pool_for,
     shard_view,
 )
+from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.guard import Guard
 from vescale_fsdp.engine.inner_shard import InnerShard
@@ -80,6 +81,7 @@ class Group:
         params: the parameters, all of one dtype and trainability, in definition order.
         axes: of the mesh, over which they are sharded and replicated.
         device: on which the shard rests (meta while the parameters are there).
+        offloads: whether the shard is to rest on the CPU, wherever the parameters are used.
         compute_device: of the gathered parameters.
         pin_memory: of a shard on the CPU.
         compute_dtype: of the gathered parameters; None for that of the sharded ones.
@@ -97,6 +99,7 @@ class Group:
         axes: Axes,
         device: torch.device,
         *,
+        offloads: bool,
         compute_device: torch.device,
         pin_memory: bool,
         compute_dtype: torch.dtype | None,
@@ -108,7 +111,8 @@ class Group:
         self._inner_shard = InnerShard() if axes.cuts_outside else None
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self._compute_device, self._pin_memory = compute_device, pin_memory
-        self._offloads = device.type != "meta" and device != compute_device
+        self._offloads = offloads
+        self._users = devices.Users(compute_device)
         self.on_gradient = on_gradient
         self.state = GroupState.SHARDED
         self._gathered_version = (0, 0)  # of the shards, when the last gather began
@@ -230,7 +234,7 @@ class Group:
     @property
     def has_streams(self) -> bool:
         """Whether what is done with the gathered parameters is queued on streams."""
-        return has_streams(self._compute_device)
+        return devices.has_streams(self._compute_device)
 
     @property
     def is_on_meta(self) -> bool:
@@ -253,28 +257,39 @@ class Group:
         In backward, from the larger parts that forward has kept, if it has.
         """
         if self.state is GroupState.SHARDED:
-            self.gradients.casts_first = comm.sends_sums
-            part, self._part = self._part, None
-            if in_backward and part is not None:
-                self._work = comm.start_gather_of_parts(self.buffer, part)
-            else:
-                if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
-                    self.rebind()  # a submodule was converted: its parameters left the shard
-                self.start_outer_gather(comm)
-                inner = None
-                if self._inner_shard is not None:
-                    inner = waiting.wait(self._inner_shard, self._outer_gather())
-                if self.codec is not None and inner is None:
-                    # Where gradients wait for more, no optimizer has stepped since the backward.
-                    may_repeat = in_backward or self.gradients.are_waiting
-                    self._outbox.prepare(self.version, may_repeat=may_repeat)
-                with waiting.Named(self._gather()):
-                    self._work = comm.start_gather(
-                        self.buffer, self.custom_gather, self.codec, self.pool, inner, self._outbox
-                    )
-            self._part_in_flight = part
+            with self.pool.lane.entered():
+                self._start_gather(comm, in_backward)
             self._gathered_version = self.version
             self.state = GroupState.GATHERING
+
+    def _start_gather(self, comm: Comm, in_backward: bool) -> None:
+        self.gradients.casts_first = comm.sends_sums
+        part, self._part = self._part, None
+        if in_backward and part is not None:
+            self._work = comm.start_gather_of_parts(self.buffer, part)
+        else:
+            if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
+                self.rebind()  # a submodule was converted: its parameters left the shard
+            self.start_outer_gather(comm)
+            inner, first = None, None
+            if self._inner_shard is not None:
+                inner = self._inner_shard.values
+                first = partial(waiting.wait, self._inner_shard, self._outer_gather())
+            if self.codec is not None and inner is None:
+                # Where gradients wait for more, no optimizer has stepped since the backward.
+                may_repeat = in_backward or self.gradients.are_waiting
+                self._outbox.prepare(self.version, may_repeat=may_repeat)
+            with waiting.Named(self._gather()):
+                self._work = comm.start_gather(
+                    self.buffer,
+                    self.custom_gather,
+                    self.codec,
+                    self.pool,
+                    inner,
+                    self._outbox,
+                    first,
+                )
+        self._part_in_flight = part
 
     def take_part(self, comm: Comm) -> None:
         """Make a gather that other ranks need, though the parameters are there.
@@ -292,7 +307,8 @@ class Group:
         """Start to gather over the outer axis, where what rests is cut over that too."""
         if self._inner_shard is not None and not self.is_on_meta:
             outer, version = comm.among_replicas, self.version
-            self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
+            with self.pool.lane.entered():
+                self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
 
     def drop_copies(self) -> None:
         """Forget what was gathered, or written to send, of shards that may have changed since."""
@@ -319,6 +335,7 @@ class Group:
             self.state = GroupState.GATHERED
         else:
             self.follow_flags()
+        self._users.add()
 
     def follow_flags(self) -> None:
         """Let gathered parameters want gradients as the sharded ones do: users freeze those."""
@@ -331,10 +348,13 @@ class Group:
         return [slot.gathered for slot in self.slots if slot.gathered is not None]
 
     def _wait(self) -> None:
-        if self._work is not None:
+        if isinstance(self._work, ThenCopy):  # what is left to do allocates, or frees
+            with self.pool.lane.entered():
+                waiting.wait(self._work, self._gather())
+            self.pool.lane.join()
+        elif self._work is not None:
             waiting.wait(self._work, self._gather())
-            self._work = None
-        self._part_in_flight = None
+        self._work = self._part_in_flight = None
 
     def _gather(self) -> str:
         return f"the gather of {self.unit_name}"
@@ -346,9 +366,10 @@ class Group:
         """Reshard, but keep one of ``num_parts`` equal parts of the full buffer for backward."""
         if self.state is not GroupState.SHARDED:
             self._wait()
-            part = self.buffer.part(num_parts)
-            kept = torch.empty_like(part)  # not a view: the full buffer is freed
-            kept.copy_(part)
+            with self.pool.lane.entered():
+                part = self.buffer.part(num_parts)
+                kept = torch.empty_like(part)  # not a view: the full buffer is freed
+                kept.copy_(part)
             self.reshard()
             self.drop_message()
             self._part = kept
@@ -364,7 +385,9 @@ class Group:
         self._guard.close()
         for slot in self.slots:
             slot.register(slot.sharded)
-        self._release()
+        with self.pool.lane.entered():
+            self._users.end()
+            self._release()
         self.is_exposed = self.is_by_hand = False
         self.state = GroupState.SHARDED
 
@@ -441,7 +464,8 @@ class Group:
 
     def write_back(self) -> None:
         """Copy what was changed in this rank's part of the full buffer into the shard."""
-        shard, own = self.buffer.shard, self.buffer.own_slice().to(self.buffer.shard.device)
+        shard = self.buffer.shard
+        own = devices.brought_to(shard, self.buffer.own_slice())
         was = self._sent()
         changed = (own != was) & ~(own.isnan() & was.isnan())
         shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
@@ -456,7 +480,7 @@ class Group:
         values = torch.empty(self.layout.shard_size, dtype=buffer.full_dtype, device=device)
         codec.encode(self.layout, self.rank, buffer.shard, message)
         codec.decode(self.layout, self.rank, message, values)
-        return values.to(buffer.shard.device)
+        return devices.brought_to(buffer.shard, values)
 
     @property
     def is_stale(self) -> bool:
@@ -539,10 +563,21 @@ class Group:
             checked_local(param, slot) for param, slot in zip(current, self.slots, strict=True)
         ]
         device = next((t.device for t in locals_ if t.numel()), locals_[0].device)
-        if device.type != "meta" and not self._offloads:
-            self._compute_device = device
+        if device.type != "meta":
+            self._move_compute(device)
         placements = [slot.spec.placements for slot in self.slots]
         self._move_into_new_buffer(current, locals_, placements, dtypes.pop(), device)
+
+    def _move_compute(self, device: torch.device) -> None:
+        """The shard rests on ``device`` from now on: compute there too, unless it is offloaded."""
+        if not self._offloads:
+            self._compute_device, self._users = device, devices.Users(device)
+        elif device.type != "cpu":
+            raise RuntimeError(
+                f"the parameters {[slot.fqn for slot in self.slots]} are on {device}, but were to "
+                "rest on the CPU (offload_policy=CPUOffloadPolicy()); load a state dict of CPU "
+                'tensors, or call module.to_empty(device="cpu")'
+            )
 
     def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Group:
         """A group of its own with the same data and layout, for ``copy.deepcopy``.
@@ -552,7 +587,7 @@ class Group:
         assert self.is_sharded, "the unit has released it"
         twin = copy.copy(self)
         twin.on_gradient, twin._work, twin._outbox = on_gradient, None, Outbox()
-        twin._guard = Guard()
+        twin._guard, twin._users = Guard(), devices.Users(self._compute_device)
         twin._inner_shard = None if self._inner_shard is None else InnerShard()
         shapes = [slot.shape for slot in self.slots]
         twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)

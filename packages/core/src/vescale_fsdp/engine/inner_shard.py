@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import torch
 
-from vescale_fsdp.dbuffer import Codec, Comm, DBuffer, Waitable, copy_async, start_beside
+from vescale_fsdp import devices
+from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
+from vescale_fsdp.devices import Waitable
 
 __all__ = ["InnerShard"]
 
@@ -60,22 +62,26 @@ class InnerShard:
 
         def start() -> Waitable:
             if codec is None:
-                copy_async(own, shard)
+                devices.copy_async(own, shard)
             else:
                 codec.encode(buffer.layout, buffer.rank, shard, own)
             return outer.all_gather(values, own)
 
         if values.numel():
-            self._work = start_beside(full.device, start)
+            self._work = devices.start_beside(full.device, start)
         self._values, self._version = values, version
 
-    def wait(self) -> torch.Tensor:
-        """The inner shard, flat; or its messages, one after the other."""
+    @property
+    def values(self) -> torch.Tensor:
+        """The inner shard, flat; or its messages, one after the other. Not to be read yet."""
+        assert self._values is not None, "start_gather comes first"
+        return self._values
+
+    def wait(self) -> None:
+        """Wait for the values (on CUDA the current stream does, or has)."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        assert self._values is not None, "start_gather comes first"
-        return self._values
 
     def drop(self) -> None:
         """Forget the values: the weights at rest may have changed."""

@@ -70,7 +70,11 @@ class Prefetch:
             self._start_ahead(upcoming, len(explicit), in_backward=in_backward)
             return
         room = self._room
-        if reductions is not None and reductions.num_flying and self._takes_turns(unit, walk):
+        if (
+            reductions is not None
+            and reductions.num_flying
+            and _takes_turns(unit, walk, reductions)
+        ):
             num_elements = sum(sum(group.sizes) for group in unit.groups)
             self._missing = weakref.ref(unit), num_elements / 2
             room -= reductions.num_flying
@@ -89,23 +93,6 @@ class Prefetch:
                 reductions.land(self._room - 1)
                 room = self._room - reductions.num_flying
                 self._start_ahead(walk.ahead(), room, in_backward=True, walk=walk)
-
-    def _takes_turns(self, unit: Unit, walk: Walk) -> bool:
-        """Whether gathers wait for reductions while the backward of ``unit`` runs.
-
-        Not where nothing is left to gather; nor where there are no gradients of its size beside it,
-        or one of them is most of it and so comes with half of the compute or later; nor on an
-        accelerator, where compute would wait for the reduction; nor where a user has said how many
-        reductions may be under way.
-        """
-        units = (each for ref in self._units if (each := ref()) is not None)
-        if walk.is_at_end or any(each.max_reductions is not None for each in units):
-            return False
-        if any(group.has_streams or not group.trainable for group in unit.groups):
-            return False
-        sizes = [size for group in unit.groups for size in group.sizes]
-        # A unit of no parameters of its own may run here too: there is nothing to take turns with.
-        return 2 * max(sizes, default=1) <= sum(sizes)
 
     def _start_ahead(
         self, upcoming: Iterable[int], room: int, *, in_backward: bool, walk: Walk | None = None
@@ -145,3 +132,20 @@ class Prefetch:
         """Nothing is ahead any more."""
         self.ahead.clear()
         self._missing = None
+
+
+def _takes_turns(unit: Unit, walk: Walk, reductions: Reductions) -> bool:
+    """Whether gathers wait for reductions while the backward of ``unit`` runs.
+
+    Not where nothing is left to gather; nor where there are no gradients of its size beside it,
+    or one of them is most of it and so comes with half of the compute or later; nor on an
+    accelerator, where compute would wait for the reduction; nor where a user has said how many
+    reductions may be under way.
+    """
+    if walk.is_at_end or reductions.is_told:
+        return False
+    if any(group.has_streams or not group.trainable for group in unit.groups):
+        return False
+    sizes = [size for group in unit.groups for size in group.sizes]
+    # A unit of no parameters of its own may run here too: there is nothing to take turns with.
+    return 2 * max(sizes, default=1) <= sum(sizes)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Coding, decode_blocks
 from vescale_fsdp.dbuffer.eight_bits import encode
 
@@ -179,7 +180,7 @@ def _multiplies_codes(weight: QuantizedWeight, input: torch.Tensor) -> bool:
     if weight.dtype != torch.bfloat16 or input.dtype != torch.bfloat16 or weight.dim() != 2:
         return False
     rows, columns = weight.shape
-    capability = torch.cuda.get_device_capability(weight.device)
+    capability = devices.capability(weight.device)
     if _has_scale_per_row(weight):
         return capability >= (8, 9) and rows % 16 == columns % 16 == 0
     is_128 = weight.coding.size == (128, 128)

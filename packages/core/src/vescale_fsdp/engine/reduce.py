@@ -12,13 +12,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Coding,
@@ -27,12 +27,26 @@ from vescale_fsdp.dbuffer import (
     Packing,
     PendingReduce,
     SlabPool,
-    has_streams,
 )
 from vescale_fsdp.engine.slot import Slot, flags_of, local_of
 from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Gradients", "ParameterBuffer"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_lane(method: Callable[P, R]) -> Callable[P, R]:
+    """Have a method of `Gradients` queue what it does on the stream that owns its memory."""
+
+    @functools.wraps(method)
+    def on_lane(*args: P.args, **kwargs: P.kwargs) -> R:
+        gradients: Any = args[0]
+        with gradients.pool.lane.entered():
+            return method(*args, **kwargs)
+
+    return on_lane
 
 
 class ParameterBuffer(Protocol):
@@ -95,7 +109,9 @@ class Gradients:
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
-        self._arrival: torch.Event | None = None  # of what was reduced, where it rests on the CPU
+        self._arrival: devices.Arrival | None = (
+            None  # of what was reduced, where it rests on the CPU
+        )
         self._packing = Packing(buffer.layout)  # of all that is not published yet
         self.bind(buffer, slots, pool)
 
@@ -141,6 +157,7 @@ class Gradients:
         flags = zip(self._slots, self.wanted, strict=True)
         return [slot.fqn for slot, is_wanted in flags if not is_wanted]
 
+    @_on_lane
     def settle(self, waits: bool) -> bool:
         """A backward begins: leave out what is frozen now, and take what is not.
 
@@ -181,7 +198,9 @@ class Gradients:
         Dropped where the parameter was frozen when the backward began.
         """
         if self._has_place(index):
-            self._fillable().add(index, gradient)
+            self.pool.lane.borrow(gradient)
+            with self.pool.lane.entered():
+                self._fillable().add(index, gradient)
             self._slots[index].used = True
 
     def _has_place(self, index: int) -> bool:
@@ -203,9 +222,9 @@ class Gradients:
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
         """Take the gradient ``left @ right`` of backward ``turn`` without a copy, or return False.
 
-        False where `add` has to take it, for the same bits, or to drop it.
+        False where `add` has to take it, for the same bits, to drop it, or from another stream.
         """
-        if not self._has_place(index):
+        if not self._has_place(index) or not self.pool.lane.is_current:
             return False
         if self._filling is None and self._filling_dtype != left.dtype:
             return False
@@ -233,6 +252,7 @@ class Gradients:
         waits = self._has_accumulated
         return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits)
 
+    @_on_lane
     def start_reduce(self, comm: Comm) -> None:
         """Issue the reduction of the gradients added so far (zeros where there is none)."""
         assert self._reducing is None, "one reduction of a group at a time"
@@ -311,6 +331,7 @@ class Gradients:
         """Have what `replace_errors` returned again."""
         self._errors = errors
 
+    @_on_lane
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""
         if self._reducing is None:
@@ -335,6 +356,7 @@ class Gradients:
         else:
             self._unsummed = reduced
 
+    @_on_lane
     def finish_sum(self) -> None:
         """Wait for the sum over the replicas, if one is under way."""
         if self._summing is None:
@@ -352,27 +374,29 @@ class Gradients:
 
     def _keep(self, reduced: torch.Tensor) -> None:
         if self.hook is not None:
-            with _on(self.hook_stream):
+            with devices.on_stream(reduced.device, self.hook_stream):
                 self.hook(reduced)
         shard = self._buffer.shard
-        if self._reduced is None and has_streams(reduced.device) and shard.is_pinned():
-            self._move(reduced.to(shard.dtype))
+        reduced = reduced.to(shard.dtype)
+        if self._reduced is None and self._moves_beside(reduced):
+            self._arrival = devices.moved_to_host(reduced)
+            self._reduced = self._arrival.value
             return
         self._await_arrival()
-        reduced = reduced.to(device=shard.device, dtype=shard.dtype)
+        reduced = devices.brought_to(shard, reduced)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
-    def _move(self, reduced: torch.Tensor) -> None:
-        """To the CPU, without keeping the host waiting."""
-        self._reduced = torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)
-        self._reduced.copy_(reduced, non_blocking=True)
-        self._arrival = torch.accelerator.current_stream(reduced.device).record_event()
+    def _moves_beside(self, reduced: torch.Tensor) -> bool:
+        """Whether gradients rest on the CPU, and can get there without keeping the host waiting."""
+        shard = self._buffer.shard
+        return devices.has_streams(reduced.device) and devices.is_pinned(shard)
 
     def _await_arrival(self) -> None:
         if self._arrival is not None:
-            self._arrival.synchronize()
+            self._arrival.wait()
             self._arrival = None
 
+    @_on_lane
     def publish(self, used: list[bool]) -> None:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
@@ -395,6 +419,7 @@ class Gradients:
             for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
                 hook(slot.sharded)
 
+    @_on_lane
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""
         for slot in self._slots:
@@ -406,6 +431,7 @@ class Gradients:
                     slot.sharded.grad.detach_().zero_()
         self._drop()
 
+    @_on_lane
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop what was not published."""
         self.finish_reduce()
@@ -422,16 +448,3 @@ class Gradients:
         if self._filling is not None:
             self._filling.release()
         self._filling = self._unsummed = None
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    """Run on ``stream`` after what the current one has queued, and let that wait for it."""
-    if stream is None:
-        yield
-        return
-    current = torch.accelerator.current_stream()
-    stream.wait_stream(current)
-    with stream:
-        yield
-    current.wait_stream(stream)

@@ -72,6 +72,7 @@ class Reductions:
         self._flying: deque[Group] = deque()
         self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = False
+        self.is_told = False  # whether a user has said how many may be under way
 
     @property
     def _queue(self) -> Sequence[tuple[int, int]]:

@@ -25,10 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.attempts import store_for
@@ -200,8 +199,9 @@ class Schedule:
             if not unit.is_sharded and unit.may_release:
                 unit.reshard()
         event, first.post_optim_event = first.post_optim_event, None
-        if event is not None and torch.accelerator.is_available():
-            torch.accelerator.current_stream().wait_event(event)
+        if event is not None:
+            for device in {group.pool.device for unit in self.units() for group in unit.groups}:
+                devices.wait_event(device, event)
         for unit in self.units():
             for group in unit.groups:
                 group.start_outer_gather(self.comm(group))
@@ -570,6 +570,7 @@ class Schedule:
         self._reductions = Reductions(
             due, walk, self._ran, self._can_settle, self.comm, most, most_at_end
         )
+        self._reductions.is_told = is_told
 
     def _agree_on_frozen(self, due: list[Due]) -> None:
         """Compare what is frozen beside trainable parameters, as buffers are laid out by that.
@@ -670,6 +671,7 @@ class Schedule:
         for groups, usage in usages:
             for group, flags in zip(groups, usage.finish(), strict=True):
                 group.gradients.publish(flags)
+                group.pool.lane.join()
 
     def reset(self) -> None:
         """Forget a step that was broken off by an exception. Its gradients are lost."""

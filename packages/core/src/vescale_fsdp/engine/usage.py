@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Comm, Flags
 from vescale_fsdp.engine.group import Group
 
@@ -37,7 +38,7 @@ class Usage:
         if asks and comm.size * comm.num_replicas > 1:
             flat = [flag for flags in self._used for flag in flags]
             device = groups[0].pool.device
-            self._flags = Flags(torch.tensor(flat, dtype=torch.uint8, device=device), comm)
+            self._flags = Flags(devices.from_host(flat, torch.uint8, device), comm)
 
     def finish(self) -> list[list[bool]]:
         """One flag a slot of each group: whether its gradient is to be published."""

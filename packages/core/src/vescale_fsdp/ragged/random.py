@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.holdings import holding_of
 from vescale_fsdp.ragged.linear import refuse_partial
@@ -102,7 +102,7 @@ def _state_of_first_rank(
     if generator is not None or device.type == "meta" or mesh.size() == 1:
         yield
         return
-    default = compat.default_generator(device)
+    default = devices.default_generator(device)
     own = default.get_state()
     ranks = mesh.mesh.flatten().tolist()
     group = compat.mesh_group(mesh, 0) if mesh.ndim == 1 else compat.group_over(ranks)

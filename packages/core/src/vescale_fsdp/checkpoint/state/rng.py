@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp import devices
+
 __all__ = ["capture", "restore", "restorer", "seed_for"]
 
 
@@ -20,8 +22,9 @@ def capture() -> dict[str, Any]:
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = (str(name), keys.tolist(), *map(_plain, rest))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    cuda = devices.generator_state()
+    if cuda is not None:
+        found["cuda"] = cuda
     return found
 
 
@@ -42,15 +45,14 @@ def restorer(state: dict[str, Any]) -> Callable[[], None]:
     numpy = sys.modules.get("numpy") if "numpy" in state else None
     if numpy is not None:
         numpy.random.RandomState().set_state(state["numpy"])
-    cuda = "cuda" in state and torch.cuda.is_available()
 
     def apply() -> None:
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if numpy is not None:
             numpy.random.set_state(state["numpy"])
-        if cuda:
-            torch.cuda.set_rng_state(state["cuda"])
+        if "cuda" in state:
+            devices.set_generator_state(state["cuda"])
 
     return apply
 

@@ -97,35 +97,12 @@ def _find_devices(place: Place) -> dict[str, Any]:
     found: dict[str, Any] = {"type": None, "devices": [], "complaint": ""}
     if place.rank:  # one is enough: a look takes some memory on each device
         return found
-    import torch
+    from vescale_fsdp import devices
 
     with warnings.catch_warnings(record=True) as caught:  # why torch sees none, among others
         warnings.simplefilter("always")
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        found |= devices.describe_all()
     found["complaint"] = "; ".join(str(each.message) for each in caught)
-    if accelerator is None:
-        return found
-    found["type"] = accelerator.type
-    count = torch.accelerator.device_count()
-    if accelerator.type != "cuda":
-        found["devices"] = [{"name": accelerator.type}] * count
-        return found
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found["devices"].append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "total_bytes": total,
-                "free_bytes": free,
-            }
-        )
-    if torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["peer_access"] = all(
-        torch.cuda.can_device_access_peer(0, index) for index in range(1, count)
-    )
     return found
 
 
