@@ -16,8 +16,6 @@ from vescale_fsdp.testing import run_ranks
 
 from .helpers import Steps, check, random_tokens
 
-pytest.importorskip("torchtitan")
-
 
 def debug_model(name: str) -> Any:
     """The config of a debug model. FlexAttention, its default, has no backward on CPU."""
