@@ -20,6 +20,7 @@ DEV = ROOT / ".dev"
 REPORTS = DEV / "reports"
 PYTHON = DEV / "venv" / "bin" / "python"
 TESTED = ["lint", "core", "lightning", "accelerate", "integration", "wheels"]
+CLIENTS = ["clients", "clients-torchtune"]
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
@@ -28,7 +29,7 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
           --quick: 3 minutes)
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
-  clients litgpt, lightly, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
+  clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
   test    all of: {", ".join(TESTED)}
   clean   remove the environments and caches
   {", ".join(TESTED)}
@@ -43,7 +44,10 @@ def main() -> int:
         return clean()
     if command == "test" and not arguments:
         return test()
-    if command in [*TESTED, "demo", "bench", "faults", "fuzz", "clients"]:
+    if command == "clients":
+        codes = {run_environment(name, arguments) for name in CLIENTS}
+        return max(codes - {0, NO_TESTS}, default=min(codes))
+    if command in [*TESTED, "demo", "bench", "faults", "fuzz"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,18 +14,18 @@ from vescale_fsdp.testing import run_ranks
 from .helpers import check
 from .lightning_run import logged, make_trainer, whole_parameters
 
-pytest.importorskip("lightly")
-pl = pytest.importorskip("pytorch_lightning")
+# isort: split
+import pytorch_lightning as pl  # after the helpers, which let torchvision be imported
+from lightly.loss import NegativeCosineSimilarity
+from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
+from lightly.models.utils import deactivate_requires_grad, update_momentum
+from lightly.utils.scheduler import cosine_schedule
 
 
 class BYOL(pl.LightningModule):  # type: ignore[misc]
     """As examples/pytorch_lightning/byol.py, with three layers in place of the ResNet."""
 
     def __init__(self) -> None:
-        from lightly.loss import NegativeCosineSimilarity
-        from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
-        from lightly.models.utils import deactivate_requires_grad
-
         super().__init__()
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
@@ -48,9 +47,6 @@ class BYOL(pl.LightningModule):  # type: ignore[misc]
         return self.projection_head_momentum(y).detach()  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        from lightly.models.utils import update_momentum
-        from lightly.utils.scheduler import cosine_schedule
-
         momentum = cosine_schedule(self.current_epoch, 10, 0.996, 1)
         update_momentum(self.backbone, self.backbone_momentum, m=momentum)
         update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import ARGUMENTS, Steps, check, make_llama, random_tokens, train, trainer_engine
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 ROWS = [{"input_ids": row, "labels": row} for row in random_tokens(16, 8)]
 BATCH = random_tokens(2, 8)

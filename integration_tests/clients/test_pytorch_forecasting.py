@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from vescale_fsdp.testing import run_ranks
@@ -13,9 +12,10 @@ from vescale_fsdp.testing import run_ranks
 from .helpers import check
 from .lightning_run import logged, make_trainer, whole_parameters
 
-forecasting = pytest.importorskip("pytorch_forecasting")
-pl = pytest.importorskip("lightning.pytorch")
-pandas = pytest.importorskip("pandas")
+# isort: split
+import lightning.pytorch as pl  # after the helpers, which let torchvision be imported
+import pandas
+import pytorch_forecasting as forecasting
 
 
 def fit(strategy: str, root: Path) -> dict[str, torch.Tensor]:

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import vescale_fsdp
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import Steps, check, random_tokens
-
-pytest.importorskip("torchtitan")
 
 
 def debug_model(name: str) -> Any:
@@ -49,10 +47,14 @@ def sharded_model(name: str) -> nn.Module:
     )  # fmt: skip
     model.to_empty(device="cpu")
     model.init_weights(buffer_device=torch.device("cpu"))  # type: ignore[operator]
-    with torch.no_grad():  # whose random numbers are others
-        for ours, theirs in zip(model.parameters(), whole_model(name).parameters(), strict=True):
-            assert isinstance(ours, DTensor)
-            ours.copy_(distribute_tensor(theirs.detach(), ours.device_mesh, ours.placements))
+    # whose random numbers are others. Its hook puts wq, wk and wv into one, as DTensors.
+    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
+    buffers = dict(model.named_buffers())
+    state = {
+        key: value if key in buffers else distribute_tensor(value, mesh, [Replicate()])
+        for key, value in whole_model(name).state_dict().items()
+    }
+    model.load_state_dict(state)
     return model
 
 

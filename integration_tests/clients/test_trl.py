@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
+import peft
 import pytest
+import trl
 
 from vescale_fsdp.testing import run_ranks
 
@@ -19,10 +22,6 @@ from .helpers import (
     train,
     trainer_engine,
 )
-
-trl = pytest.importorskip("trl")
-peft = pytest.importorskip("peft")
-datasets = pytest.importorskip("datasets")
 
 WORDS = [[f"w{n}" for n in row] for row in random_tokens(16, 8).tolist()]
 TEXTS = [{"text": " ".join(row)} for row in WORDS]

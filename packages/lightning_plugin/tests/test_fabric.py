@@ -231,6 +231,25 @@ def whole_tensors(root: Path) -> None:
         model.load_state_dict({**expected, "head.bias": torch.ones(4)})
 
 
+class Renamed(Net):
+    """Takes files in which its head was called otherwise, as litgpt's LoRA takes a base model's."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            if prefix + f"output.{name}" in state_dict:
+                state_dict[prefix + f"head.{name}"] = state_dict.pop(prefix + f"output.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def renamed_whole_tensors() -> None:
+    """Modules inside of the model give entries other names, after the model's own hook."""
+    model = make_fabric("vescale_fsdp").setup_module(nn.Sequential(Renamed()))
+    expected = nn.Sequential(make_net()).state_dict()
+    model.load_state_dict({key.replace("head", "output"): each for key, each in expected.items()})
+    for name, param in full_parameters(model).items():
+        assert torch.equal(param, expected[name.partition(".")[2]]), name
+
+
 def in_one_call(expected: list[float]) -> None:
     """``fabric.setup(model, optimizer)``: with a scheduler, and with states made at once."""
     fabric, model = make_fabric("vescale_fsdp"), make_net()
@@ -338,6 +357,7 @@ def fabric_scenarios(root: Path) -> None:
     with_stock_fabric(root, expected)
     raw(root)
     whole_tensors(root)
+    renamed_whole_tensors()
     in_one_call(expected)
     quantized(expected)
     compiled()

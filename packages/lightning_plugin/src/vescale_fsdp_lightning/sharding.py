@@ -181,7 +181,9 @@ class Sharding(Processes):
         if not isinstance(module, FSDPModule):
             policy, broadcasts = self._policy(precision, is_root=True), options.broadcast_buffers
             fully_shard(module, mp_policy=policy, broadcast_buffers=broadcasts, **common)
-        module.register_load_state_dict_pre_hook(cut_whole_tensors)
+        for child in module.modules():
+            if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
+                child.register_load_state_dict_pre_hook(cut_whole_tensors)
         materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)
         for child in module.modules():  # metrics, which have neither parameters nor buffers
             if next(child.parameters(), None) is None:
@@ -263,12 +265,12 @@ class Sharding(Processes):
 def cut_whole_tensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Have ``module.load_state_dict`` take whole tensors, which each process has. A local copy.
+    """Have a module's own parameters take whole tensors, which each process has. A local copy.
 
     Lightning's own way to load a file, where it does not know the strategy. The hook gets a copy of
-    the user's dictionary.
+    the user's dictionary. It is on each module: those around may have given entries other names.
     """
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         whole: Any = state_dict.get(prefix + name)
         if not isinstance(param, DTensor) or isinstance(whole, DTensor):
             continue
