@@ -41,6 +41,7 @@ import torch
 __all__ = [
     "Arrival",
     "Lane",
+    "Staging",
     "Users",
     "Waitable",
     "accelerator_type",
@@ -60,6 +61,7 @@ __all__ = [
     "is_same",
     "module_of",
     "moved_to_host",
+    "on_host",
     "on_stream",
     "pinned",
     "private_memory",
@@ -473,6 +475,47 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
         value.copy_(source, non_blocking=True)
         _LAST[device] = Arrival(value, source, stream.record_event())
     return _LAST[device]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order in the host's memory; the same memory where they are so."""
+    if _STAND_INS and not is_pinned(tensor):
+        return _empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    return tensor.to("cpu", memory_format=torch.contiguous_format).contiguous()
+
+
+class Staging:
+    """Copies of many tensors in the host's memory, for which the host waits once.
+
+    From a device they go to pinned memory, in slabs of 64 MiB (larger tensors have their own), as
+    torch's host allocator rounds each request up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of it
+        self._devices: dict[torch.device, None] = {}
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in row-major order. Not to be read before `wait`."""
+        if module_of(tensor.device) is None or (_STAND_INS and is_pinned(tensor)):
+            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
+        num_bytes = tensor.numel() * tensor.dtype.itemsize
+        size = -(-num_bytes // _STAGED_ALIGNMENT) * _STAGED_ALIGNMENT
+        if size > len(self._slab):
+            self._slab = _empty_pinned((max(size, _STAGED_BYTES),), torch.uint8)
+        place, self._slab = self._slab[:num_bytes], self._slab[size:]
+        staged = place.view(tensor.dtype).view(tensor.shape)
+        staged.copy_(tensor, non_blocking=True)
+        self._devices[tensor.device] = None
+        return staged
+
+    def wait(self) -> None:
+        """Keep the host waiting until all copies are there."""
+        for device in self._devices:
+            current_stream(device).record_event().synchronize()
+
+
+_STAGED_BYTES, _STAGED_ALIGNMENT = 64 << 20, 64
 
 
 def private_memory(device: torch.device) -> AbstractContextManager[None]:

@@ -34,34 +34,43 @@ class Block:
 class Allocator:
     """Addresses, and how much of them is in use.
 
+    Args:
+        as_cuda: cut and join blocks as c10 does, and take that of the lowest address. Else each
+            size has blocks of its own, and the one that was freed last is taken: whoever still
+            uses it is found out.
+
     Attributes:
         allocated, reserved: bytes now; with ``peak_`` before, the most there was.
         num_reused: allocations that were given memory which had been freed.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._size, self._top = num_bytes, 0
+    def __init__(self, num_bytes: int, *, as_cuda: bool = False) -> None:
+        self._size, self._top, self._as_cuda = num_bytes, 0, as_cuda
         self._free: dict[tuple[Any, ...], list[Block]] = {}
         self._late: list[tuple[Block, list[Any]]] = []  # freed, and events to come before
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.num_reused = 0
 
     def take(self, num_bytes: int, stream: Any, private: bool) -> Block:
-        """A block for ``stream``; the smallest that fits, of lowest address."""
+        """A block for ``stream``: the smallest that fits."""
         self._free_late()
         size = -(-max(num_bytes, 1) // _MIN) * _MIN
         is_small = size <= _SMALL
         pool = (stream, private, is_small)
+        if not self._as_cuda:
+            pool = (stream, private, size)
         fitting = [block for block in self._free.get(pool, []) if block.size >= size]
         if fitting:
-            block = min(fitting, key=lambda each: (each.size, each.offset))
+            block = min(fitting, key=lambda b: (b.size, b.offset)) if self._as_cuda else fitting[-1]
             self._free[pool].remove(block)
             block.is_free = False
             self.num_reused += 1
         else:
             block = self._new_segment(size, pool)
         rest = block.size - size
-        if rest >= _MIN if is_small else rest > _SMALL:
+        if not rest:
+            pass
+        elif rest >= _MIN if is_small else rest > _SMALL:
             self._split(block, size)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -69,7 +78,9 @@ class Allocator:
 
     def _new_segment(self, size: int, pool: tuple[Any, ...]) -> Block:
         num_bytes = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        if size <= _SMALL:
+        if not self._as_cuda:
+            num_bytes = size
+        elif size <= _SMALL:
             num_bytes = _SMALL_SEGMENT
         elif size < _MIN_LARGE:
             num_bytes = _LARGE_SEGMENT

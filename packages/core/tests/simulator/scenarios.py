@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import QuantizedGather, QuantizedReduce, clip_grad_norm_, devices, fully_shard
+from vescale_fsdp.optim import SOAP, Muon
 
+from .models import (
+    WIDTH,
+    Apart,
+    Branches,
+    Checkpointed,
+    CheckpointedReentrant,
+    Layers,
+    OnStream,
+    PartlyUsed,
+    Shared,
+)
 from .simulator import Simulator, simulated
-from .streams import SimulationError, Stream
+from .streams import SimulationError
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WIDTH = 16
 NUM_STEPS = 3
-ORDERS = [
+Order = tuple[str, int]  # a policy of `Device`, and a seed
+ORDERS: list[Order] = [
     ("first", 0),
     ("latest", 0),
     ("random", 0),
     ("random", 1),
     ("starve compute", 0),
     ("starve side", 0),
+    ("starve user", 0),
     ("starve all_gather", 0),
     ("starve reduce", 0),
 ]
+NATIVE = mock.patch.dict(os.environ, {"VESCALE_FSDP_REDUCE": "native"})
 
 
-class Layers(nn.Module):
-    """Linear layers with a tanh between; each is a unit."""
+def each_layer(model: nn.Module) -> Sequence[nn.Module]:
+    return list(model.layers)  # type: ignore[arg-type]
 
-    def __init__(self, num_layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def plain_step(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @dataclass
@@ -50,65 +67,81 @@ class Scenario:
     """A training.
 
     Attributes:
-        options: of ``fully_shard``; called, as a mesh can be made on a rank only.
+        options: of ``fully_shard``; called on a rank, as a mesh can be made there only.
+        units: the modules that are units, beside the root.
         micro_batches: in a step; all but the last do not synchronize.
-        num_ranks: that it needs.
         quiet_from: the step from which the host is never to wait for the device.
+        kept: the places of units that stay gathered after forward.
+        on_user_stream: run the steps after the first on another stream.
     """
 
     name: str
     options: Callable[[], dict[str, Any]] = dict
     model: Callable[[], nn.Module] = Layers
-    units: Callable[[nn.Module], Iterator[nn.Module]] = field(
-        default=lambda model: iter(model.layers)  # type: ignore[arg-type]
-    )
-    micro_batches: int = 1
+    units: Callable[[nn.Module], Sequence[nn.Module]] = each_layer
     num_ranks: int = 2
-    quiet_from: int | None = 2
-    optimizer: Callable[[Any], Any] = lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)
-    after_step: Callable[[nn.Module, int], None] = lambda model, step: None
+    micro_batches: int = 1
+    quiet_from: int = 2
+    optimizer: Callable[[nn.Module], Any] = sgd
+    step: Callable[[nn.Module, Any, Simulator | None], list[Tensor] | None] = plain_step
+    kept: Sequence[int] = ()
+    on_user_stream: bool = False
 
-    def build(self) -> nn.Module:
+    def build(self, simulator: Simulator | None) -> nn.Module:
         torch.manual_seed(0)
         model = self.model()
-        options = {"mp_policy": BF16, **self.options()}
-        for unit in self.units(model):
-            fully_shard(unit, **options)
-        return fully_shard(model, **options)
-
-    def run(self, simulator: Simulator | None = None) -> list[Tensor]:
-        """The losses, and then the shards of the parameters."""
-        model = self.build()
-        optimizer = self.optimizer(model.parameters())
         for module in model.modules():
             if isinstance(module, OnStream):
                 module.simulator = simulator
+        options = {"mp_policy": BF16, **self.options()}
+        for place, unit in enumerate(self.units(model)):
+            stays = {"reshard_after_forward": False} if place in self.kept else {}
+            fully_shard(unit, **options, **stays)
+        return fully_shard(model, **options)
+
+    def run(self, simulator: Simulator | None = None) -> list[Tensor]:
+        """The losses, and then this rank's parts of the parameters."""
+        model = self.build(simulator)
+        optimizer = self.optimizer(model)
+        user = None
+        if simulator is not None and self.on_user_stream:
+            user = simulator.device.new_stream("user")
         found = []
         with simulator or nullcontext():
             for step in range(NUM_STEPS):
-                syncs = simulator.device.num_host_syncs if simulator else 0
-                for part in range(self.micro_batches):
-                    generator = torch.Generator().manual_seed(100 * step + 10 * part)
-                    x = torch.randn(4, WIDTH, generator=generator)
-                    model.set_requires_gradient_sync(part == self.micro_batches - 1)
-                    loss = model(x + 0.01 * dist.get_rank()).float().square().mean()
-                    loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                self.after_step(model, step)
-                found.append(loss.detach())
-                if simulator and self.quiet_from is not None and step >= self.quiet_from:
-                    if simulator.device.num_host_syncs > syncs:
-                        raise SimulationError(f"the host waits for the device in step {step}")
-        found += [param.to_local().detach() for param in model.parameters()]  # type: ignore[attr-defined]
+                before = simulator.device.num_host_syncs if simulator else 0
+                if user is not None:
+                    user.wait_stream(user.device.compute)
+                with user if user is not None and step else nullcontext():
+                    found += self._train(model, optimizer, simulator, step)
+                after = simulator.device.num_host_syncs if simulator else 0
+                if step >= self.quiet_from and after > before:
+                    raise SimulationError(f"the host waits for the device in step {step}")
+        found += [local for param in model.parameters() for local in _locals(param)]
         return [simulator.value(x) if simulator else x.clone() for x in found]
 
+    def _train(
+        self, model: nn.Module, optimizer: Any, simulator: Simulator | None, step: int
+    ) -> list[Tensor]:
+        for part in range(self.micro_batches):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part)
+            x = torch.randn(4, WIDTH, generator=generator)
+            model.set_requires_gradient_sync(part == self.micro_batches - 1)  # type: ignore[operator]
+            loss: Tensor = model(x + 0.01 * dist.get_rank()).float().square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+        others = self.step(model, optimizer, simulator)
+        return [*getattr(loss, "held", [loss.detach()]), *(others or [])]
 
-def differences(scenario: Scenario, orders: list[tuple[str, int]] = ORDERS) -> list[str]:
+
+def _locals(param: Tensor) -> Sequence[Tensor]:
+    local = param._local_tensor.detach()  # type: ignore[attr-defined]
+    return getattr(local, "held", (local,))
+
+
+def differences(scenario: Scenario, orders: Sequence[Order] = ORDERS) -> list[str]:
     """What goes wrong in which order; empty if all give the bits of the eager run."""
-    with simulated() as _:
-        pass  # for its environment
-    expected = eager(scenario)
+    with NATIVE:
+        expected = scenario.run()
     wrong = []
     for policy, seed in orders:
         with simulated(policy, seed) as simulator:
@@ -124,70 +157,130 @@ def differences(scenario: Scenario, orders: list[tuple[str, int]] = ORDERS) -> l
     return wrong
 
 
-def eager(scenario: Scenario) -> list[Tensor]:
-    import os
-    from unittest import mock
-
-    with mock.patch.dict(os.environ, {"VESCALE_FSDP_REDUCE": "native"}):
-        return scenario.run()
+# Steps
 
 
-class OnStream(nn.Module):
-    """Runs a module on a stream of its own, in backward too, as torch does on an accelerator."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.simulator: Simulator | None = None
-        self._stream: Stream | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.simulator is None:
-            return self.module(x)
-        if self._stream is None:
-            self._stream = self.simulator.device.new_stream("user")
-        x = _Switch.apply(x, self._stream, self.simulator.device.compute)
-        return _Switch.apply(self.module(x), self.simulator.device.compute, self._stream)
+def clipped(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> None:
+    clip_grad_norm_(model, 0.1)
+    plain_step(model, optimizer, simulator)
 
 
-class _Switch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: Stream, before: Stream) -> Tensor:
-        ctx.to, ctx.before = to, before
-        to.wait_stream(before)
-        to.device.current = to
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.before.wait_stream(ctx.to)
-        ctx.to.device.current = ctx.before
-        return grad, None, None
-
-
-class Branches(nn.Module):
-    """A branch on a stream of its own, as shared experts run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.beside = OnStream(self.layers[1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, _, *others = self.layers
-        x = torch.tanh(first(x))
-        y = self.beside(x)
-        for layer in others:
-            x = torch.tanh(layer(x))
-        return x + y
+def beside(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> None:
+    """On a stream of its own, for which the next forward waits."""
+    if simulator is None:
+        plain_step(model, optimizer, simulator)
+        return
+    stream = simulator.device.new_stream("user")
+    stream.wait_stream(simulator.device.current)
+    with stream:
+        optimizer.step()
+        event = stream.record_event()
+    model.set_post_optim_event(event)  # type: ignore[operator]
+    # Nobody but the user can know that the other stream still reads them.
+    simulator.kept = [param.grad for param in model.parameters()]  # type: ignore[attr-defined]
+    optimizer.zero_grad()
 
 
-SCENARIOS = [
+def saved(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> list[Tensor]:
+    """What an asynchronous save copies to the host before the weights change."""
+    staging = devices.Staging()
+    copies = [staging.copy(x) for param in model.parameters() for x in _locals(param)]
+    staging.wait()
+    plain_step(model, optimizer, simulator)
+    return copies
+
+
+def post_hook(model: nn.Module) -> Any:
+    """An optimizer of a model whose reduced gradients are changed by a hook."""
+    for module in model.modules():
+        if hasattr(module, "set_all_reduce_hook"):
+            module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+    return sgd(model)
+
+
+# Options
+
+
+def mesh_2d() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def quantized() -> dict[str, Any]:
+    return {
+        "gather": QuantizedGather(block=WIDTH, policy=lambda name, param: param.dim() == 2),
+        "reduce": QuantizedReduce(
+            block=WIDTH, policy=lambda name, param: param.dim() == 2, error_feedback=True
+        ),
+    }
+
+
+def offloaded() -> dict[str, Any]:
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=devices.has_accelerator())}
+
+
+def extended() -> nn.Module:
+    from ..engine.subclasses import Pair, wrap_weights
+
+    return wrap_weights(Layers(), Pair, 2)
+
+
+def muon(model: nn.Module) -> Any:
+    return Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+
+
+def soap(model: nn.Module) -> Any:
+    return SOAP([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+
+
+TWO = [
     Scenario("default"),
     Scenario("in_flight=1", lambda: {"in_flight": 1}),
     Scenario("in_flight=3", lambda: {"in_flight": 3}),
     Scenario("fp32", lambda: {"mp_policy": MixedPrecisionPolicy()}),
     Scenario("kept after forward", lambda: {"reshard_after_forward": False}),
+    Scenario("ddp", lambda: {"sharding": "ddp"}, quiet_from=9),
+    Scenario("zero1", lambda: {"sharding": "zero1"}, micro_batches=2),
+    Scenario("zero2", lambda: {"sharding": "zero2"}, micro_batches=2),
+    Scenario("zero3", lambda: {"sharding": "zero3"}),
     Scenario("accumulation", micro_batches=2),
+    Scenario("frozen and unused", model=PartlyUsed, quiet_from=9),
+    Scenario("checkpointing", model=Checkpointed),
+    Scenario("reentrant checkpointing", model=CheckpointedReentrant),
     Scenario("branch on a stream", model=Branches),
+    Scenario("branch of the root", model=Branches, units=lambda model: []),
+    Scenario("a unit on two streams", lambda: {"in_flight": 1}, model=Shared, kept=[1]),
+    Scenario("a unit on two streams, gathered twice", model=Shared),
+    Scenario("a unit of two branches", model=Apart, units=lambda model: model.units()),
+    Scenario("accumulation with a branch", model=Branches, units=lambda model: [], micro_batches=2),
+    Scenario("steps on another stream", on_user_stream=True),
+    Scenario("optimizer on a stream", step=beside),
+    Scenario("clipping", step=clipped),
+    Scenario("hook", optimizer=post_hook),
+    Scenario("offload", offloaded, quiet_from=9),
+    Scenario(
+        "offload with accumulation",
+        offloaded,
+        micro_batches=2,
+        quiet_from=9,
+    ),
+    Scenario("quantized", quantized),
+    Scenario("quantized with accumulation", quantized, micro_batches=2),
+    Scenario("gathers itself", model=extended),
+    Scenario("Muon", optimizer=muon, quiet_from=9),
+    Scenario("SOAP", optimizer=soap, quiet_from=9),
+    Scenario("asynchronous save", step=saved, quiet_from=9),
+]
+FOUR = [
+    Scenario("hsdp", lambda: {"mesh": mesh_2d(), "sharding": "hsdp"}),
+    Scenario("hsdp with accumulation", lambda: {"mesh": mesh_2d()}, micro_batches=2),
+    Scenario("hsdp_zero1", lambda: {"mesh": mesh_2d(), "sharding": "hsdp_zero1"}),
+    Scenario(
+        "hsdp_zero1, quantized",
+        lambda: {"mesh": mesh_2d(), "sharding": "hsdp_zero1", **quantized()},
+    ),
+    Scenario("parts of 2", lambda: {"reshard_after_forward": 2}),
+]
+ONE = [
+    Scenario("one rank"),
+    Scenario("one rank, offload", offloaded, quiet_from=9),
 ]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.dbuffer import memory
 
 from .memory import Allocator, Block
 from .streams import Collective, Device, Event, SimulationError, Stream
@@ -32,6 +33,7 @@ COLLECTIVES = (
 )
 _SYNCHRONIZE = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero")
 _VIEWS = ("aten::set_", "aten::detach", "aten::lift_fresh", "aten::_unsafe_view")
+TO_LIST = Tensor.tolist
 _num_simulations = 0
 
 
@@ -51,7 +53,8 @@ class Simulator(TorchDispatchMode):
     def __init__(self, num_bytes: int = 1 << 27, **options: Any) -> None:
         super().__init__()
         self.device = Device(**options)
-        self.allocator = Allocator(num_bytes if self.device.runs else 1 << 60)
+        runs = self.device.runs
+        self.allocator = Allocator(num_bytes if runs else 1 << 60, as_cuda=not runs)
         if self.device.runs:
             self._arena = torch.zeros(num_bytes, dtype=torch.uint8)
         self._blocks: dict[int, Block] = {}
@@ -288,6 +291,13 @@ class Simulator(TorchDispatchMode):
             self.device.synchronize()
             return raw.clone()
 
+    def to_list(self, tensor: Tensor) -> Any:
+        """As ``Tensor.tolist``, which reads memory past all operators."""
+        if not self.is_on_host(tensor):
+            self.device.current.synchronize()
+        with _disable_current_modes():
+            return TO_LIST(self._raw(tensor))
+
     # Collectives
 
     def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +321,9 @@ class Simulator(TorchDispatchMode):
             stream = self._communicators.get(key)
             if stream is None:
                 stream = self._communicators[key] = self.device.new_stream(name)
-            sizes = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+            sizes: Any = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+            if any(isinstance(x, list) for x in args):  # uneven: each rank has its own sizes
+                sizes = "several sizes"
 
             def run() -> None:
                 self._compare(group, f"{name} of {sizes}")
@@ -387,8 +399,11 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
 
         for name in COLLECTIVES:
             patch(compat, name, simulator.collective(name, getattr(compat, name)))
+        patch(memory, "_POOLS", weakref.WeakValueDictionary())  # and so lanes of this simulation
+        patch(devices, "_LAST", {})
         patch(waiting, "store_wait", store_wait)
         patch(torch.UntypedStorage, "resize_", resize)
+        patch(Tensor, "tolist", lambda tensor: simulator.to_list(tensor))
         patch(Tensor, "record_stream", lambda *args: simulator.record_stream(*args))
         stack.enter_context(mock.patch.dict("os.environ", {"VESCALE_FSDP_REDUCE": "native"}))
         stack.enter_context(devices.stand_in("cpu", simulator))

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 DEADLOCK_S = 4.0  # without progress
+PATIENCE_S = 0.005  # of a starved stream, while collectives run that may wait for other ranks' work
 
 
 class SimulationError(Exception):
@@ -86,7 +87,7 @@ class Collective:
     def __init__(self, name: str, run: Callable[[], object]) -> None:
         self.name, self._run = name, run
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     @property
     def has_started(self) -> bool:
@@ -100,7 +101,7 @@ class Collective:
         try:
             with torch.no_grad():
                 self._run()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  `finish` raises it
             self._error = error
 
     def has_ended(self) -> bool:
@@ -130,6 +131,8 @@ class Device:
         self.streams = [self.compute]
         self._max_collectives = max_collectives
         self._running: list[Collective] = []
+        self._waited_for: list[Collective] = []
+        self._since = 0.0
         self.num_host_syncs = 0
         self.num_kernels: dict[str, int] = {}
         self.on_progress: Callable[[], None] = lambda: None
@@ -179,6 +182,8 @@ class Device:
         if not ready:
             return False
         stream = self._chosen(ready)
+        if self._is_starved(stream) and not self._is_patient(self._running):
+            return False
         kind, what = stream.queue[0]
         with _disable_current_modes(), torch.no_grad():
             if kind == "kernel":
@@ -198,10 +203,17 @@ class Device:
             return self._rng.choice(ready)
         if self.policy == "latest":
             return ready[-1]
-        if self.policy.startswith("starve "):
-            starved = self.policy.removeprefix("starve ")
-            return min(ready, key=lambda stream: stream.name.startswith(starved))
-        return ready[0]
+        return min(ready, key=self._is_starved)
+
+    def _is_patient(self, running: list[Collective]) -> bool:
+        """Whether a starved stream has let collectives end before it, for as long as it may."""
+        if running and running != self._waited_for:
+            self._waited_for, self._since = list(running), time.monotonic()
+        return not running or time.monotonic() - self._since > PATIENCE_S
+
+    def _is_starved(self, stream: Stream) -> bool:
+        kind, _, name = self.policy.partition(" ")
+        return kind == "starve" and stream.name.startswith(name)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Carry out what is queued until something has happened.

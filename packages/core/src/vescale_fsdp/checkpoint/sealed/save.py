@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp import devices
 from vescale_fsdp.checkpoint.disk import seal
 from vescale_fsdp.checkpoint.disk.files import DataWriter, bytes_of, write_errors
 from vescale_fsdp.checkpoint.disk.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
@@ -225,12 +226,13 @@ class _Save:
         return [{**task, "stage": self._stage.path.name} for task in tasks]
 
     def _taken(self, task: Task, contents: Contents, plan: LocalPlan, copies: bool) -> None:
+        staging = devices.Staging()
         for number in task["boxes"]:
             item = plan.items[number]
             assert item.tensor_data is not None, "bytes are not planned"
             chunk, name = item.tensor_data.chunk, item.index.fqn
             data = plan.data(item)
-            data = tensors.on_host(data, copy=True) if copies else data
+            data = tensors.staged(data, staging) if copies else data
             box = (tuple(chunk.offsets), tuple(chunk.sizes))
             shape = tuple(item.tensor_data.size)
             self._work.pieces.append(_Piece(name, f"tensor {name!r}", data, box, shape))
@@ -240,11 +242,12 @@ class _Save:
             self._work.texts.append((name, ranks, text.encode()))
             suffix = f"@{ranks[0]}" if name in task["several"] else ""
             for key, tensor in own.tensors.items() if own is not None else ():
-                data = tensors.on_host(tensor, copy=copies)
+                data = tensors.staged(tensor, staging) if copies else tensors.on_host(tensor)
                 shape = tuple(data.shape)
                 box = ((0,) * data.dim(), shape)
                 label = f"tensor {key + suffix!r}"
                 self._work.pieces.append(_Piece(key + suffix, label, data, box, shape))
+        staging.wait()
 
     def write(self) -> None:
         """Write, flush, and seal."""

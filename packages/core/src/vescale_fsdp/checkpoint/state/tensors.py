@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 from vescale_fsdp.checkpoint.disk.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["check", "dtype_name", "exchange", "is_float", "on_host", "plain", "ties_of"]
+__all__ = ["check", "dtype_name", "exchange", "is_float", "on_host", "plain", "staged", "ties_of"]
 
 
 _PIECE = 1 << 16  # elements: at most 1 MiB, and so in the processor's cache
@@ -80,7 +80,17 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> bool:
 def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     """The elements in row-major order in the host's memory; the same memory where they are so."""
     data = plain(tensor.detach()).resolve_conj().resolve_neg()
-    return data.to("cpu", copy=copy, memory_format=torch.contiguous_format).contiguous()
+    if not copy:
+        return devices.on_host(data)
+    staging = devices.Staging()
+    copied = staging.copy(data)
+    staging.wait()
+    return copied
+
+
+def staged(tensor: torch.Tensor, staging: devices.Staging) -> torch.Tensor:
+    """A copy in the host's memory, in row-major order, to be read when ``staging`` is through."""
+    return staging.copy(plain(tensor.detach()).resolve_conj().resolve_neg())
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""What a GPU would do wrong, found on the CPU (docs/design/cuda.md)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vescale_fsdp.testing import run_ranks
+
+from .memory import Allocator
+from .mutations import MUTATIONS, Mutation
+from .scenarios import FOUR, ONE, ORDERS, TWO, Scenario, differences
+from .simulator import Simulator, simulated
+from .streams import SimulationError
+
+TIMEOUT_S = 100
+GROUPS = {1: ONE, 2: TWO, 4: FOUR}
+FEWER = ORDERS[1:5]  # with four ranks on two cores
+
+
+def named(name: str) -> tuple[Scenario, int]:
+    """A scenario, and the number of ranks that it is for."""
+    return next((each, n) for n, group in GROUPS.items() for each in group if each.name == name)
+
+
+def check_scenario(name: str) -> list[str]:
+    scenario, num_ranks = named(name)
+    return differences(scenario, FEWER if num_ranks > 2 else ORDERS)
+
+
+@pytest.mark.parametrize("name", [each.name for group in GROUPS.values() for each in group])
+def test_each_order_gives_the_bits_of_the_eager_run(name: str) -> None:
+    found = run_ranks(check_scenario, named(name)[1], name, timeout_s=TIMEOUT_S)
+    assert not any(found), found
+
+
+def check_mutation(name: str) -> list[str]:
+    (mutation,) = [each for each in MUTATIONS if each.name == name]
+    return mutation.is_found()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+def test_each_mutation_is_found(mutation: Mutation) -> None:
+    found = run_ranks(check_mutation, mutation.num_ranks, mutation.name, timeout_s=TIMEOUT_S)
+    assert any(found)
+
+
+# The simulator itself
+
+
+def double(x: Tensor, simulator: Simulator, waits: bool) -> Tensor:
+    """On another stream: 2 x + 1, of which the addition is on the current one."""
+    side, compute = simulator.device.new_stream("side"), simulator.device.compute
+    side.wait_stream(compute)
+    with side:
+        y = x * 2
+    if waits:
+        compute.wait_stream(side)
+    return y + 1
+
+
+@pytest.mark.parametrize("policy", ["first", "latest", "random", "starve side", "starve compute"])
+def test_who_waits_gets_the_number(policy: str) -> None:
+    with simulated(policy) as simulator:
+        with simulator:
+            y = double(torch.full((4,), 3.0), simulator, waits=True)
+        assert simulator.value(y).tolist() == [7.0] * 4
+
+
+def test_who_does_not_wait_gets_what_was_there() -> None:
+    with simulated("starve side") as simulator:
+        with simulator:
+            y = double(torch.full((4,), 3.0), simulator, waits=False)
+        assert simulator.value(y).isnan().all()
+
+
+def test_memory_is_reused_at_once_by_its_stream_and_by_no_other() -> None:
+    with simulated() as simulator, simulator:
+        x = torch.ones(4)
+        first = simulator._blocks[x.untyped_storage()._cdata].offset
+        del x
+        with simulator.device.new_stream("side"):
+            other = torch.ones(4)
+        x = torch.ones(4)
+        offsets = [simulator._blocks[t.untyped_storage()._cdata].offset for t in (x, other)]
+        assert offsets[0] == first
+        assert offsets[1] != first
+
+
+def test_a_recorded_stream_keeps_memory_until_it_is_through() -> None:
+    with simulated("starve side") as simulator:
+        side = simulator.device.new_stream("side")
+        with simulator:
+            x = torch.ones(4)
+            side.wait_stream(simulator.device.compute)
+            with side:
+                y = x * 2
+            x.record_stream(side)  # type: ignore[arg-type]
+            del x
+            z = torch.zeros(4)
+        assert simulator.value(y).tolist() == [2.0] * 4
+        assert simulator.value(z).tolist() == [0.0] * 4
+
+
+def test_the_host_is_seen_to_wait() -> None:
+    with simulated() as simulator, simulator:
+        assert (torch.ones(2) + 1).sum().item() == 4.0
+        assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]
+        assert simulator.device.num_host_syncs == 2
+
+
+def test_an_event_that_never_comes_is_a_deadlock() -> None:
+    with simulated() as simulator:
+        simulator.device.current.queue.append(("wait", [False]))
+        with pytest.raises(SimulationError, match=r"deadlock: .*compute.*wait"):
+            simulator.device.synchronize()
+
+
+def test_an_event_of_another_family_is_refused() -> None:
+    with simulated() as simulator, pytest.raises(SimulationError, match="another family"):
+        simulator.device.current.wait_event(torch.Event("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_kernel_takes_no_tensor_of_the_host() -> None:
+    with simulated() as simulator, simulator:
+        host = simulator.empty_on_host((2,), torch.float32)
+        with pytest.raises(SimulationError, match="on the host and on the device"):
+            torch.ones(2) + host
+
+
+def test_the_allocator_cuts_and_joins_as_c10_does() -> None:
+    allocator, stream = Allocator(1 << 40, as_cuda=True), "compute"
+    small = [allocator.take(1000, stream, False) for _ in range(3)]
+    assert [block.size for block in small] == [1024] * 3
+    assert allocator.reserved == 2 << 20
+    for block in small:
+        allocator.give(block)
+    assert allocator.take(512, stream, False).offset == small[0].offset
+    middle = allocator.take(5 << 20, stream, False)
+    assert allocator.reserved == (2 << 20) + (20 << 20)
+    allocator.give(middle)
+    assert allocator.take(20 << 20, stream, False).offset == middle.offset  # the segment is whole
+    allocator.take(33 << 20, stream, False)
+    assert allocator.reserved == (2 << 20) + (20 << 20) + (34 << 20)
+    assert allocator.take(1000, "another", False).offset >= 57 << 20
+    assert allocator.peak_allocated == allocator.allocated
