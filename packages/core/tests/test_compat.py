@@ -43,13 +43,11 @@ class _Options:
 def test_nccl_gets_streams_of_high_priority_and_the_configuration_of_the_default_group() -> None:
     given = _Options()
     given.config = "by copy engines"
-    world = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
-    fake = SimpleNamespace(
-        ProcessGroupNCCL=SimpleNamespace(Options=_Options), group=SimpleNamespace(WORLD=world)
-    )
+    world: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
+    fake = SimpleNamespace(ProcessGroupNCCL=SimpleNamespace(Options=_Options))
     with mock.patch.object(compat, "dist", fake):
-        options = compat._nccl_options(datetime.timedelta(seconds=7))
-        as_it_was = compat._nccl_options(None)
+        options = compat._nccl_options(datetime.timedelta(seconds=7), world, "cuda")
+        as_it_was = compat._nccl_options(None, world, "cuda")
     assert options.is_high_priority_stream
     assert options.config == "by copy engines"
     assert options._timeout == datetime.timedelta(seconds=7)

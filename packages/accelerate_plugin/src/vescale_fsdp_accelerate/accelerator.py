@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
+from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
@@ -117,7 +118,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                 backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
             )
         for shared in (self.state, PartialState()):
-            shared.backend = dist.get_backend()
+            shared.backend = backend_name(None, self.device)
 
     def _given_mesh(self) -> Any:
         config = self.parallelism_config

@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from vescale_fsdp import devices, waiting
+from vescale_fsdp import backends, devices, waiting
 
 __all__ = [
     "COMPOSABLE_STATE",
@@ -114,8 +114,9 @@ def all_gather_single(
     if input.dtype.itemsize == 1:  # gloo does not know floats of eight bits
         output, input = output.view(torch.uint8), input.view(torch.uint8)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(output, input, group=group, async_op=True)
-    return waiting.bounded(work, output, group, "an all-gather")
+    there, sent = _reachable(output, group, fills=True), _reachable(input, group)
+    work: dist.Work = gather(there, sent, group=group, async_op=True)
+    return _under_way(work, there, output, group, "an all-gather")
 
 
 def reduce_scatter_single(
@@ -123,8 +124,9 @@ def reduce_scatter_single(
 ) -> dist.Work:
     """Start an even reduce-scatter of one flat tensor."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work = scatter(output, input, op=op, group=group, async_op=True)
-    return waiting.bounded(work, output, group, "a reduce-scatter")
+    there, sent = _reachable(output, group, fills=True), _reachable(input, group)
+    work: dist.Work = scatter(there, sent, op=op, group=group, async_op=True)
+    return _under_way(work, there, output, group, "a reduce-scatter")
 
 
 def all_to_all_single(
@@ -135,10 +137,33 @@ def all_to_all_single(
     input_splits: list[int] | None = None,
 ) -> dist.Work:
     """Start an all-to-all of one flat tensor: even, or by the elements for and from each rank."""
+    there, sent = _reachable(output, group, fills=True), _reachable(input, group)
     work: dist.Work = dist.all_to_all_single(
-        output, input, output_splits, input_splits, group=group, async_op=True
+        there, sent, output_splits, input_splits, group=group, async_op=True
     )
-    return waiting.bounded(work, output, group, "an all-to-all")
+    return _under_way(work, there, output, group, "an all-to-all")
+
+
+def _reachable(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, fills: bool = False
+) -> torch.Tensor:
+    """The tensor, or where the group cannot reach it, one in its place that it can reach.
+
+    Args:
+        fills: the collective writes all of it, so that its values need not come with it.
+    """
+    device = backends.collective_device(group, tensor.device)
+    if device == tensor.device:
+        return tensor
+    return torch.empty_like(tensor, device=device) if fills else tensor.to(device)
+
+
+def _under_way(
+    work: dist.Work, there: torch.Tensor, here: torch.Tensor, group: dist.ProcessGroup, what: str
+) -> dist.Work:
+    """What to wait for, until the result is where it was asked for."""
+    work = waiting.bounded(work, there, group, what)
+    return work if there is here else cast(dist.Work, backends.Detour(work, there, here))
 
 
 def _default_timeout() -> datetime.timedelta | None:
@@ -146,8 +171,12 @@ def _default_timeout() -> datetime.timedelta | None:
     return waiting.timeout_of(dist.group.WORLD)
 
 
-def new_group(ranks: list[int]) -> dist.ProcessGroup:
+def new_group(ranks: list[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """A communicator of its own for these global ranks, in this order; only they have to call.
+
+    Args:
+        like: a group whose backends it shall have, such as that of a mesh; None for the default
+            group.
 
     Raises:
         NotImplementedError: the ranks are not ascending, and this torch would sort them.
@@ -160,8 +189,12 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
                 f"{torch.__version__}; give the ranks in ascending order"
             )
         options["sort_ranks"] = False
-    if "nccl" in dist.get_backend_config():
-        options["pg_options"] = _nccl_options(options["timeout"])
+    like = like or dist.group.WORLD
+    assert like is not None, "a group is made in an initialised torch.distributed"
+    options["backend"] = backends.spelling_of(like)
+    kinds = [kind for kind, name in backends.backends_of(like).items() if name == "nccl"]
+    if kinds and dist.is_nccl_available():
+        options["pg_options"] = _nccl_options(options["timeout"], like, kinds[0])
     with _not_split():
         group = dist.new_group(ranks, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), "the caller is one of the ranks"
@@ -200,16 +233,17 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[st
     return flatten_state_dict(state)
 
 
-def _nccl_options(timeout: datetime.timedelta | None) -> Any:
-    """Those of the default group, but on streams of high priority, as FSDP2's are.
+def _nccl_options(
+    timeout: datetime.timedelta | None, like: dist.ProcessGroup, device_type: str
+) -> Any:
+    """Those of the group ``like``, but on streams of high priority, as FSDP2's are.
 
     A collective is a few blocks. They start before those of a long kernel that was queued earlier.
     """
     nccl: Any = dist.ProcessGroupNCCL  # not in builds for CPUs
     options = nccl.Options(is_high_priority_stream=True)
-    world: Any = dist.group.WORLD
     # With it a user says how collectives run, by copy engines for example.
-    given = world._get_backend(torch.device("cuda")).options
+    given = backends.backend_of(like, device_type).options
     options.config = getattr(given, "config", options.config)
     if timeout is not None:
         options._timeout = timeout
@@ -235,46 +269,57 @@ def _not_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_GROUPS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
+]
 _GROUPS = weakref.WeakKeyDictionary()  # by default group: a new world has new communicators
 
 
-def group_over(ranks: list[int]) -> dist.ProcessGroup:
+def group_over(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """A communicator over these global ranks, in this order, made at first use and kept.
 
     All of them call.
+
+    Args:
+        like: a group whose backends it has.
     """
     world = dist.group.WORLD
     assert world is not None, "a device mesh has initialised torch.distributed"
-    key = tuple(ranks)
-    if key == tuple(range(dist.get_world_size())):
+    spelling = backends.spelling_of(like)
+    if ranks == [*range(dist.get_world_size())] and spelling == backends.spelling_of(world):
         return world
-    known = _GROUPS.setdefault(world, {})
+    known, key = _GROUPS.setdefault(world, {}), (spelling, tuple(ranks))
     if key not in known:
-        known[key] = new_group(ranks)
+        known[key] = new_group(ranks, like)
     return known[key]
 
 
-def mesh_over(ranks: list[int], device_type: str) -> DeviceMesh:
+def mesh_over(ranks: list[int], like: DeviceMesh) -> DeviceMesh:
     """A mesh of one axis over these global ranks, in this order, made at first use and kept.
 
     All of them call.
+
+    Args:
+        like: a mesh whose devices and backends it has.
     """
-    group = group_over(ranks)
-    if group not in _MESHES:
-        _MESHES[group] = DeviceMesh.from_group(group, device_type, mesh_dim_names=("data",))
-    return _MESHES[group]
+    group, device_type = group_over(ranks, mesh_group(like, 0)), like.device_type
+    known = _MESHES.setdefault(group, {})
+    if device_type not in known:
+        known[device_type] = DeviceMesh.from_group(group, device_type, mesh_dim_names=("data",))
+    return known[device_type]
 
 
-_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]
+_MESHES = weakref.WeakKeyDictionary()  # by device type
 
 
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
 ) -> dist.Work:
     """Start a sum over the ranks of ``group``, or what ``op`` says, in place."""
-    work: dist.Work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return waiting.bounded(work, tensor, group, "an all-reduce")
+    there = _reachable(tensor, group)
+    work: dist.Work = dist.all_reduce(there, op=op, group=group, async_op=True)
+    return _under_way(work, there, tensor, group, "an all-reduce")
 
 
 def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -284,8 +329,9 @@ def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
     """Start a broadcast from a global rank."""
-    work: dist.Work = dist.broadcast(tensor, source, group=group, async_op=True)
-    return waiting.bounded(work, tensor, group, "a broadcast")
+    there = _reachable(tensor, group)
+    work: dist.Work = dist.broadcast(there, source, group=group, async_op=True)
+    return _under_way(work, there, tensor, group, "a broadcast")
 
 
 def _route(function: Any, routed: Callable[..., Any]) -> None:

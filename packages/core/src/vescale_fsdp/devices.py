@@ -422,10 +422,10 @@ def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if not has_streams(device):
         return torch.tensor(values, dtype=dtype, device=device)
     module = _STAND_INS.get(device.type)
-    staged = torch.tensor(values, dtype=dtype, pin_memory=True) if module is None else None
     if module is not None:
         staged = module.tensor_on_host(values, dtype)
-    assert staged is not None, "one of the two has made it"
+    else:
+        staged = _empty_pinned((len(values),), dtype).copy_(torch.tensor(values, dtype=dtype))
     return torch.empty(len(values), dtype=dtype, device=device).copy_(staged, non_blocking=True)
 
 

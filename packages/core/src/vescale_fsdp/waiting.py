@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import devices
+from vescale_fsdp.backends import backend_name, backend_of, backends_of
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = [
@@ -113,7 +114,7 @@ def limit_s(group: dist.ProcessGroup | None = None) -> float:
     text = os.environ.get(VARIABLE)
     if text:
         return _parsed(text)
-    is_cpu = group is None or dist.get_backend(group) == "gloo" or not _has_accelerator()
+    is_cpu = group is None or {*backends_of(group).values()} == {"gloo"} or not _has_accelerator()
     return _ON_CPU_S if is_cpu else _ELSEWHERE_S
 
 
@@ -136,7 +137,7 @@ def _has_accelerator() -> bool:
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
     """That of ``init_process_group`` or ``new_group``; None if it is not known."""
     for device in getattr(group, "_device_types", ()):
-        options = getattr(group._get_backend(device), "options", None)  # type: ignore[union-attr]
+        options = getattr(backend_of(group, device), "options", None)  # type: ignore[arg-type]
         timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
             return timeout
@@ -347,7 +348,7 @@ def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
     _here.fault = _here.fault or why
     ours = [group for group, world in _ours.items() if world() is dist.group.WORLD]
     for group in {*groups, *ours}:
-        if group in _closed or dist.get_backend(group) != "gloo" or group.size() < 2:
+        if group in _closed or backend_name(group, "cpu") != "gloo" or group.size() < 2:
             continue
         _closed.add(group)
         tensor = torch.empty(1)

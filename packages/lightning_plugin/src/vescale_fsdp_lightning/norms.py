@@ -33,4 +33,7 @@ def grad_norm(
 
 
 def _whole(number: torch.Tensor) -> torch.Tensor:
-    return number.full_tensor() if isinstance(number, DTensor) else number
+    if not isinstance(number, DTensor):
+        return number
+    # Of offloaded gradients it is on the CPU, for which NCCL has nothing.
+    return number.to(number.device_mesh.device_type).full_tensor()

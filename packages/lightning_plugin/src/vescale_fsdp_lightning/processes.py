@@ -17,6 +17,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.backends import backend_name
+
 __all__ = ["Processes"]
 
 
@@ -124,7 +126,7 @@ class Processes:
         """Wait for all processes."""
         if not dist.is_initialized():
             return
-        is_nccl = dist.get_backend() == "nccl"
+        is_nccl = backend_name(None, self.root_device) == "nccl"
         dist.barrier(device_ids=[self.root_device.index] if is_nccl else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale_fsdp import compat
+from vescale_fsdp.backends import is_fake
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.attempts import store_for
 from vescale_fsdp.errors import RankMismatchError
@@ -95,7 +96,7 @@ class StopOnSignal:
         self._peers: _Peers | None = None
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_initialized():
-            if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+            if dist.get_world_size() > 1 and not is_fake():
                 self._peers = _Peers(self._tally, timeout_s)
         elif num_processes > 1:
             self._refuse_early(num_processes)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
@@ -217,7 +218,7 @@ class Comm:
             return None
         ranks = dist.get_process_group_ranks(self.gather_group)
         first = self.rank // num_parts * num_parts
-        group = compat.group_over(ranks[first : first + num_parts])
+        group = compat.group_over(ranks[first : first + num_parts], self.gather_group)
         neighbours = replace(
             self, gather_group=group, rank=self.rank - first, size=num_parts, issued=Issued()
         )
@@ -254,7 +255,7 @@ class Comm:
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         self.issued.count("reductions", full.numel())
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)
-        is_nccl = dist.get_backend(self.reduce_group) == "nccl"
+        is_nccl = backend_name(self.reduce_group, full.device) == "nccl"
         pending.is_average = (
             is_nccl  # gloo has no average
             and pending.divisor == self.size

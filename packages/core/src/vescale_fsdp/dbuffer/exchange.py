@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import waiting
+from vescale_fsdp.backends import backend_name
 
 __all__ = ["Exchange", "is_worthwhile"]
 
@@ -31,7 +32,7 @@ def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
     The same on all ranks, if their parts are of one size.
     """
     is_long = part.device.type == "cpu" and part.nbytes >= SHORTEST_BYTES
-    return is_long and dist.get_backend(group) == "gloo"
+    return is_long and backend_name(group, "cpu") == "gloo"
 
 
 class Exchange:

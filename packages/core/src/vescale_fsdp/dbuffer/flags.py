@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.exchange import Exchange
 from vescale_fsdp.devices import Waitable
@@ -34,8 +34,8 @@ class Flags:
         if comm.size == 1:
             return
         comm.issued.count("reductions", values.numel())
-        is_few = comm.size <= _MOST_PEERS
-        if is_few and not devices.has_streams(values.device) and _is_gloo(group):
+        is_gloo = not devices.has_streams(values.device) and backend_name(group, "cpu") == "gloo"
+        if is_gloo and comm.size <= _MOST_PEERS:
             received = list(values.new_empty(comm.size, values.numel()).unbind())
             self._work = Exchange([values] * comm.size, received, comm.rank, group)
             self._parts = [part for rank, part in enumerate(received) if rank != comm.rank]
@@ -51,7 +51,3 @@ class Flags:
         if self._comm.replica_group is not None:
             return Flags(self._values, self._comm.among_replicas).finish()
         return self._values
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"

@@ -142,7 +142,7 @@ class Axes:
             return self.mesh
         assert self.shard is not None, "a row that cuts outside cuts inside"
         inner_first = self.mesh.mesh if self.shard == 0 else self.mesh.mesh.t()
-        return compat.mesh_over(inner_first.flatten().tolist(), self.mesh.device_type)
+        return compat.mesh_over(inner_first.flatten().tolist(), self.mesh)
 
     def joined(self, inner: DeviceMesh) -> DeviceMesh:
         """The mesh of these axes and, after them, those of ``inner``.

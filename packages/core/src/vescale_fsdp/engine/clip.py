@@ -20,6 +20,7 @@ from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 __all__ = ["clip_grad_norm_"]
 
 _Axes: TypeAlias = tuple[dist.ProcessGroup, ...]  # the groups over which a gradient is cut
+_Kind: TypeAlias = tuple[_Axes, torch.device]  # and where it is: some units may be offloaded
 
 
 @torch.no_grad()
@@ -39,7 +40,9 @@ def clip_grad_norm_(
         error_if_nonfinite: raise, on every rank and before scaling, if the norm is not finite.
 
     Returns:
-        The total norm before clipping: a plain tensor, the same on every rank.
+        The total norm before clipping: a plain tensor on the device of the first gradient, the same
+        on every rank. A norm of gradients that rest on the CPU goes by the accelerator where the
+        ranks have no backend for the CPU.
 
     Cost: one all-reduce of one number per mesh axis, and two kernels for each whole shard of
     gradients (for each stretch without a gap, where parameters are left out or blocks do not fill
@@ -56,8 +59,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
-    by_axes = _by_axes(grads)
-    total = _total_norm(by_axes, float(norm_type), _widest(grads))
+    by_kind = _by_kind(grads)
+    total = _total_norm(by_kind, float(norm_type), _widest(grads))
     if error_if_nonfinite and not torch.isfinite(total):
         found = what_is_not_finite(params) or "each gradient is finite, their norm overflows"
         raise NonFiniteError(
@@ -66,7 +69,9 @@ def clip_grad_norm_(
             'policy="skip" does), or pass error_if_nonfinite=False'
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    torch._foreach_mul_([part for parts in by_axes.values() for part in parts], coefficient)
+    for device in {device: None for _, device in by_kind}:
+        here = [part for kind, parts in by_kind.items() if kind[1] == device for part in parts]
+        torch._foreach_mul_(here, coefficient.to(device))
     return total
 
 
@@ -80,18 +85,19 @@ def _named(
     return {f"parameter {i}": cast(nn.Parameter, p) for i, p in enumerate(params_or_module)}
 
 
-def _by_axes(grads: list[torch.Tensor]) -> dict[_Axes, list[torch.Tensor]]:
-    """What this rank holds of the gradients, in few tensors, by the groups that cut them."""
+def _by_kind(grads: list[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
+    """What this rank holds of the gradients, in few tensors."""
     known: dict[tuple[object, ...], _Axes] = {}  # for a mesh and the types of placements on it
-    by_axes: dict[_Axes, list[torch.Tensor]] = {}
+    by_kind: dict[_Kind, list[torch.Tensor]] = {}
     for grad in grads:
         key: tuple[object, ...] = ()
         if isinstance(grad, DTensor):
             key = (id(grad.device_mesh), *map(type, grad.placements))
         if key not in known:
             known[key] = _axes_of(grad)
-        by_axes.setdefault(known[key], []).append(_local(grad))
-    return {axes: join_adjacent(parts) or parts[:1] for axes, parts in by_axes.items()}
+        local = _local(grad)
+        by_kind.setdefault((known[key], local.device), []).append(local)
+    return {kind: join_adjacent(parts) or parts[:1] for kind, parts in by_kind.items()}
 
 
 def _widest(grads: list[torch.Tensor]) -> torch.dtype:
@@ -101,11 +107,12 @@ def _widest(grads: list[torch.Tensor]) -> torch.dtype:
 
 
 def _total_norm(
-    by_axes: dict[_Axes, list[torch.Tensor]], order: float, dtype: torch.dtype
+    by_kind: dict[_Kind, list[torch.Tensor]], order: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """The norm over all elements of all gradients, each counted once."""
-    totals = [_norm_over(locals_, axes, order, dtype) for axes, locals_ in by_axes.items()]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
+    totals = [_norm_over(parts, axes, order, dtype) for (axes, _), parts in by_kind.items()]
+    together = torch.stack([total.to(totals[0].device) for total in totals])
+    norm: torch.Tensor = torch.linalg.vector_norm(together, order)
     return norm
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat, waiting
+from vescale_fsdp.backends import collective_device
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
@@ -149,12 +150,12 @@ def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, t
     largest = max(by_ranks, key=len, default=frozenset())
     if by_ranks and all(ranks <= largest for ranks in by_ranks):
         mesh = by_ranks[largest]
-        group = compat.mesh_group(mesh, 0) if mesh.ndim == 1 else compat.group_over([*largest])
+        group = compat.mesh_group(mesh, 0)
+        group = group if mesh.ndim == 1 else compat.group_over([*largest], group)
         return group, torch.device(mesh.device_type)
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    on_cpu = dist.get_backend(world) != dist.Backend.NCCL
-    return world, torch.device("cpu" if on_cpu else "cuda")
+    return world, collective_device(world, torch.device("cpu"))
 
 
 # The quick look

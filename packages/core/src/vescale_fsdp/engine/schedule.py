@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import is_fake
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.attempts import store_for
@@ -92,7 +93,7 @@ class Schedule:
             agree("mesh", [repr(axes)], axes.ranks, _SAME_MESH, timeout_s=LONG_TIMEOUT_S)
             for group in axes.groups:
                 agree("model", described, group, _SAME_MODEL, timeout_s=LONG_TIMEOUT_S)
-            if len(axes.ranks) > 1 and dist.get_backend() != "fake":
+            if len(axes.ranks) > 1 and not is_fake():
                 waiting.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD

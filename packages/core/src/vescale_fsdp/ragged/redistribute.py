@@ -34,6 +34,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
+from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.exchange import Combination, InFlight, as_bytes, done, exchange
 from vescale_fsdp.ragged.holdings import (
@@ -142,7 +143,8 @@ def _all_reduced(
     """Without the partial sums that the target wants on every rank of their axis."""
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if isinstance(have, Partial) and want.is_replicate():
-            local = have._reduce_value(local, source.mesh, axis)
+            device = collective_device(compat.mesh_group(source.mesh, axis), local.device)
+            local = have._reduce_value(local.to(device), source.mesh, axis).to(local.device)
             source = _replaced(source, axis, Replicate())
     return local, source
 
@@ -209,7 +211,8 @@ def _group_of(
     if len(axes) <= 1:
         group = compat.mesh_group(mesh, axes[0] if axes else 0)
     else:
-        group = compat.group_over([int(mesh.mesh[member]) for member in members])
+        like = compat.mesh_group(mesh, axes[0])
+        group = compat.group_over([int(mesh.mesh[member]) for member in members], like)
     if not axes:
         return group, members
     order = dist.get_process_group_ranks(group)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
+from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.holdings import holding_of
@@ -228,6 +229,10 @@ def number(tensor: DTensor) -> Any:
     """
     local = tensor._local_tensor
     if not all(p.is_replicate() for p in tensor.placements):
+        group = compat.mesh_group(tensor.device_mesh, 0)
+        device = collective_device(group, local.device)
+        if device != local.device:
+            tensor = DTensor(local.to(device), tensor._spec, requires_grad=False)
         with torch.no_grad():
             local = tensor.full_tensor()
     return local.item()

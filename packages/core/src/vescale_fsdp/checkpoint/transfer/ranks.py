@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, errors
+from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.files import bytes_of
 
@@ -150,7 +151,7 @@ def all_ranks() -> Ranks:
     trains, and a rank that dies is noticed at once, also where the default group is NCCL's.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if world is None or dist.get_world_size() == 1 or is_fake():
         return Ranks(None)
     if world not in _GROUPS:
         _GROUPS[world] = compat.new_gloo_group() or world

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, waiting
+from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES, Exchange
 from vescale_fsdp.optim.matrices.layout import Matrix, Part
 from vescale_fsdp.optim.matrices.routes import Bucket, Routes, Run
@@ -194,7 +195,7 @@ class Transport:
         """Start an all-to-all. ``longest`` is the longest part between any two ranks."""
         received = self._empty(sum(received_counts), sent.dtype)
         assert self._group is not None, "who sends to others has a group"
-        is_gloo = dist.get_backend(self._group) == "gloo"
+        is_gloo = self._device.type == "cpu" and backend_name(self._group, "cpu") == "gloo"
         if is_gloo and longest * sent.element_size() >= SHORTEST_BYTES:
             outgoing = [as_bytes(part) for part in sent.split(sent_counts)]
             incoming = [as_bytes(part) for part in received.split(received_counts)]

@@ -107,9 +107,10 @@ def _group_of(params: Sequence[DTensor], members: Sequence[int]) -> dist.Process
     """The process group over the members: that of a mesh if one of them has it already."""
     if len(members) == 1:
         return None
-    meshes = (param.device_mesh for param in params)
+    meshes = [param.device_mesh for param in params]
+    group = compat.mesh_group(meshes[0], 0)
     mesh = next((mesh for mesh in meshes if mesh.ndim == 1), None)
-    return compat.group_over(list(members)) if mesh is None else compat.mesh_group(mesh, 0)
+    return compat.group_over(list(members), group) if mesh is None else compat.mesh_group(mesh, 0)
 
 
 def _device_of(param: DTensor) -> torch.device:

@@ -56,7 +56,7 @@ def line_of(param: torch.Tensor) -> Line | None:
         return Line(param.device_mesh, axes[0])
     rank = torch.distributed.get_rank()
     ranks = next(ranks for ranks in layout_of(param).grid() if rank in ranks)
-    return Line(compat.mesh_over(list(ranks), param.device_mesh.device_type), 0)
+    return Line(compat.mesh_over(list(ranks), param.device_mesh), 0)
 
 
 def resting_line(state: torch.Tensor) -> Line | None:
