@@ -59,6 +59,7 @@ __all__ = [
     "has_streams",
     "is_pinned",
     "is_same",
+    "made_current",
     "module_of",
     "moved_to_host",
     "on_host",
@@ -132,6 +133,11 @@ def current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def made_current(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which ``device`` is the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def describe_all() -> dict[str, Any]:

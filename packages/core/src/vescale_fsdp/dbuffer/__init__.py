@@ -4,7 +4,8 @@
 parameters of a group, `gradients` their gradients, where a `packing` says, `collectives` moves both
 between ranks (`exchange` on CPUs, where `threads` keeps gloo's out of the way), `flags` tells what
 any rank has used. A `codec` writes what travels: `block_codec` has codes of `eight_bits`, which
-`kept_codes` hands on as they are.
+`kept_codes` hands on as they are. On CUDA (`codec_choice`) the kernels of `codec_kernels` write and
+read many messages in one launch, from `codec_tables`.
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks

@@ -21,6 +21,9 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp import devices
+from vescale_fsdp.dbuffer import codec_tables as tables
+from vescale_fsdp.dbuffer.codec_choice import takes_kernels
+from vescale_fsdp.dbuffer.codec_tables import Mail, Table
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
@@ -52,7 +55,7 @@ class Coding:
         return self.blocks.tile or self.blocks.numel
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A rank's part of one tensor."""
 
     tensor: int  # in the order of the layout's specs
@@ -67,6 +70,15 @@ class _Piece(NamedTuple):
     def num_scales(self) -> int:
         assert self.coding is not None, "only what is coded has scales"
         return self.coding.blocks.num_blocks(self.numel)
+
+    def row(self, rank: int) -> tables.Row:
+        """Of the table for kernels."""
+        if self.coding is None:
+            return tables.Row(tables.RAW, rank, self.start, self.numel, self.byte)
+        block, matrix = _rectangles(self.coding.blocks, self.numel)
+        kind = tables.INT8 if self.coding.dtype == "int8" else tables.E4M3
+        place = (rank, self.start, self.numel, self.byte, self.first_scale)
+        return tables.Row(kind, *place, block, matrix, self.num_scales)
 
 
 def encode_blocks(
@@ -108,11 +120,20 @@ def _regions(
         first += region.num_blocks
 
 
+def _rectangles(blocks: Blocks, numel: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block, and of the matrix or matrices that a rank's part is."""
+    if blocks.tile is None:
+        rows, columns = blocks.size if isinstance(blocks.size, tuple) else (1, blocks.size)
+        return (rows, columns), (-(-numel // columns), columns)
+    first = blocks.regions(blocks.shape, numel, numel)[0]
+    return blocks.tile, (first.shape[0], first.shape[1])
+
+
 class _Plan(NamedTuple):
     """What lies where in the shard and in the message of a rank."""
 
-    coded: list[_Piece]
-    raw: list[_Piece]
+    coded: list[Piece]
+    raw: list[Piece]
     gaps: list[tuple[int, int]]  # start and stop in the shard
     num_scales: int
 
@@ -125,7 +146,8 @@ class BlockCodec:
         codings: of each tensor, in the order of the layout's specs; None: it travels as it is.
         raw_dtype: of what is not coded, on the wire.
 
-    Cost: per message, a handful of operators for each tensor that the rank holds a part of.
+    Cost: per message, a handful of operators for each tensor that the rank holds a part of. With
+    Triton's kernels (see `codec_choice`): one launch, also for the messages of all ranks.
     """
 
     def __init__(
@@ -134,6 +156,7 @@ class BlockCodec:
         assert len(codings) == len(layout.specs), "one for each tensor"
         self.layout, self.codings, self.raw_dtype = layout, tuple(codings), raw_dtype
         self._plans: dict[int, _Plan] = {}
+        self._tables: dict[torch.device, Table | None] = {}
 
     def num_bytes(self, layout: ShardLayout) -> int:
         """The size of a message: what the rank that needs most needs."""
@@ -159,6 +182,10 @@ class BlockCodec:
         if not devices.is_same(shard, message):
             there = torch.empty(shard.shape, dtype=shard.dtype, device=message.device)
             shard = there.copy_(shard, non_blocking=True)
+        table = self._table_for(message.device, shard.dtype)
+        if table is not None:
+            tables.encode(table, rank, 1, shard, message, self.raw_dtype)
+            return
         plan = self._plan(rank)
         scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
         for piece in plan.coded:
@@ -175,6 +202,9 @@ class BlockCodec:
         self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
     ) -> None:
         """Read the message of ``rank`` into its ``part`` of the full buffer; gaps become zero."""
+        if self._table_for(part.device, part.dtype) is not None:
+            self._read(rank, 1, Mail(message, len(message)), part)
+            return
         plan = self._plan(rank)
         scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
         for piece in plan.coded:
@@ -188,6 +218,89 @@ class BlockCodec:
             torch._foreach_copy_(targets, self._raw_parts(plan, message))
         for start, stop in plan.gaps:
             part[start:stop].zero_()
+
+    # Many messages in one launch each, where `is_at_once`
+
+    def is_at_once(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether kernels can read and write the messages on ``device`` of numbers of ``dtype``.
+
+        Cost: the first time on a device, a table is copied to it.
+        """
+        return self._table_for(device, dtype) is not None
+
+    def encode_all(self, full: torch.Tensor, messages: torch.Tensor) -> None:
+        """Write the message of each part of ``full``."""
+        table = self._table_for(full.device, full.dtype)
+        assert table is not None, "the caller has asked"
+        tables.encode(table, 0, self.layout.num_shards, full, messages, self.raw_dtype)
+
+    def decode_all(
+        self, messages: torch.Tensor, own: torch.Tensor, first: int, full: torch.Tensor
+    ) -> None:
+        """Read the messages of all ranks into ``full``; of those from ``first`` on, ``own``."""
+        mail = Mail(messages, self._num_bytes, own, first)
+        self._read(0, self.layout.num_shards, mail, full)
+
+    def subtract_all(self, messages: torch.Tensor, errors: torch.Tensor) -> None:
+        """Subtract what the messages of all ranks say from ``errors``, without inf and NaN."""
+        mail = Mail(messages, self._num_bytes)
+        self._read(0, self.layout.num_shards, mail, errors, subtracts=True)
+
+    def add_all(self, rank: int, messages: Sequence[torch.Tensor], total: torch.Tensor) -> bool:
+        """Write to ``total`` the sum of what all senders have sent to ``rank``, in their order.
+
+        Args:
+            messages: of each, those of as many parts as ``rank`` has. Its own may lie elsewhere.
+
+        Returns:
+            Whether the others lie one after the other; else nothing is done.
+        """
+        num_parts = self.layout.num_shards // len(messages)
+        if _are_in_a_row(messages):
+            mail = Mail(messages[0], self._num_bytes)
+        else:
+            others = [*messages[:rank], *messages[rank + 1 :]]
+            if not _are_in_a_row(others):
+                return False
+            first = rank * num_parts
+            mail = Mail(others[0], self._num_bytes, messages[rank], first, left_out=True)
+        mail = mail._replace(num_senders=len(messages))
+        self._read(rank * num_parts, num_parts, mail, total)
+        return True
+
+    def _read(
+        self,
+        first_rank: int,
+        num_ranks: int,
+        mail: Mail,
+        numbers: torch.Tensor,
+        subtracts: bool = False,
+    ) -> None:
+        table = self._table_for(numbers.device, numbers.dtype)
+        assert table is not None, "the caller has asked"
+        tables.decode(
+            table, first_rank, num_ranks, mail, numbers, self.raw_dtype, subtracts=subtracts
+        )
+
+    def _table_for(self, device: torch.device, dtype: torch.dtype) -> Table | None:
+        """The table for the kernels; None: they are not for this device, or for this dtype."""
+        if device not in self._tables:
+            self._tables[device] = self._made_table(device) if takes_kernels(device) else None
+        is_known = dtype in tables.DTYPES
+        if None in self.codings:
+            is_known = is_known and self.raw_dtype in tables.DTYPES
+        return self._tables[device] if is_known else None
+
+    def _made_table(self, device: torch.device) -> Table:
+        rows: list[tables.Row] = []
+        for rank in range(self.layout.num_shards):
+            plan = self._plan(rank)
+            rows += [self._row(rank, each) for each in (*plan.coded, *plan.raw)]
+            rows += [tables.Row(tables.GAP, rank, start, stop - start) for start, stop in plan.gaps]
+        return tables.make_table(rows, self.layout.num_shards, device)
+
+    def _row(self, rank: int, piece: Piece) -> tables.Row:
+        return piece.row(rank)
 
     def _raw_parts(self, plan: _Plan, message: torch.Tensor) -> list[torch.Tensor]:
         itemsize = self.raw_dtype.itemsize
@@ -218,7 +331,7 @@ class BlockCodec:
         assert byte <= self._num_bytes, "messages are as long as the longest"
         return _Plan(coded, raw, _gaps(held, self.layout.shard_size), num_scales)
 
-    def _held_by(self, rank: int) -> list[_Piece]:
+    def _held_by(self, rank: int) -> list[Piece]:
         """What a rank holds, in order, without its place in the message."""
         layout = self.layout
         found = []
@@ -226,11 +339,17 @@ class BlockCodec:
             start, stop = layout.local_range(index, rank)
             if stop > start:
                 place = layout.offsets[index] + start - rank * layout.shard_size
-                found.append(_Piece(index, start, place, stop - start, self.codings[index], 0, 0))
+                found.append(Piece(index, start, place, stop - start, self.codings[index], 0, 0))
         return found
 
 
-def _gaps(held: list[_Piece], size: int) -> list[tuple[int, int]]:
+def _are_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether flat tensors of one size lie one after the other in memory."""
+    first, step = tensors[0].data_ptr(), tensors[0].nbytes
+    return all(each.data_ptr() == first + k * step for k, each in enumerate(tensors))
+
+
+def _gaps(held: list[Piece], size: int) -> list[tuple[int, int]]:
     ends = [0, *(piece.start + piece.numel for piece in held)]
     starts = [*(piece.start for piece in held), size]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -17,8 +17,8 @@ receiver reads all of them and sums in float32::
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -51,6 +51,34 @@ class Codec(Protocol):
         self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
     ) -> None:
         """Read the message of ``rank`` into its ``part`` of the full buffer (flat)."""
+
+
+@runtime_checkable
+class AtOnce(Codec, Protocol):
+    """A codec that can write and read many messages at once, with the bits of one by one."""
+
+    def is_at_once(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it can on ``device``, with numbers of ``dtype``."""
+
+    def encode_all(self, full: torch.Tensor, messages: torch.Tensor) -> None:
+        """Write the message of each part of ``full``."""
+
+    def decode_all(
+        self, messages: torch.Tensor, own: torch.Tensor, first: int, full: torch.Tensor
+    ) -> None:
+        """Read the messages of all ranks into ``full``; of those from ``first`` on, ``own``."""
+
+    def subtract_all(self, messages: torch.Tensor, errors: torch.Tensor) -> None:
+        """Subtract what the messages of all ranks say from ``errors``; inf and NaN become 0."""
+
+    def add_all(self, rank: int, messages: Sequence[torch.Tensor], total: torch.Tensor) -> bool:
+        """Write to ``total`` what all senders have sent to ``rank``; whether it was possible."""
+
+
+def _at_once(codec: Codec, device: torch.device, *dtypes: torch.dtype) -> AtOnce | None:
+    if isinstance(codec, AtOnce) and all(codec.is_at_once(device, each) for each in dtypes):
+        return codec
+    return None
 
 
 class Cast:
@@ -127,11 +155,14 @@ def start_encoded_gather(
         first: called before they are read, on the stream that reads them.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
-    is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings.
+    is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings;
+    or one of all messages, where the codec can.
     """
     layout = buffer.layout
     size = codec.num_bytes(layout)
     messages = pool.take(layout.num_shards * size, torch.uint8)
+    # The compute stream allocates what is needed for that, as it does all else.
+    at_once = _at_once(codec, messages.device, buffer.full.flat.dtype)
     own, is_written = outbox.message(size, messages.device) if written is None else (written, True)
 
     def start() -> Waitable:
@@ -149,6 +180,10 @@ def start_encoded_gather(
         buffer.full.materialize()
         mine = own.view(-1, size)
         first = rank * len(mine)
+        if at_once is not None:
+            at_once.decode_all(messages, own, first, buffer.full.flat)
+            pool.give(messages)
+            return
         for k, part in enumerate(buffer.full.flat.view(layout.num_shards, -1)):
             is_mine = first <= k < first + len(mine)
             codec.decode(layout, k, mine[k - first] if is_mine else arrived[k], part)
@@ -175,6 +210,14 @@ def encode_parts(
             before the encoding, and is afterwards what the new messages lose. That of blocks with
             infinity or NaN is forgotten.
     """
+    at_once = _at_once(codec, full.device, full.dtype, torch.float32)
+    if at_once is not None:
+        if errors is None:
+            at_once.encode_all(full, messages)
+        else:
+            at_once.encode_all(errors.add_(full), messages)
+            at_once.subtract_all(messages, errors)
+        return
     parts = full.view(layout.num_shards, -1)
     if errors is None:
         for rank, (part, message) in enumerate(zip(parts, messages, strict=True)):
@@ -208,6 +251,9 @@ def decoded_sum(
             codec.decode(layout, rank * num_parts + k, message, part)
 
     total = empty(numel, torch.float32, first.device)
+    at_once = _at_once(codec, first.device, torch.float32)
+    if at_once is not None and at_once.add_all(rank, messages, total):
+        return total
     decode(first, total)
     scratch = pool.take(numel, torch.float32)
     for sent in others:

@@ -49,7 +49,9 @@ def encode(
         scales: [blocks], float32, row of tiles by row of tiles.
     """
     values = numbers if numbers.dtype == torch.float32 else numbers.float()
-    scales.copy_(_largest(values, size)).clamp_(min=_SMALLEST).div_(TOP[dtype])
+    # By a tensor: CUDA multiplies by the reciprocal of a number of Python, which is rounded twice.
+    top = scales.new_full((), TOP[dtype])
+    scales.copy_(_largest(values, size)).clamp_(min=_SMALLEST).div_(top)
     scales.masked_fill_(scales.isfinite().logical_not_(), torch.nan)
     scaled = torch.empty_like(values)
     spread = _spread(scales, values.shape, size)

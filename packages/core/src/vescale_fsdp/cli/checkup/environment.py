@@ -14,6 +14,7 @@ __all__ = ["OURS", "look_at_environment"]
 OURS = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
+    "VESCALE_FSDP_CODEC": ("auto", "torch", "triton"),
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
 }
 _SHOWN = (

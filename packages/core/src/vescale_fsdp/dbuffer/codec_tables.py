@@ -1,0 +1,230 @@
+"""Tables of pieces on a device, from which one launch writes or reads many messages of blocks.
+
+With torch's operators a message costs a dozen of them for each tensor that a rank has a part of;
+those of 64 ranks keep the host busy for milliseconds. The kernels of `codec_kernels` find their
+work in a table instead. It has a row for each piece and each gap, rank by rank, and a list of which
+row each program of a launch handles: 4 bytes for every 2,048 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from vescale_fsdp import devices
+
+__all__ = ["DTYPES", "Mail", "Row", "Table", "decode", "encode", "make_table"]
+
+# What a row is of.
+GAP, RAW, INT8, E4M3 = 0, 1, 2, 3
+# The numbers of a row, as the kernels read them: kind, first program, rank, start, numel, byte,
+# first scale, rows and columns of a block, columns and rows of a matrix, blocks in a row of them,
+# blocks of a matrix, blocks, place of the kept scales.
+WIDTH = 16
+_AT_ONCE = 2048  # numbers of a program: 16 for each thread
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels know
+
+
+class Row(NamedTuple):
+    """A rank's part of one tensor, or a gap.
+
+    Blocks are tiles of one or more matrices. Flat ones are rows of a matrix that is as wide as they
+    are, of which the last may have less.
+    """
+
+    kind: int
+    rank: int
+    start: int  # in the shard, elements
+    numel: int
+    byte: int = 0  # of its codes, or of itself, in the message
+    first_scale: int = 0
+    block: tuple[int, int] = (1, 1)  # rows and columns
+    matrix: tuple[int, int] = (1, 1)
+    num_blocks: int = 0
+    kept_scale: int = 0  # where the scales of codes that stay codes go
+
+
+class Table(NamedTuple):
+    """The pieces of all ranks on a device."""
+
+    rows: torch.Tensor  # int64, [pieces, WIDTH]
+    piece_of: torch.Tensor  # int32: the row of each program
+    first_program: list[int]  # of each rank, and the number of programs
+    shape: tuple[int, int, int]  # blocks, rows and columns that a program handles at once
+
+
+def make_table(pieces: Sequence[Row], num_ranks: int, device: torch.device) -> Table:
+    """The table of ``pieces``, which are in the order of their ranks.
+
+    Cost: two copies to the device, for which the host waits.
+    """
+    blocks, rows, columns = shape = _shape([piece.block for piece in pieces if piece.num_blocks])
+    table: list[list[int]] = []
+    counts: list[int] = []
+    num_programs = 0
+    first_program = [0] * (num_ranks + 1)
+    for piece in pieces:
+        if piece.num_blocks:
+            count = -(-piece.num_blocks // blocks)
+        else:
+            count = -(-piece.numel // (blocks * rows * columns))
+        in_row = -(-piece.matrix[1] // piece.block[1])
+        in_matrix = -(-piece.matrix[0] // piece.block[0]) * in_row
+        row = [piece.kind, num_programs, piece.rank, piece.start, piece.numel, piece.byte]
+        row += [piece.first_scale, *piece.block, piece.matrix[1], piece.matrix[0]]
+        row += [in_row, in_matrix, piece.num_blocks, piece.kept_scale]
+        table.append(row + [0] * (WIDTH - len(row)))
+        counts.append(count)
+        num_programs += count
+        first_program[piece.rank + 1] += count
+    for rank in range(num_ranks):
+        first_program[rank + 1] += first_program[rank]
+    piece_of = torch.arange(len(pieces), dtype=torch.int32)
+    return Table(
+        torch.tensor(table, dtype=torch.int64).view(-1, WIDTH).to(device),
+        piece_of.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(device),
+        first_program,
+        shape,
+    )
+
+
+def _shape(sizes: list[tuple[int, int]]) -> tuple[int, int, int]:
+    """Blocks, rows and columns that a program handles at once: powers of two, as Triton wants."""
+    columns = min(_power_of_two(max((size[1] for size in sizes), default=1)), _AT_ONCE)
+    rows = min(_power_of_two(max((size[0] for size in sizes), default=1)), _AT_ONCE // columns)
+    return _AT_ONCE // columns // rows, rows, columns
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+# Launches
+
+
+def encode(
+    table: Table,
+    first_rank: int,
+    num_ranks: int,
+    numbers: torch.Tensor,
+    messages: torch.Tensor,
+    raw_dtype: torch.dtype,
+) -> None:
+    """Write the messages of consecutive ranks.
+
+    Args:
+        numbers: their shards, flat.
+        messages: uint8, as many, one after the other.
+
+    Cost: one launch.
+    """
+    kernels = _kernels()
+    grid = _grid(table, first_rank, num_ranks)
+    blocks, rows, columns = table.shape
+    with _on(messages.device):
+        kernels.encode_kernel[grid](
+            table.rows,
+            table.piece_of,
+            table.first_program[first_rank],
+            first_rank,
+            numbers,
+            numbers.numel() // num_ranks,
+            messages,
+            messages.numel() // num_ranks,
+            RAW=_in_triton(raw_dtype),
+            BLOCKS=blocks,
+            ROWS=rows,
+            COLUMNS=columns,
+            **kernels.OPTIONS,
+        )
+
+
+class Mail(NamedTuple):
+    """Messages to be read: sender by sender, and of each sender rank by rank.
+
+    Some of them may lie elsewhere, and are then left out of the others or not read there.
+    """
+
+    messages: torch.Tensor  # uint8
+    size: int  # of a message
+    own: torch.Tensor | None = None  # those that lie elsewhere
+    own_first: int = 0  # which these are, counted over all senders
+    left_out: bool = False
+    num_senders: int = 1
+
+
+def decode(
+    table: Table,
+    first_rank: int,
+    num_ranks: int,
+    mail: Mail,
+    numbers: torch.Tensor,
+    raw_dtype: torch.dtype,
+    *,
+    subtracts: bool = False,
+    kept_scales: torch.Tensor | None = None,
+) -> None:
+    """Read the messages for consecutive ranks, and add those of several senders in order.
+
+    Args:
+        numbers: the parts of the full buffer that are these ranks', flat.
+        subtracts: from what is in ``numbers``, which is float32; what is not finite then is 0.
+        kept_scales: codes stay codes, and scales go here.
+
+    Cost: one launch.
+    """
+    kernels = _kernels()
+    grid = _grid(table, first_rank, num_ranks)
+    blocks, rows, columns = table.shape
+    num_own = 0 if mail.own is None else mail.own.numel() // mail.size
+    with _on(numbers.device):
+        kernels.decode_kernel[grid](
+            table.rows,
+            table.piece_of,
+            table.first_program[first_rank],
+            first_rank,
+            num_ranks,
+            mail.messages,
+            mail.messages if mail.own is None else mail.own,
+            mail.own_first,
+            mail.own_first + num_own,
+            num_own if mail.left_out else 0,
+            mail.size,
+            mail.num_senders,
+            numbers,
+            numbers.numel() // num_ranks,
+            table.rows if kept_scales is None else kept_scales,  # not read if there are none
+            RAW=_in_triton(raw_dtype),
+            KEEPS=kept_scales is not None,
+            SUBTRACTS=subtracts,
+            BLOCKS=blocks,
+            ROWS=rows,
+            COLUMNS=columns,
+            **kernels.OPTIONS,
+        )
+
+
+def _grid(table: Table, first_rank: int, num_ranks: int) -> tuple[int]:
+    first = table.first_program[first_rank]
+    return (table.first_program[first_rank + num_ranks] - first,)
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """A launch goes to the current device."""
+    return devices.made_current(device)
+
+
+def _in_triton(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
+
+
+def _kernels() -> Any:
+    from vescale_fsdp.dbuffer import codec_kernels  # Triton is imported where it is used only
+
+    return codec_kernels

@@ -1,0 +1,33 @@
+"""Training whose messages Triton's kernels write and read, in its interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vescale_fsdp import QuantizedGather, QuantizedReduce
+from vescale_fsdp.dbuffer import codec_tables as tables
+from vescale_fsdp.testing import run_ranks
+
+from ..dbuffer.interpreter import interpreted
+from .test_quantized_reduce import train_both
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+
+def check_training() -> None:
+    launches = []
+    encode, decode = tables.encode, tables.decode
+    tables.encode = lambda *args, **kwargs: launches.append(encode(*args, **kwargs))
+    tables.decode = lambda *args, **kwargs: launches.append(decode(*args, **kwargs))
+    try:
+        with interpreted():
+            reduce = QuantizedReduce((8, 8), error_feedback=True)
+            train_both(reduce, torch.bfloat16, QuantizedGather("e4m3", (8, 8)))
+    finally:
+        tables.encode, tables.decode = encode, decode
+    assert launches
+
+
+def test_training_is_that_of_one_process_that_rounds() -> None:
+    run_ranks(check_training, 2)
