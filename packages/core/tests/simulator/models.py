@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .simulator import Simulator
@@ -54,6 +56,60 @@ class PartlyUsed(Layers):
         for layer in (self.layers[0], self.layers[1], self.layers[3]):
             x = torch.tanh(layer(x))
         return x
+
+
+class Sent(Tensor):
+    """Gathers itself: rows travel as two halves, which are added."""
+
+    held: tuple[Tensor]
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Sent:
+        made = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return made(cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device)  # type: ignore[no-any-return]
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = (held,)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        own_args, own_kwargs = tree_map_only(cls, lambda each: each.held[0], given)
+        result = tree_map_only(Tensor, cls, func(*own_args, **own_kwargs))
+        return return_and_correct_aliasing(func, *given, result)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["rows"], None
+
+    @property
+    def rows(self) -> Tensor:
+        return self.held[0]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, metadata: Any, size: Any, stride: Any) -> Sent:
+        return Sent(inner["rows"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        (rows,) = self.held
+        return (rows.bfloat16(), (rows - rows.bfloat16().float()).bfloat16()), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, Tensor], _: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        if out is not None:
+            torch.add(*outputs, out=out)
+            return None
+        whole = outputs[0] + outputs[1]
+        return whole, (whole, *outputs)
+
+
+class Senders(Layers):
+    """Layers whose weights gather themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.weight = nn.Parameter(Sent(layer.weight.detach()))
 
 
 class OnStream(nn.Module):

@@ -27,6 +27,7 @@ from .models import (
     Layers,
     OnStream,
     PartlyUsed,
+    Senders,
     Shared,
 )
 from .simulator import Simulator, simulated
@@ -218,12 +219,6 @@ def offloaded() -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=devices.has_accelerator())}
 
 
-def extended() -> nn.Module:
-    from ..engine.subclasses import Pair, wrap_weights
-
-    return wrap_weights(Layers(), Pair, 2)
-
-
 def muon(model: nn.Module) -> Any:
     return Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
 
@@ -265,7 +260,7 @@ TWO = [
     ),
     Scenario("quantized", quantized),
     Scenario("quantized with accumulation", quantized, micro_batches=2),
-    Scenario("gathers itself", model=extended),
+    Scenario("gathers itself", model=Senders),
     Scenario("Muon", optimizer=muon, quiet_from=9),
     Scenario("SOAP", optimizer=soap, quiet_from=9),
     Scenario("asynchronous save", step=saved, quiet_from=9),
