@@ -30,6 +30,7 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
+  gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
   test    all of: {", ".join(TESTED)}
   clean   remove the environments and caches
   {", ".join(TESTED)}
@@ -47,10 +48,23 @@ def main() -> int:
     if command == "clients":
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
+    if command == "gpu":
+        return gpu(arguments)
     if command in [*TESTED, "demo", "bench", "faults", "fuzz"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2
+
+
+def gpu(arguments: list[str]) -> int:
+    """Run what needs a GPU; without one say what that is."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.gpu_report import has_gpu, plan
+
+    if has_gpu():
+        return run_environment("gpu", arguments)
+    print(f"There is no GPU on this machine. On one that has a GPU, this would run:\n{plan()}")
+    return 0
 
 
 def test() -> int:

@@ -122,11 +122,16 @@ class OnStream(nn.Module):
         super().__init__()
         self.module = module
         self.simulator: Simulator | None = None
-        self._stream: Stream | None = None
+        self._stream: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.simulator is None:
+        if self.simulator is None and not x.is_cuda:
             return self.module(x)  # type: ignore[no-any-return]
+        if self.simulator is None:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                return self.module(x)  # type: ignore[no-any-return]
         if self._stream is None:
             self._stream = self.simulator.device.new_stream("user")
         before = self.simulator.device.current
@@ -138,6 +143,8 @@ class OnStream(nn.Module):
         """Let the current stream wait for what `forward` has given."""
         if self.simulator is not None and self._stream is not None:
             self.simulator.device.current.wait_stream(self._stream)
+        elif x.is_cuda:
+            torch.cuda.current_stream().wait_stream(self._stream)
         return x
 
 

@@ -88,9 +88,9 @@ class Scenario:
     kept: Sequence[int] = ()
     on_user_stream: bool = False
 
-    def build(self, simulator: Simulator | None) -> nn.Module:
+    def build(self, simulator: Simulator | None, device: str) -> nn.Module:
         torch.manual_seed(0)
-        model = self.model()
+        model = self.model().to(device)
         for module in model.modules():
             if isinstance(module, OnStream):
                 module.simulator = simulator
@@ -100,9 +100,9 @@ class Scenario:
             fully_shard(unit, **options, **stays)
         return fully_shard(model, **options)
 
-    def run(self, simulator: Simulator | None = None) -> list[Tensor]:
+    def run(self, simulator: Simulator | None = None, device: str = "cpu") -> list[Tensor]:
         """The losses, and then this rank's parts of the parameters."""
-        model = self.build(simulator)
+        model = self.build(simulator, device)
         optimizer = self.optimizer(model)
         user = None
         if simulator is not None and self.on_user_stream:
@@ -114,7 +114,7 @@ class Scenario:
                 if user is not None:
                     user.wait_stream(user.device.compute)
                 with user if user is not None and step else nullcontext():
-                    found += self._train(model, optimizer, simulator, step)
+                    found += self._train(model, optimizer, simulator, step, device)
                 after = simulator.device.num_host_syncs if simulator else 0
                 if step >= self.quiet_from and after > before:
                     raise SimulationError(f"the host waits for the device in step {step}")
@@ -122,11 +122,16 @@ class Scenario:
         return [simulator.value(x) if simulator else x.clone() for x in found]
 
     def _train(
-        self, model: nn.Module, optimizer: Any, simulator: Simulator | None, step: int
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        simulator: Simulator | None,
+        step: int,
+        device: str,
     ) -> list[Tensor]:
         for part in range(self.micro_batches):
             generator = torch.Generator().manual_seed(100 * step + 10 * part)
-            x = torch.randn(4, WIDTH, generator=generator)
+            x = torch.randn(4, WIDTH, generator=generator).to(device)
             model.set_requires_gradient_sync(part == self.micro_batches - 1)  # type: ignore[operator]
             loss: Tensor = model(x + 0.01 * dist.get_rank()).float().square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
