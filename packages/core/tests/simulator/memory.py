@@ -126,6 +126,14 @@ class Allocator:
             block = block.before
         free.append(block)
 
+    def drop_free_segments(self) -> None:
+        """As ``torch.cuda.empty_cache()``; what is reserved counts anew from here."""
+        for pool, blocks in self._free.items():
+            whole = [each for each in blocks if each.before is None and each.after is None]
+            self._free[pool] = [each for each in blocks if each not in whole]
+            self.reserved -= sum(each.size for each in whole)
+        self.peak_reserved = self.reserved
+
     def _free_late(self) -> None:
         for block, events in list(self._late):
             if all(event.query() for event in events):
