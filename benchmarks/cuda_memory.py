@@ -4,8 +4,8 @@
 
 Both engines run in the simulator of the core's tests, which allocates as `c10/cuda` does and
 computes nothing: rank 0 of a world of torch's fake group, bf16 compute, fp32 reductions, fused
-AdamW. Peaks are of the third to the fifth step, of all that lies on the device: shards, states of the optimizer,
-activations, buffers. What NCCL and libraries take is not in it.
+AdamW. Peaks are of the third to the fifth step, of all that lies on the device: shards, states of
+the optimizer, activations, buffers. What NCCL and libraries take is not in it.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def peaks(engine: str, name: str, world_size: int, in_flight: int) -> tuple[int,
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     counted = Counted(runs=False)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(simulation, "Simulator", lambda **_: counted))
+        stack.enter_context(mock.patch.object(simulation, "Simulator", return_value=counted))
         stack.enter_context(simulation.simulated(runs=False))
         for module in ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state"):
             stack.enter_context(
-                mock.patch(f"{_FSDP2}{module}._get_device_handle", lambda _: counted)
+                mock.patch(f"{_FSDP2}{module}._get_device_handle", return_value=counted)
             )
         with counted:
             _train(engine, preset, in_flight, counted)

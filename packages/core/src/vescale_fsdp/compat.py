@@ -45,6 +45,7 @@ __all__ = [
     "Store",
     "StridedShard",
     "TensorMeta",
+    "all_gather_many",
     "all_gather_single",
     "all_reduce",
     "all_reduce_max",
@@ -75,6 +76,7 @@ __all__ = [
     "preserve_versions",
     "process_group_collectives",
     "queue_backward_callback",
+    "reduce_scatter_many",
     "reduce_scatter_single",
     "register_first_step_post_hook",
     "replace_init_group",
@@ -142,6 +144,26 @@ def all_to_all_single(
         there, sent, output_splits, input_splits, group=group, async_op=True
     )
     return _under_way(work, there, output, group, "an all-to-all")
+
+
+def all_gather_many(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
+) -> Any:
+    """Start several even all-gathers as one operation, where the group's backend has that."""
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
+        for output, input in zip(outputs, inputs, strict=True):
+            all_gather_single(output, input, group)
+    return several
+
+
+def reduce_scatter_many(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup
+) -> Any:
+    """Start several even reduce-scatters as one operation, where the group's backend has that."""
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
+        for output, input in zip(outputs, inputs, strict=True):
+            reduce_scatter_single(output, input, op, group)
+    return several
 
 
 def _reachable(

@@ -267,7 +267,6 @@ class _Beside:
         wait_event(self._device, self._event)
         if self._work is not None:
             self._work.wait()
-            self._work = None
 
 
 @functools.cache
@@ -286,7 +285,7 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._module = device, module_of(device)
         self._stream: Any = None
 
     def entered(self) -> AbstractContextManager[None]:
@@ -294,28 +293,26 @@ class Lane:
 
         Cost on the host: a comparison; where another stream is current, two events.
         """
-        if not has_streams(self._device):
+        if self.is_current:
             return _NOTHING
-        module = module_of(self._device)
-        current = module.current_stream(self._device)
-        if self._stream is None:
-            self._stream = current
-        if current == self._stream:
-            return _NOTHING
-        self._stream.wait_stream(current)
-        entered: AbstractContextManager[None] = module.stream(self._stream)
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        entered: AbstractContextManager[None] = self._module.stream(self._stream)
         return entered
 
     @property
     def is_current(self) -> bool:
         """Whether what is queued now is queued on the stream."""
-        current = current_stream(self._device)
-        return current is None or self._stream is None or current == self._stream
+        if self._module is None:
+            return True
+        current = self._module.current_stream(self._device)
+        if self._stream is None:
+            self._stream = current
+        return bool(current == self._stream)
 
     def join(self) -> None:
         """Let the current stream wait for it."""
         if not self.is_current:
-            current_stream(self._device).wait_stream(self._stream)
+            self._module.current_stream(self._device).wait_stream(self._stream)
 
     def borrow(self, tensor: torch.Tensor) -> None:
         """Have memory of the current stream kept until the lane has done what it queues next.
@@ -330,13 +327,15 @@ class Users:
     """The streams that use what was gathered. One, except where a user runs units on several."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._module = device, module_of(device)
         self._streams: list[Any] = []
 
     def add(self) -> None:
         """The current stream is one. The first has waited for the gather, others wait for it."""
-        current = current_stream(self._device)
-        if current is None or current in self._streams:
+        if self._module is None:
+            return
+        current = self._module.current_stream(self._device)
+        if current in self._streams:
             return
         if self._streams:
             current.wait_stream(self._streams[0])

@@ -136,9 +136,7 @@ def _let_go_at_issue(old: Any) -> Any:
 def _lane_without_waiting(old: Any) -> Any:
     class Lane(old):  # type: ignore[misc]
         def entered(self) -> Any:
-            if self.is_current:
-                return super().entered()
-            return devices.module_of(self._device).stream(self._stream)
+            return super().entered() if self.is_current else self._module.stream(self._stream)
 
     return Lane
 

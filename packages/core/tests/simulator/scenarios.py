@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce, clip_grad_norm_, devices, fully_shard
 from vescale_fsdp.optim import SOAP, Muon
@@ -224,6 +225,11 @@ def offloaded() -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=devices.has_accelerator())}
 
 
+def shards_columns() -> dict[str, Any]:
+    """Matrices are gathered one by one."""
+    return {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None}
+
+
 def muon(model: nn.Module) -> Any:
     return Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
 
@@ -266,6 +272,9 @@ TWO = [
     Scenario("quantized", quantized),
     Scenario("quantized with accumulation", quantized, micro_batches=2),
     Scenario("gathers itself", model=Senders),
+    Scenario("gathers itself, in_flight=1", lambda: {"in_flight": 1}, model=Senders),
+    Scenario("Shard(1)", shards_columns),
+    Scenario("Shard(1) with accumulation", shards_columns, micro_batches=2),
     Scenario("Muon", optimizer=muon, quiet_from=9),
     Scenario("SOAP", optimizer=soap, quiet_from=9),
     Scenario("asynchronous save", step=saved, quiet_from=9),

@@ -62,6 +62,7 @@ class Simulator(TorchDispatchMode):
         self._is_private = False
         self._communicators: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}
+        self.num_collectives: dict[str, int] = {}
 
     # What a device's module has
 
@@ -304,25 +305,24 @@ class Simulator(TorchDispatchMode):
         """In place of ``original``: queued on a stream of its communicator."""
 
         def issue(*args: Any, **kwargs: Any) -> Work:
+            self.num_collectives[name] = self.num_collectives.get(name, 0) + 1
             groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
             group = groups[0] if groups else dist.group.WORLD
             assert group is not None, "there is a collective"
-            tensors = [x for x in args if isinstance(x, Tensor)]
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
             for tensor in tensors:
                 if self.is_on_host(tensor):
                     raise SimulationError(f"{name} of a tensor on the host")
             with _disable_current_modes():
-                raws = (
-                    [self._raw(x) if isinstance(x, Tensor) else x for x in args]
-                    if self.device.runs
-                    else []
-                )
+                raws = args
+                if self.device.runs:
+                    raws = tree_map(lambda x: self._raw(x) if isinstance(x, Tensor) else x, args)
             key = group.group_name  # all of a communicator are on one stream
             stream = self._communicators.get(key)
             if stream is None:
                 stream = self._communicators[key] = self.device.new_stream(name)
             sizes: Any = [(tuple(x.shape), str(x.dtype)) for x in tensors]
-            if any(isinstance(x, list) for x in args):  # uneven: each rank has its own sizes
+            if any(isinstance(x, int) for x in tree_leaves(args)):  # uneven: each rank its own
                 sizes = "several sizes"
 
             def run() -> None:
@@ -367,6 +367,25 @@ class Work:
         return self._event.query()
 
 
+def several(one: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of one operation of NCCL: one after the other, with gloo."""
+
+    def start(outputs: list[Tensor], inputs: list[Tensor], *rest: Any) -> Several:
+        pairs = zip(outputs, inputs, strict=True)
+        return Several([lambda o=o, i=i: one(o, i, *rest).wait() for o, i in pairs])
+
+    return start
+
+
+class Several:
+    def __init__(self, parts: list[Callable[[], object]]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part()
+
+
 @contextmanager
 def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator[Simulator]:
     """Have the engine take the CPU for a device. Enter what it gives to have kernels deferred.
@@ -397,8 +416,12 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
         def patch(owner: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, new))
 
-        for name in COLLECTIVES:
-            patch(compat, name, simulator.collective(name, getattr(compat, name)))
+        originals = {name: getattr(compat, name) for name in COLLECTIVES}
+        for name, original_one in originals.items():
+            patch(compat, name, simulator.collective(name, original_one))
+        for name in ("all_gather", "reduce_scatter"):
+            many = several(originals[f"{name}_single"])
+            patch(compat, f"{name}_many", simulator.collective(f"{name}_many", many))
         patch(memory, "_POOLS", weakref.WeakValueDictionary())  # and so lanes of this simulation
         patch(devices, "_LAST", {})
         patch(waiting, "store_wait", store_wait)

@@ -10,7 +10,7 @@ from vescale_fsdp.testing import run_ranks
 
 from .memory import Allocator
 from .mutations import MUTATIONS, Mutation
-from .scenarios import FOUR, ONE, ORDERS, TWO, Scenario, differences
+from .scenarios import FOUR, NATIVE, ONE, ORDERS, TWO, Scenario, differences
 from .simulator import Simulator, simulated
 from .streams import SimulationError
 
@@ -44,6 +44,24 @@ def check_mutation(name: str) -> list[str]:
 def test_each_mutation_is_found(mutation: Mutation) -> None:
     found = run_ranks(check_mutation, mutation.num_ranks, mutation.name, timeout_s=TIMEOUT_S)
     assert any(found)
+
+
+def check_number_of_collectives() -> dict[str, int]:
+    """Of a training whose 4 units, beside the root, have two buffers each."""
+    scenario = named("Shard(1)")[0]
+    with NATIVE:
+        scenario.run()  # DTensor remembers how it shards operators
+    with simulated() as simulator:
+        scenario.run(simulator)
+        simulator.device.synchronize()
+        return simulator.num_collectives
+
+
+def test_a_unit_of_several_buffers_is_one_operation_each_way() -> None:
+    for found in run_ranks(check_number_of_collectives, 2, timeout_s=TIMEOUT_S):
+        assert found["all_gather_many"] == 3 * (4 + 4)  # forward and backward of three steps
+        assert found["reduce_scatter_many"] >= 2 * 4  # the first records, group by group
+        assert "all_gather_single" not in found
 
 
 # The simulator itself

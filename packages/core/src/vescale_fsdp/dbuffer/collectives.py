@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
+from vescale_fsdp.dbuffer.batch import Batch
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
@@ -85,6 +87,23 @@ class Comm:
     replica: int = 0  # of this rank among them
     issued: Issued = field(default_factory=Issued)
     issued_outside: Issued = field(default_factory=Issued)  # over the replicas
+    _batch: Batch | None = None  # of what is issued within `together`
+
+    @contextmanager
+    def together(self, device: torch.device) -> Iterator[None]:
+        """Within it, the gathers of several buffers become one operation, and so do reductions.
+
+        They are issued at its end; not to be waited for within. On a CPU each is issued at once.
+        """
+        if self._batch is not None or not devices.has_streams(device):
+            yield
+            return
+        self._batch = batch = Batch()
+        try:
+            yield
+        finally:
+            self._batch = None
+        batch.issue(self.gather_group, self.reduce_group, device)
 
     @property
     def reducing_groups(self) -> list[dist.ProcessGroup]:
@@ -114,6 +133,8 @@ class Comm:
         """
         group = self.gather_group
         self.issued.count("gathers", full.numel())
+        if self._batch is not None:
+            return self._batch.gather(full, own)
         if self.reduction == "native" or not is_worthwhile(own, group):
             return compat.all_gather_single(full, own, group)
         parts = full.view(self.size, -1).unbind()
@@ -281,7 +302,10 @@ class Comm:
         elif full.dtype != reduce_dtype:
             sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
         pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
-        pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
+        if self._batch is not None:
+            pending.work = self._batch.reduce(pending.done, sent, op)
+        else:
+            pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
         return pending
 
     def start_encoded_reduce(

@@ -17,6 +17,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -59,7 +60,7 @@ from vescale_fsdp.engine.steps import num_steps
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
-__all__ = ["Group", "GroupState"]
+__all__ = ["Group", "GroupState", "together"]
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
@@ -212,8 +213,11 @@ class Group:
         """Make the parameters that forward sees, once, as views of the full buffer."""
         if self.buffer.full_face is None:
             return
-        for index, (slot, view) in enumerate(zip(self.slots, self.buffer.full.views, strict=True)):
+        full = self.buffer.full
+        full.materialize()  # views are checked against the memory that is there
+        for index, (slot, view) in enumerate(zip(self.slots, full.views, strict=True)):
             self._set_gathered(index, slot.in_forward(view))
+        full.release()
 
     def _set_gathered(self, index: int, tensor: torch.Tensor) -> None:
         """Make ``tensor`` the parameter that forward sees, whose gradients we take."""
@@ -657,6 +661,17 @@ class Group:
             slot.local = local_of(slot.sharded)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
+
+
+def together(groups: Sequence[Group], comms: Sequence[Comm]) -> AbstractContextManager[object]:
+    """A context in which collectives of the groups of a unit are issued as one, on streams."""
+    if len(groups) < 2 or not groups[0].has_streams:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(groups[0].pool.lane.entered())  # also for what its end issues
+    for comm in {id(each): each for each in comms}.values():
+        stack.enter_context(comm.together(groups[0].pool.device))
+    return stack
 
 
 def _redistributed(param: nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -43,7 +43,10 @@ def _on_lane(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def on_lane(*args: P.args, **kwargs: P.kwargs) -> R:
         gradients: Any = args[0]
-        with gradients.pool.lane.entered():
+        lane = gradients.pool.lane
+        if lane.is_current:
+            return method(*args, **kwargs)
+        with lane.entered():
             return method(*args, **kwargs)
 
     return on_lane
@@ -198,9 +201,13 @@ class Gradients:
         Dropped where the parameter was frozen when the backward began.
         """
         if self._has_place(index):
-            self.pool.lane.borrow(gradient)
-            with self.pool.lane.entered():
+            lane = self.pool.lane
+            if lane.is_current:
                 self._fillable().add(index, gradient)
+            else:
+                lane.borrow(gradient)
+                with lane.entered():
+                    self._fillable().add(index, gradient)
             self._slots[index].used = True
 
     def _has_place(self, index: int) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.dbuffer import Comm
-from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.order import AT_THE_END, Walk
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Reductions:
         self._complete: dict[int, None] = {}  # numbers of groups, as they became complete
         self._issued: set[int] = set()
         self.late: list[int] = []  # those that only the end of the backward completes
-        self._flying: deque[Group] = deque()
+        self._flying: deque[list[Group]] = deque()
         self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = False
         self.is_told = False  # whether a user has said how many may be under way
@@ -121,6 +122,7 @@ class Reductions:
 
     def proceed(self) -> None:
         """Issue what only waited for its place. To be called after each move of the walk."""
+        ready: list[int] = []
         while not self._records and self._num_taken < len(self._queue):
             number, place = self._queue[self._num_taken]
             if place > self._walk.place:
@@ -129,7 +131,8 @@ class Reductions:
             if number not in self._complete and not skipped:
                 break
             self._num_taken += 1
-            self._issue(number)
+            ready.append(number)
+        self._issue(ready)
 
     def _was_skipped(self, number: int) -> bool:
         # It has not run on this rank, so that no gradient of it can come.
@@ -142,32 +145,38 @@ class Reductions:
         for number in complete:
             if number not in late:
                 self._walk.order.reductions.append((number, self._walk.place))
-                self._issue(number)
+                self._issue([number])
 
     def finish(self, when_issued: Callable[[], None]) -> None:
         """Issue what is left, call ``when_issued``, and wait for everything."""
-        for number in self._due:
-            if number not in self._issued:
-                if self._records:
-                    self._walk.order.reductions.append((number, AT_THE_END))
-                self._issue(number)
+        left = [number for number in self._due if number not in self._issued]
+        if self._records:
+            self._walk.order.reductions += [(number, AT_THE_END) for number in left]
+        self._issue(left)
         when_issued()
         self.land(0)
         for number in self._due:  # gradients that came after their group was thought complete
             if number in self.again:
-                self._start(self._due[number].group)
+                self._start([self._due[number].group])
         self.land(0)
         for group in self.groups:
             group.gradients.finish_sum()
 
-    def _issue(self, number: int) -> None:
-        self._issued.add(number)
-        self._start(self._due[number].group)
+    def _issue(self, numbers: Sequence[int]) -> None:
+        self._issued.update(numbers)
+        # On streams those of a unit are one operation, and land together.
+        for _, several in groupby(map(self._due.__getitem__, numbers), lambda due: due.unit_index):
+            groups = [due.group for due in several]
+            for batch in [groups] if groups[0].has_streams else [[each] for each in groups]:
+                self._start(batch)
 
-    def _start(self, group: Group) -> None:
+    def _start(self, groups: list[Group]) -> None:
         self.land(self._most_at_end if self._has_ended else max(self._most - 1, 0))
-        group.gradients.start_reduce(self._comm_of(group))
-        self._flying.append(group)
+        comms = [self._comm_of(group) for group in groups]
+        with together(groups, comms):
+            for group, comm in zip(groups, comms, strict=True):
+                group.gradients.start_reduce(comm)
+        self._flying.append(groups)
         self.land(self._most)
 
     @property
@@ -178,4 +187,5 @@ class Reductions:
     def land(self, most: int) -> None:
         """Wait for the oldest reductions until ``most`` are in flight."""
         while len(self._flying) > most:
-            self._flying.popleft().gradients.finish_reduce()
+            for group in self._flying.popleft():
+                group.gradients.finish_reduce()

@@ -31,7 +31,7 @@ from vescale_fsdp.dbuffer import hand_back, plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.buffers import broadcast_buffers
 from vescale_fsdp.engine.comms import comm_for
-from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.root import check_materialized, make_root, sole_module
 from vescale_fsdp.engine.schedule import Schedule
@@ -147,9 +147,10 @@ class Unit:
         schedule = self.schedule
         if schedule is None:  # before the first forward: somebody wants to look inside
             check_materialized([self])
-        for group in self.groups:
-            comm = schedule.comm(group) if schedule else comm_for(group.axes)
-            group.start_gather(comm, in_backward=in_backward)
+        comms = [schedule.comm(g) if schedule else comm_for(g.axes) for g in self.groups]
+        with together(self.groups, comms):
+            for group, comm in zip(self.groups, comms, strict=True):
+                group.start_gather(comm, in_backward=in_backward)
 
     def take_part(self) -> None:
         """Gather for other ranks what is gathered here already. Within `plain_tensors`."""
