@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent
 DEV = ROOT / ".dev"
 REPORTS = DEV / "reports"
 PYTHON = DEV / "venv" / "bin" / "python"
-TESTED = ["lint", "core", "lightning", "accelerate", "integration", "wheels"]
 CLIENTS = ["clients", "clients-torchtune"]
+TESTED = ["lint", "core", "lightning", "accelerate", "integration", "wheels", *CLIENTS]
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 

@@ -412,3 +412,35 @@ def check_what_is_refused() -> None:
 
 def test_the_stand_in_refuses_what_nccl_does() -> None:
     run_ranks(check_what_is_refused, 2)
+
+
+# --- meta devices ---------------------------------------------------------------------------------
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = MLP(3, WIDTH)
+    return shard_units(model, model.layers, mesh=mesh_on(DEVICE, (2,)), **offloaded())
+
+
+def check_meta() -> None:
+    with nccl_like_world("stand_in"):
+        model = on_meta()
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.1)
+        seen = []
+        model.layers[1].register_forward_pre_hook(
+            lambda module, _: seen.append(module.weight.device)
+        )
+        model(inputs_of(0, dist.get_rank(), WIDTH).to(DEVICE)).sum().backward()
+        assert seen == [DEVICE]
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        assert all(param.grad is not None for param in model.parameters())
+        with pytest.raises(RuntimeError, match="were to rest on the CPU"):
+            on_meta().to_empty(device=DEVICE)
+
+
+def test_offloaded_parameters_from_meta_are_used_on_the_device() -> None:
+    run_ranks(check_meta, 2)

@@ -317,3 +317,18 @@ def check_pipeline_end() -> None:
 
 def test_a_pipeline_reduces_all_micro_batches_at_its_end() -> None:
     run_ranks(check_pipeline_end, WORLD_SIZE)
+
+
+def check_hook_on_a_stream() -> None:
+    model = fully_shard(make(MLP))
+    stream = torch.cpu.Stream()
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=stream)
+    expected = fully_shard(make(MLP))
+    for each in (model, expected):
+        each(inputs_of(0, dist.get_rank())).sum().backward()
+    for ours, plain in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), 2 * plain.grad.to_local())
+
+
+def test_a_hook_may_name_a_stream_on_a_cpu_too() -> None:
+    run_ranks(check_hook_on_a_stream, 2)

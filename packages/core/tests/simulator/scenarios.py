@@ -288,6 +288,8 @@ FOUR = [
         lambda: {"mesh": mesh_2d(), "sharding": "hsdp_zero1", **quantized()},
     ),
     Scenario("parts of 2", lambda: {"reshard_after_forward": 2}),
+    Scenario("Shard(1), parts of 2", lambda: {"reshard_after_forward": 2, **shards_columns()}),
+    Scenario("Shard(1), hsdp", lambda: {"mesh": mesh_2d(), **shards_columns()}),
 ]
 ONE = [
     Scenario("one rank"),

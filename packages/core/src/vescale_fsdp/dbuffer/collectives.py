@@ -241,7 +241,12 @@ class Comm:
         first = self.rank // num_parts * num_parts
         group = compat.group_over(ranks[first : first + num_parts], self.gather_group)
         neighbours = replace(
-            self, gather_group=group, rank=self.rank - first, size=num_parts, issued=Issued()
+            self,
+            gather_group=group,
+            rank=self.rank - first,
+            size=num_parts,
+            issued=Issued(),
+            _batch=None,  # that of another communicator
         )
         return neighbours.all_gather(full, part)
 
