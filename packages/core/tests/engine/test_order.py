@@ -123,6 +123,8 @@ def test_a_thousand_experts_are_filled_in_at_once() -> None:
 class FakeGroup:
     """A group whose reductions are noted, with the place of the walk at which they begin."""
 
+    has_streams = False
+
     def __init__(self, number: int, walk: Walk, begun: list[tuple[int, int]]) -> None:
         self.gradients, self.are_waiting = self, False
         self.start_reduce = lambda _: begun.append((number, walk.place))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -36,4 +38,6 @@ def _whole(number: torch.Tensor) -> torch.Tensor:
     if not isinstance(number, DTensor):
         return number
     # Of offloaded gradients it is on the CPU, for which NCCL has nothing.
-    return number.to(number.device_mesh.device_type).full_tensor()
+    there = cast(DTensor, number.to(number.device_mesh.device_type))
+    whole: torch.Tensor = there.full_tensor()
+    return whole
