@@ -12,7 +12,7 @@ such layers there are; the group named root is gathered once. Assumed, and kept 
   attention's products and recomputation not counted; of experts each token uses the model's share
 * copies read and write at ``--memory-gbytes-per-s`` while nothing is computed; ours copies
   gradients once, FSDP2 also copies parameters out of each gather, and its padding with them
-* weights travel in bf16, gradients in fp32; overlap as in `schedule`; the optimizer, the host and
+* weights travel in bf16, gradients in fp32; overlap as in `timing`; the optimizer, the host and
   stragglers take no time
 * all is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the reduced
   shards between the replicas, whether or not memory holds that
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model.bytes_by_plan import UnitBytes, of_fsdp2, of_ours
-from benchmarks.cost_model.schedule import Link, Step, UnitCost, run_step
+from benchmarks.cost_model.timing import Link, Step, UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
 from vescale_fsdp.planner import TensorSpec

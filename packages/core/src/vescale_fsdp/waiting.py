@@ -44,6 +44,7 @@ from vescale_fsdp.errors import RankMismatchError
 
 __all__ = [
     "Bounded",
+    "Ending",
     "Named",
     "bounded",
     "close",
@@ -235,6 +236,50 @@ class Bounded:
                 self._work.wait(_delta(seconds))
 
 
+class Ending:
+    """``work``, of which one can ask whether it has ended. Waits like it.
+
+    On the CPU a thread waits: what receives by itself knows of its end only when it is waited for.
+    """
+
+    def __init__(self, work: Waitable, *, has_streams: bool) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._is_ready: Callable[[], bool] | None = None
+        if has_streams:
+            self._is_ready = getattr(work, "is_completed", lambda: True)
+        else:
+            threading.Thread(target=self._run, name="vescale-fsdp wait", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:  # noqa: BLE001  # for `wait` to raise
+            self._error = error
+        self._ended.set()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether it has, waiting so long at most."""
+        if self._is_ready is None:
+            return self._ended.wait(seconds)
+        end = time.monotonic() + seconds
+        while not self._is_ready():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0001)
+        return True
+
+    def wait(self) -> None:
+        """Return when it has ended, or raise as it does."""
+        if self._is_ready is not None:
+            self._work.wait()
+            return
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
 def bounded(
     work: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str
 ) -> dist.Work:
@@ -271,8 +316,10 @@ def wait_until(work: dist.Work, deadline: float | None) -> None:
         work.wait(_delta(deadline - time.monotonic()))
 
 
-def store_wait(store: Any, key: str, seconds: float, ranks: Sequence[int], what: str) -> None:
-    """Block until ``key`` is set.
+def store_wait(
+    store: Any, keys: list[str], seconds: float, ranks: Sequence[int], what: str
+) -> None:
+    """Block until all of ``keys`` are set.
 
     Args:
         seconds: the limit.
@@ -280,14 +327,14 @@ def store_wait(store: Any, key: str, seconds: float, ranks: Sequence[int], what:
         what: in words.
 
     Raises:
-        dist.DistError: it was not set in time (``dist.DistStoreError``), or the store is gone.
+        dist.DistError: they were not set in time (``dist.DistStoreError``), or the store is gone.
     """
     first = min(seconds / 4, _LONG_S)
     try:
-        store.wait([key], _delta(first))
+        store.wait(keys, _delta(first))
     except dist.DistStoreError:
         with _noted(_place_of(ranks), _doing(what)):
-            store.wait([key], _delta(seconds - first))
+            store.wait(keys, _delta(seconds - first))
     finish(what)
 
 

@@ -114,11 +114,11 @@ def test_parts_of_the_peak_sum_to_it() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_hundred_thousand_units_take_a_second(keeps: bool) -> None:
+def test_a_hundred_thousand_units_take_seconds(keeps: bool) -> None:
     blocks = [unit(1, keeps=keeps)] * 100_000
     begin = time.perf_counter()
     step = run_step([unit(1, root=True), *blocks], "nccl")
-    assert time.perf_counter() - begin < 10  # looking through all that follow takes minutes
+    assert time.perf_counter() - begin < 20  # looking through all that follow takes minutes
     assert len(step.backward_gathers) == (0 if keeps else 100_000)
 
 

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory
 from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
-from vescale_fsdp.engine import prefetch
 from vescale_fsdp.planner import PaddingWarning
+from vescale_fsdp.program.window import Window
 
 VOCAB, WIDTH, LENGTH = 131, 24, 8
 
@@ -217,7 +217,7 @@ def measure(
         options = {"granularity": lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None}
     # "native": as where NCCL is the backend, whose gathers and reductions take no turns.
     is_native = os.environ["VESCALE_FSDP_REDUCE"] == "native"
-    takes_turns = mock.patch.object(prefetch, "_takes_turns", return_value=False)
+    takes_turns = mock.patch.object(Window, "_alternates", return_value=False)
     with (
         counted(ledger),
         takes_turns if is_native else nullcontext(),

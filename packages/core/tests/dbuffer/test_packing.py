@@ -84,7 +84,7 @@ def test_each_rank_has_its_parts_and_nothing_else(case: tuple[ShardLayout, list[
         whole = random(spec.numel, index)
         for rank in range(layout.num_shards):
             start, stop = layout.local_range(index, rank)
-            part = packing.shard_view(flat[rank * size : (rank + 1) * size], rank, index)
+            part = packing.shard_views(flat[rank * size : (rank + 1) * size], rank)[index]
             if wanted[index]:
                 assert torch.equal(part, whole[start:stop])
                 num_elements[rank] += -(-(stop - start) // layout.alignment) * layout.alignment
@@ -137,6 +137,6 @@ def test_sparse_and_strided_gradients_go_to_all_stretches() -> None:
     gradients.add(2, torch.ones(1).expand(2, 3, 2))
     flat, size = gradients.seal(), packing.layout.shard_size
     parts = [
-        packing.shard_view(flat[rank * size : (rank + 1) * size], rank, 2) for rank in range(3)
+        packing.shard_views(flat[rank * size : (rank + 1) * size], rank)[2] for rank in range(3)
     ]
     assert torch.equal(torch.cat(parts), (c + 1).reshape(-1))

@@ -342,12 +342,12 @@ def test_ranks_agree_in_the_first_step_only() -> None:
 def check_roots() -> None:
     model = sharded()
     units = [unit_of(module) for module in model.units.values()]
-    assert [unit.schedule for unit in units] == [None] * 4
+    assert [unit.engine for unit in units] == [None] * 4
     step(model)
-    schedule = unit_of(model).schedule
+    engine = unit_of(model).engine
     for run in (step, evaluate, lambda model: model.b(torch.ones(2, 16)).sum().backward()):
         run(model)
-        assert all(unit.schedule is schedule for unit in units)
+        assert all(unit.engine is engine for unit in units)
         assert [unit.is_root for unit in units] == [False, False, False, True]
 
 

@@ -487,14 +487,16 @@ def test_gradients_that_are_not_contiguous_are_checked() -> None:
 
 
 def test_the_message_lists_ranks_as_ranges() -> None:
-    found = [json.dumps({"w": "NaN"} if rank in (4, 5, 6, 9) else {}) for rank in range(4, 10)]
-    assert finite._sentence(found, list(range(4, 10))) == (
+    found = [
+        json.dumps([["w", "NaN", [rank]]] if rank in (4, 5, 6, 9) else []) for rank in range(4, 10)
+    ]
+    assert finite._sentence(finite._merged(found)) == (
         "gradients of 1 parameter are not finite: 'w' has NaN on ranks 4-6, 9"
     )
 
 
 def test_the_message_names_eight_parameters_and_counts_the_rest() -> None:
-    bad = {f"p{index}": "NaN and inf" if index == 0 else "inf" for index in range(20)}
-    text = finite._sentence([json.dumps(bad)], [0])
+    bad = [[f"p{index}", "NaN and inf" if index == 0 else "inf", [0]] for index in range(20)]
+    text = finite._sentence(json.dumps(bad))
     assert text.startswith("gradients of 20 parameters are not finite: 'p0' has NaN and inf on ")
     assert text.endswith("'p7' has inf on rank 0, and 12 more")

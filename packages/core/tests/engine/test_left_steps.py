@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_fsdp import FSDPModule, RankMismatchError, fully_shard
-from vescale_fsdp.engine import schedule
+from vescale_fsdp.engine import engine
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import full_parameters
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, place: s
 
 
 def one_rank(place: str, resets: bool) -> None:
-    schedule.MEETING_TIMEOUT_S = 1.0
+    engine.MEETING_TIMEOUT_S = 1.0
     model, optimizer = make()
     step(model, optimizer, 0)
     begun = time.monotonic()

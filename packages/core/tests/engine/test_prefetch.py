@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.reduce import Gradients
-from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.testing import run_ranks
 
@@ -49,23 +49,23 @@ def events_of_a_backward(model: nn.Module) -> list[str]:
 
     loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
     owners = {id(g.gradients): unit.fqn for unit in units_in(model).values() for g in unit.groups}
-    arrived = Schedule.gradient_arrived
+    arrived = Engine.gradient_arrived
 
-    def gradient(self: Schedule, unit: Unit, num_elements: int) -> None:
+    def gradient(self: Engine, unit: Unit, num_elements: int) -> None:
         events.append(f"gradient {unit.fqn}")
         arrived(self, unit, num_elements)
 
     def of_gradients(gradients: Gradients) -> str:
         return owners[id(gradients)]
 
-    started = noting("gather", Unit.start_gather, lambda unit: unit.fqn)
+    started = noting("gather", Unit.start_unshard, lambda unit: unit.fqn)
     reduces = noting("reduce", Gradients.start_reduce, of_gradients)
     landed = noting("landed", Gradients.finish_reduce, of_gradients)
     with (
-        mock.patch.object(Unit, "start_gather", started),
+        mock.patch.object(Unit, "start_unshard", started),
         mock.patch.object(Gradients, "start_reduce", reduces),
         mock.patch.object(Gradients, "finish_reduce", landed),
-        mock.patch.object(Schedule, "gradient_arrived", gradient),
+        mock.patch.object(Engine, "gradient_arrived", gradient),
     ):
         loss.backward()
     return events

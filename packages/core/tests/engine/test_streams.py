@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.dbuffer import Comm, SlabPool
-from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.program.policy import policy_of
 from vescale_fsdp.testing import run_ranks
 
 from .models import MLP, inputs_of, make
@@ -54,8 +53,7 @@ def test_a_reduce_scatter_needs_one_buffer_in_the_dtype_of_the_sum() -> None:
 def test_the_gradients_of_the_unit_that_runs_count_as_a_reduction_under_way(
     in_flight: int, expected: int
 ) -> None:
-    schedule = SimpleNamespace(units=list, in_flight=in_flight)
-    assert Schedule.max_reductions.fget(schedule) == expected  # type: ignore[attr-defined]
+    assert policy_of(in_flight, [None, None], has_streams=False).reductions == expected
 
 
 @pytest.mark.parametrize("has_streams", [False, True])

@@ -216,7 +216,7 @@ def check_limits() -> None:
         model.set_reduce_scatter_max_input_buffers(0)
     model.set_reduce_scatter_max_input_buffers(3)
     assert_gradients_of_ddp(model, 0)
-    assert unit_of(model).schedule.max_reductions == 3
+    assert unit_of(model).engine.passes.window.policy.reductions == 3
 
 
 def test_the_number_of_reductions_under_way_can_be_set() -> None:

@@ -16,6 +16,7 @@ from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit
+from vescale_fsdp.errors import RankMismatchError
 
 from .scenarios import FOUR, ONE, TWO, Order, Scenario, differences
 
@@ -56,7 +57,10 @@ class Mutation:
         """On a rank: what the simulator says."""
         (scenario,) = [each for each in ALL if each.name == self.scenario]
         with self.applied():
-            return differences(scenario, self.orders)
+            try:
+                return differences(scenario, self.orders)
+            except RankMismatchError as error:  # the engine itself has found it
+                return [str(error)]
 
     @property
     def num_ranks(self) -> int:

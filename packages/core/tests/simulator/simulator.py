@@ -399,13 +399,13 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
     original = torch.UntypedStorage.resize_
     wait = waiting.store_wait
 
-    def store_wait(store: Any, key: str, seconds: float, *rest: Any) -> None:
+    def store_wait(store: Any, keys: list[str], seconds: float, *rest: Any) -> None:
         # The device goes on while the host waits.
         end = time.monotonic() + seconds
-        while not store.check([key]) and time.monotonic() < end:
+        while not store.check(keys) and time.monotonic() < end:
             if not simulator.device.step():
                 time.sleep(0.0005)
-        wait(store, key, max(end - time.monotonic(), 0.001), *rest)
+        wait(store, keys, max(end - time.monotonic(), 0.001), *rest)
 
     def resize(storage: Any, num_bytes: int) -> Any:
         simulator.resize(storage, num_bytes, original)

@@ -1,12 +1,12 @@
 """The memory of one training step on one rank, event by event, in bytes.
 
-It follows the engine (``engine/schedule``, ``engine/reduce``, ``dbuffer/collectives``) in a step
-after the first, with the default ``in_flight=2``. F is a unit's gathered parameters, m shards in
-the compute dtype; M its gradients as autograd makes them, one after the other; G the buffer that
-they are copied to when the unit is complete (on NCCL in the reduce dtype); R what its reduction
-needs on top: on gloo a buffer of G's size to receive in (less this rank's part, where it is long),
-on NCCL nothing; g its reduced gradient, one shard, which stays as ``.grad``. For a root ``r`` and
-blocks 1 to 4::
+The engine's own core (`vescale_fsdp.program`) runs the step, on units and groups that count bytes,
+as ``engine/reduce`` and ``dbuffer/collectives`` need them. Here with the default ``in_flight=2``:
+F is a unit's gathered parameters, m shards in the compute dtype; M its gradients as autograd makes
+them, one after the other; G the buffer that they are copied to when the unit is complete (on NCCL
+in the reduce dtype); R what its reduction needs on top: on gloo a buffer of G's size to receive in
+(less this rank's part, where it is long), on NCCL nothing; g its reduced gradient, one shard, which
+stays as ``.grad``. For a root ``r`` and blocks 1 to 4::
 
     forward of r    F_r F_1                                the root first, and a gather ahead
     forward of 1    F_r F_1 F_2
@@ -43,13 +43,19 @@ used elsewhere too.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
 from typing import NamedTuple
 
 from vescale_fsdp.cli.settings import Backend, Dtype
+from vescale_fsdp.program.executor import Executor
+from vescale_fsdp.program.names import Names
+from vescale_fsdp.program.passes import Passes
+from vescale_fsdp.program.policy import policy_of
+from vescale_fsdp.program.record import Record
+from vescale_fsdp.program.reductions import Reduction
+from vescale_fsdp.program.residency import Residency
 
 __all__ = ["KINDS", "GroupMemory", "Peak", "Step", "UnitMemory", "run_step"]
 
@@ -138,17 +144,6 @@ class Step(NamedTuple):
     backward_gathers: list[int]
 
 
-def _backward_order(units: Sequence[UnitMemory]) -> list[int]:
-    """The units that a backward visits: the root, then the others from the last one.
-
-    Frozen units ahead of the first trainable one see no gradient.
-    """
-    trained = [index for index, unit in enumerate(units) if unit.trainable]
-    if not trained:
-        return []
-    return [0, *range(len(units) - 1, max(trained[0], 1) - 1, -1)]
-
-
 def run_step(
     units: Sequence[UnitMemory], backend: Backend, *, num_replicas: int = 1, in_flight: int = 2
 ) -> Step:
@@ -161,235 +156,285 @@ def run_step(
         num_replicas: of HSDP; reduced gradients are summed over them, in place.
         in_flight: as of ``fully_shard``.
     """
-    return _Simulation(units, backend, num_replicas, in_flight).run()
+    return _Model(units, backend, num_replicas, in_flight).step()
 
 
-class _Upcoming:
-    """Of the units in an order, those that are gathered in it. O(1) for each that is asked for."""
+class _Account:
+    """Bytes that are there now, by kind, and the most there were."""
 
-    def __init__(self, order: Sequence[int], is_gathered: Iterable[bool]) -> None:
-        self._gathered = [
-            (place, index)
-            for place, (index, wanted) in enumerate(zip(order, is_gathered, strict=True))
-            if wanted
-        ]
-        self._start = 0
-
-    def after(self, place: int) -> Iterator[int]:
-        """Indices of units that come after ``place``, which never goes back from call to call."""
-        while self._start < len(self._gathered) and self._gathered[self._start][0] <= place:
-            self._start += 1
-        for position in range(self._start, len(self._gathered)):
-            yield self._gathered[position][1]
-
-
-class _Simulation:
-    """What the schedule does in one step, on sizes instead of tensors."""
-
-    def __init__(
-        self, units: Sequence[UnitMemory], backend: Backend, num_replicas: int, in_flight: int
-    ) -> None:
-        self._units, self._in_flight, self._num_replicas = units, in_flight, num_replicas
-        self._by_all_to_all = backend == "gloo"
-        self._max_reductions = min(in_flight - 1, 1)
+    def __init__(self) -> None:
         self._live: Counter[str] = Counter()
         self._total = 0
-        self._peak = Peak(0, "the start", {})
-        self._when = "the start"
-        self._is_in_backward = self._is_at_end = False
-        self._gathered: set[int] = set()
-        self._decoded: set[int] = set()
-        self._ahead: set[int] = set()
-        self._gathers: list[int] = []
-        self._flying: deque[GroupMemory] = deque()
-        self._summing: list[GroupMemory] = []  # over replicas, until the end
+        self.peak = Peak(0, "the start", {})
+        self.when = "the start"
+        self.gathers: list[int] = []
 
-    def run(self) -> Step:
-        """Forward, then backward."""
-        in_forward = range(len(self._units))
-        upcoming = _Upcoming(in_forward, (bool(unit.groups) for unit in self._units))
-        order = _backward_order(self._units)
-        again = [bool(self._units[i].groups) and not self._units[i].keeps for i in order]
-        stays = set(islice(compress(order, again), max(self._in_flight - 2, 0)))
-        for index, unit in enumerate(self._units):
-            self._when = f"the forward of {unit.title}"
-            self._gather(index, upcoming.after(index))
-            if not unit.is_root:
-                self._end_forward(index, index in stays)
-        self._end_forward(0, 0 in stays)
-        forward_gathers, self._gathers = self._gathers, []
-        self._is_in_backward = True
-        upcoming = _Upcoming(order, again)
-        for place, index in enumerate(order):
-            self._backward(index, upcoming.after(place), is_late=self._is_late(index, order))
-        self._when, self._is_at_end = "the end of the backward", True
-        late = [index for index in reversed(order) if self._is_late(index, order)]
-        for index in late:  # its backward has begun, and nothing else of it is to come
-            self._release(index)
-        for index in late:
-            self._reduce(index)
-        self._land(0)
-        for group in self._summing:
-            self._keep(group)
-        assert self._live[REDUCING] == self._live[LOCAL] == 0, "all have landed"
-        return Step(self._peak, forward_gathers, self._gathers)
+    def add(self, kind: str, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._total += num_bytes
+        if self._total > self.peak.num_bytes:
+            self.peak = Peak(self._total, self.when, {k: n for k, n in self._live.items() if n})
 
-    def _is_late(self, index: int, order: Sequence[int]) -> bool:
-        """Whether the unit's inputs need no gradient, so that only the end completes it."""
-        return index == 0 or (index == order[-1] and not self._units[0].trainable)
+    def drop(self, kind: str, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._total -= num_bytes
 
-    def _end_forward(self, index: int, stays: bool) -> None:
-        if not (stays or self._units[index].keeps):
-            self._release(index)
-        elif not self._is_in_backward:  # nobody will send them again
-            self._drop(KEPT, self._message_bytes(index))
+    def begin_step(self) -> None:
+        self._live.clear()
+        self._total, self.peak, self.gathers = 0, Peak(0, "the start", {}), []
 
-    def _backward(self, index: int, upcoming: Iterable[int], *, is_late: bool) -> None:
-        unit = self._units[index]
-        self._when = f"the backward of {unit.title}"
-        self._start_gather(index)
-        self._decode(index)
-        self._ahead.discard(index)
-        coming = list(islice(upcoming, self._in_flight - 1))
-        takes_turns = bool(self._flying and coming) and self._takes_turns(unit)
-        room = self._in_flight - 1 - (len(self._flying) if takes_turns else 0)
-        self._gather_ahead(coming[:room])
-        missing = sum(group.elements for group in unit.groups) / 2 if takes_turns else 0
-        for group in reversed(unit.groups):
-            for elements in reversed(group.tensors) if group.trainable else ():
-                self._add(MADE, elements * group.compute_dtype.itemsize)
-                if missing > 0 and (missing := missing - elements) <= 0:
-                    self._land(self._in_flight - 2)
-                    self._gather_ahead(coming[: self._in_flight - 1 - len(self._flying)])
-        if not is_late:
-            self._release(index)
-            self._reduce(index)
 
-    # Parameters
+class _Call:
+    """A forward, as the graph holds it."""
 
-    def _gather(self, index: int, upcoming: Iterable[int]) -> None:
-        self._start_gather(index)
-        self._decode(index)
-        self._ahead.discard(index)
-        self._gather_ahead(islice(upcoming, self._in_flight - 1))
+    pass_number = 0
 
-    def _gather_ahead(self, upcoming: Iterable[int]) -> None:
-        for coming in upcoming:
-            if coming not in self._gathered:
-                self._start_gather(coming)
-                self._ahead.add(coming)
 
-    def _takes_turns(self, unit: UnitMemory) -> bool:
-        """Whether its first gradients wait for no gather (`engine/prefetch`)."""
-        sizes = [size for group in unit.groups for size in group.tensors]
-        has_halves = 2 * max(sizes, default=0) <= sum(sizes)
-        return self._by_all_to_all and has_halves and all(g.trainable for g in unit.groups)
+class _Unit(Residency):
+    """A unit's parameters, as bytes."""
 
-    def _start_gather(self, index: int) -> None:
-        if index not in self._gathered:
-            self._gathered.add(index)
-            self._gathers.append(index)
-            if not self._is_in_backward:
-                self._add(KEPT, self._message_bytes(index))
-            for group in self._units[index].groups:
-                self._add(GATHERED, group.gathered_message * group.num_shards)
+    version = 0
+    is_stale = False
 
-    def _decode(self, index: int) -> None:
+    def __init__(self, memory: UnitMemory, account: _Account, *, has_streams: bool) -> None:
+        super().__init__()
+        self.memory, self._account, self._has_streams = memory, account, has_streams
+        self.sizes = [size for group in memory.groups for size in group.tensors]
+        self.is_root = memory.is_root
+        self.reshard_after_forward = not memory.keeps
+        self._is_there = self._is_decoded = False
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self._is_there
+
+    @property
+    def has_streams(self) -> bool:
+        return self._has_streams
+
+    @property
+    def trainable(self) -> bool:
+        return self.memory.trainable
+
+    @property
+    def all_trainable(self) -> bool:
+        return all(group.trainable for group in self.memory.groups)
+
+    @property
+    def _message_bytes(self) -> int:
+        return sum(group.gather_message or 0 for group in self.memory.groups)
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        if not self._is_there and self.sizes:
+            self._is_there = True
+            self._account.gathers.append(self.index)
+            if not in_backward:
+                self._account.add(KEPT, self._message_bytes)
+            for group in self.memory.groups:
+                self._account.add(GATHERED, group.gathered_message * group.num_shards)
+
+    def wait_for_unshard(self) -> None:
         """The messages become parameters."""
-        if index not in self._decoded:
-            self._decoded.add(index)
-            for group in self._units[index].groups:
+        if not self._is_decoded:
+            self._is_decoded = True
+            for group in self.memory.groups:
                 if group.gather_message is not None:
-                    self._add(GATHERED, group.full_bytes)
-                    self._drop(GATHERED, group.gather_message * group.num_shards)
+                    self._account.add(GATHERED, group.full_bytes)
+                    self._account.drop(GATHERED, group.gather_message * group.num_shards)
 
-    def _message_bytes(self, index: int) -> int:
-        return sum(group.gather_message or 0 for group in self._units[index].groups)
+    def keeps_no_message(self) -> None:
+        self._account.drop(KEPT, self._message_bytes)
 
-    def _release(self, index: int) -> None:
-        self._gathered.remove(index)
-        self._decoded.remove(index)
-        self._drop(GATHERED, sum(group.full_bytes for group in self._units[index].groups))
+    def join_unshard(self) -> None: ...
 
-    # Reductions
+    def park(self) -> None: ...
 
-    def _reduce(self, index: int) -> None:
-        for group in reversed(self._units[index].groups):
-            if group.trainable:
-                most = self._max_reductions
-                self._land(most if self._is_at_end else max(most - 1, 0))
-                self._add(LOCAL, self._local_bytes(group))
-                self._drop(MADE, group.made_bytes)
-                self._add(REDUCING, self._scratch_bytes(group))
-                if group.reduce_message is not None:
-                    self._drop(LOCAL, self._local_bytes(group))
-                if not (self._sums_at_end(group) or self._hands_over(group)):
-                    self._add(REDUCED, self._sum_bytes(group))
-                self._flying.append(group)
-                self._land(self._max_reductions)
+    def free(self) -> None:
+        if self._is_there:
+            self._is_there = self._is_decoded = False
+            self._account.drop(GATHERED, sum(group.full_bytes for group in self.memory.groups))
 
-    def _land(self, most: int) -> None:
-        while len(self._flying) > most:
-            group = self._flying.popleft()
-            if self._sums_at_end(group):
-                self._add(REDUCED, self._sum_bytes(group))
-            if group.reduce_message is None:
-                self._drop(LOCAL, self._local_bytes(group))
-            else:  # what one rank has sent, decoded in fp32
-                self._add(REDUCING, 4 * group.shard_elements)
-                self._drop(REDUCING, 4 * group.shard_elements)
-            self._drop(REDUCING, self._scratch_bytes(group))
-            if self._hands_over(group):
-                self._add(REDUCED, self._sum_bytes(group))
-            if self._num_replicas > 1:
-                self._summing.append(group)
-            else:
-                self._keep(group)
+    def free_but_part(self) -> None:
+        self.free()
 
-    def _keep(self, group: GroupMemory) -> None:
+
+class _Group(Reduction):
+    """A group's gradients, as bytes."""
+
+    has_gradients = False
+
+    def __init__(self, number: int, unit: _Unit, group: GroupMemory, model: _Model) -> None:
+        self.number, self.unit, self._group, self._model = number, unit, group, model
+        self._account = model.account
+
+    def start(self) -> None:
+        group, account = self._group, self._account
+        account.add(LOCAL, self._local_bytes)
+        account.drop(MADE, group.made_bytes)
+        account.add(REDUCING, self._scratch_bytes)
+        if group.reduce_message is not None:
+            account.drop(LOCAL, self._local_bytes)
+        if not (self._sums_at_end or self._hands_over):
+            account.add(REDUCED, self._sum_bytes)
+
+    def has_arrived(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        group, account = self._group, self._account
+        if self._sums_at_end:
+            account.add(REDUCED, self._sum_bytes)
+        if group.reduce_message is None:
+            account.drop(LOCAL, self._local_bytes)
+        else:  # what one rank has sent, decoded in fp32
+            account.add(REDUCING, 4 * group.shard_elements)
+            account.drop(REDUCING, 4 * group.shard_elements)
+        account.drop(REDUCING, self._scratch_bytes)
+        if self._hands_over:
+            account.add(REDUCED, self._sum_bytes)
+        if self._model.num_replicas > 1:
+            self._model.summing.append(self)
+        else:
+            self.keep()
+
+    def keep(self) -> None:
         """Cast the sum to the dtype of the shard."""
-        if group.shard_dtype != group.reduce_dtype:
-            self._add(REDUCED, group.shard_bytes)
-            self._drop(REDUCED, self._sum_bytes(group))
+        if self._group.shard_dtype != self._group.reduce_dtype:
+            self._account.add(REDUCED, self._group.shard_bytes)
+            self._account.drop(REDUCED, self._sum_bytes)
 
-    def _sums_at_end(self, group: GroupMemory) -> bool:
-        by_all_to_all = self._by_all_to_all or group.reduce_message is not None
-        return by_all_to_all and group.num_shards > 1
+    @property
+    def _sums_at_end(self) -> bool:
+        by_all_to_all = self._model.by_all_to_all or self._group.reduce_message is not None
+        return by_all_to_all and self._group.num_shards > 1
 
-    def _hands_over(self, group: GroupMemory) -> bool:
+    @property
+    def _hands_over(self) -> bool:
         """Whether there is nothing to sum: what was collected becomes ``.grad`` as it is."""
-        return not self._by_all_to_all and group.num_shards == 1
+        return not self._model.by_all_to_all and self._group.num_shards == 1
 
-    def _scratch_bytes(self, group: GroupMemory) -> int:
+    @property
+    def _scratch_bytes(self) -> int:
+        group = self._group
         if group.num_shards == 1:
             return 0
         if group.reduce_message is not None:
             sent = group.reduce_message * group.num_shards
-            return sent + self._received_bytes(sent, group.num_shards)
-        if self._by_all_to_all:
-            return self._received_bytes(group.full_bytes, group.num_shards)
+            return sent + _received_bytes(sent, group.num_shards)
+        if self._model.by_all_to_all:
+            return _received_bytes(group.full_bytes, group.num_shards)
         return 0
 
-    def _received_bytes(self, sent: int, num_shards: int) -> int:
-        own = sent // num_shards
-        return sent - (own if own >= SHORTEST_EXCHANGE else 0)
+    @property
+    def _local_bytes(self) -> int:
+        if self._model.by_all_to_all:
+            return self._group.full_bytes
+        return self._sum_bytes * self._group.num_shards  # cast as they are copied
 
-    def _local_bytes(self, group: GroupMemory) -> int:
-        if self._by_all_to_all:
-            return group.full_bytes
-        return self._sum_bytes(group) * group.num_shards  # cast as they are copied
+    @property
+    def _sum_bytes(self) -> int:
+        return self._group.shard_elements * self._group.reduce_dtype.itemsize
 
-    def _sum_bytes(self, group: GroupMemory) -> int:
-        return group.shard_elements * group.reduce_dtype.itemsize
 
-    # The account
+def _received_bytes(sent: int, num_shards: int) -> int:
+    own = sent // num_shards
+    return sent - (own if own >= SHORTEST_EXCHANGE else 0)
 
-    def _add(self, kind: str, num_bytes: int) -> None:
-        self._live[kind] += num_bytes
-        self._total += num_bytes
-        if self._total > self._peak.num_bytes:
-            self._peak = Peak(self._total, self._when, {k: n for k, n in self._live.items() if n})
 
-    def _drop(self, kind: str, num_bytes: int) -> None:
-        self._live[kind] -= num_bytes
-        self._total -= num_bytes
+class _Model(Executor):
+    """Runs a step of a model, unit by unit, with one rank that stands for all."""
+
+    def __init__(
+        self, memories: Sequence[UnitMemory], backend: Backend, num_replicas: int, in_flight: int
+    ) -> None:
+        self.by_all_to_all, self.num_replicas = backend == "gloo", num_replicas
+        self.account = _Account()
+        self.summing: list[_Group] = []  # over replicas, until the end
+        has_streams = not self.by_all_to_all
+        self._units = [_Unit(each, self.account, has_streams=has_streams) for each in memories]
+        pairs = [(unit, group) for unit in self._units for group in unit.memory.groups]
+        self._groups = [
+            _Group(number, unit, group, self)
+            for number, (unit, group) in enumerate(pairs)
+            if group.trainable
+        ]
+        names = ["", *(f"units.{number}" for number in range(1, len(memories)))]
+        empty = {number for number, each in enumerate(memories) if not each.groups}
+        policy = policy_of(in_flight, [], has_streams=has_streams)
+        kinds = ["Unit"] * len(names)
+        self._passes = Passes(
+            self._units, Names(names, kinds, empty), self, policy, can_settle=True, trusts=True
+        )
+        self._in_flight = in_flight
+        trained = [index for index, unit in enumerate(self._units) if unit.trainable]
+        # Frozen units ahead of the first trainable one see no gradient.
+        self._first = max(trained[0], 1) if trained else len(memories)
+
+    def step(self) -> Step:
+        """A step; the second where the first finds out which units stay for its backward."""
+        for _ in range(1 if self._in_flight < 3 else 2):
+            self.account.begin_step()
+            calls = self._forward()
+            forward_gathers, self.account.gathers = self.account.gathers, []
+            if any(unit.trainable for unit in self._units):
+                self._backward(calls)
+        return Step(self.account.peak, forward_gathers, self.account.gathers)
+
+    def _forward(self) -> list[_Call]:
+        calls = [_Call() for _ in self._units]
+        for unit, call in zip(self._units, calls, strict=True):
+            self.account.when = f"the forward of {unit.memory.title}"
+            unit.open_calls.add(call)
+            self._passes.before_forward(unit, "forward", True)
+            if unit.index:
+                self._end_forward(unit)
+        self._end_forward(self._units[0])
+        return calls
+
+    def _end_forward(self, unit: _Unit) -> None:
+        comes_back = unit.index == 0 or unit.index >= self._first
+        self._passes.after_forward(unit, is_closed=self._is_late(unit), is_visited=comes_back)
+
+    def _is_late(self, unit: _Unit) -> bool:
+        """Whether its inputs need no gradient, so that only the end completes it."""
+        root = self._units[0]
+        return unit is root or (unit.index <= self._first and not root.trainable)
+
+    def _backward(self, calls: Sequence[_Call]) -> None:
+        self._passes.begin_backward()
+        for index in (0, *range(len(self._units) - 1, self._first - 1, -1)):
+            unit = self._units[index]
+            self.account.when = f"the backward of {unit.memory.title}"
+            unit.enter_backward(calls[index])
+            self._passes.before_backward(unit)
+            for group in reversed(unit.memory.groups):
+                for elements in reversed(group.tensors) if group.trainable else ():
+                    self.account.add(MADE, elements * group.compute_dtype.itemsize)
+                    if self._passes.window.gradient_arrived(unit, elements):
+                        self._passes.take_turn()
+            if not self._is_late(unit) and unit.leave_backward(calls[index]):
+                self._passes.after_backward(unit)
+        self.account.when = "the end of the backward"
+        self._passes.end_backward()
+
+    # As an executor: every rank is like this one.
+
+    def settle(self, mine: Record, timeout_s: float | None) -> Record:
+        return mine
+
+    def compare(self, entries: Sequence[str], unit: Residency | None) -> None: ...
+
+    def stall(self) -> None: ...
+
+    def due(self) -> Sequence[Reduction]:
+        return self._groups[::-1]
+
+    def start_reductions(self, batch: Sequence[Reduction]) -> None:
+        for group in batch:
+            assert isinstance(group, _Group)
+            group.start()
+
+    def end_backward(self) -> None:
+        for group in self.summing:
+            group.keep()
+        self.summing.clear()

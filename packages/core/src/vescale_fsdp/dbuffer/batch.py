@@ -59,6 +59,10 @@ class Batch:
         self._gathers.clear()
         self._reductions.clear()
 
+    def work(self, op: Any) -> Waitable | None:
+        """What to wait for, of a kind."""
+        return self._work[op]
+
     def wait(self, op: Any) -> None:
         """Let the current stream wait for the collectives of a kind."""
         work = self._work[op]
@@ -71,6 +75,10 @@ class _Part:
 
     def __init__(self, batch: Batch, op: Any) -> None:
         self._batch, self._op = batch, op
+
+    def is_completed(self) -> bool:
+        work = self._batch.work(self._op)
+        return getattr(work, "is_completed", lambda: True)()
 
     def wait(self) -> None:
         self._batch.wait(self._op)

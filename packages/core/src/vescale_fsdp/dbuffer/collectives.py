@@ -57,12 +57,13 @@ class Issued:
     """
 
     def __init__(self) -> None:
+        self.subject = 0  # what is sent, beside its size: hashed too
         self._of = {"gathers": (0, 0), "reductions": (0, 0)}
 
     def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
         """One more, on its way."""
         number, digest = self._of[kind]
-        self._of[kind] = number + 1, hash((digest, num_elements))
+        self._of[kind] = number + 1, hash((digest, num_elements, self.subject))
 
     def as_list(self) -> list[list[int]]:
         """Of gathers, then of reductions: the number, and the digest."""
@@ -399,6 +400,14 @@ class PendingReduce:
         assert self.pool is not None, "a reduction over several ranks has a pool"
         self._borrowed.append(self.pool.take(num_elements, dtype))
         return self._borrowed[-1]
+
+    def has_arrived(self, seconds: float, device: torch.device) -> bool:
+        """Whether it has ended, waiting so long at most."""
+        if self.work is None:
+            return True
+        if not isinstance(self.work, waiting.Ending):
+            self.work = waiting.Ending(self.work, has_streams=devices.has_streams(device))
+        return self.work.has_ended(seconds)
 
     def finish(self, what: str = "a reduction") -> torch.Tensor:
         """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.

@@ -71,16 +71,32 @@ class GradientBuffer:
             place.add_(part)
 
     def _collect(self) -> None:
-        """Copy what lies apart into the buffer."""
-        if self._apart:
-            places, parts = [], []
-            for index, gradient in self._apart.items():
+        """Copy what lies apart into the buffer; in one call what lies side by side there."""
+        places, parts = [], []
+        run: list[torch.Tensor] = []
+        begin = end = 0
+        for index in sorted(self._apart, key=self._packing.first_place):
+            gradient = self._apart[index]
+            stretches = self._packing.stretches(index)
+            if len(stretches) > 1 or gradient.dtype != self.dtype or not gradient.is_contiguous():
                 for place, part in self._pairs(index, gradient):
                     places.append(place)
                     parts.append(part)
+                continue
+            if stretches[0].place != end:
+                self._join(run, begin, end)
+                run, begin = [], stretches[0].place
+            run.append(gradient if gradient.dim() == 1 else gradient.view(-1))
+            end = stretches[0].place + stretches[0].stop
+        self._join(run, begin, end)
+        if places:
             torch._foreach_copy_(places, parts)
-            self._written |= self._apart.keys()
-            self._apart.clear()
+        self._written |= self._apart.keys()
+        self._apart.clear()
+
+    def _join(self, parts: list[torch.Tensor], begin: int, end: int) -> None:
+        if parts:
+            torch.cat(parts, out=self.flat[begin:end])
 
     def _pairs(self, index: int, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The places of tensor ``index``, each with its part of ``tensor``."""

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from vescale_fsdp.dbuffer.buffer import shard_view
 from vescale_fsdp.planner import ShardLayout, TensorSpec
 
 __all__ = ["Packing", "Stretch"]
@@ -55,7 +54,7 @@ class Packing:
         self.source = self.layout = source
         self.wanted = (True,) * len(source.specs) if wanted is None else tuple(wanted)
         self._owners = list(range(len(source.specs)))  # the tensors that the layout's specs are of
-        self._pieces: list[dict[int, int]] = []  # by rank: the piece of a tensor, if it has one
+        self._cuts: dict[int, tuple[list[int], list[int]]] = {}  # of a rank's shard
         if not all(self.wanted):
             self._pack()
 
@@ -81,9 +80,7 @@ class Packing:
         offsets: list[int] = []
         owners: list[int] = []
         for rank, (section, places) in enumerate(zip(sections, starts, strict=True)):
-            self._pieces.append({})
             for (index, start, stop), place in zip(section, places, strict=True):
-                self._pieces[-1][index] = len(specs)
                 name = f"{source.specs[index].name}[{start}:{stop}]"
                 specs.append(TensorSpec(name, (stop - start,), stop - start))
                 offsets.append(rank * size + place)
@@ -111,6 +108,10 @@ class Packing:
     def stretches(self, index: int) -> list[Stretch]:
         """Where tensor ``index`` lies, in order; nothing if it has no place."""
         return self._stretches[index]
+
+    def first_place(self, index: int) -> int:
+        """Where tensor ``index``, which has a place, begins."""
+        return self._stretches[index][0].place
 
     @cached_property
     def _stretches(self) -> list[list[Stretch]]:
@@ -145,14 +146,30 @@ class Packing:
             found.append((position, self.layout.total_size))
         return found
 
-    def shard_view(self, shard: torch.Tensor, rank: int, index: int) -> torch.Tensor:
-        """What ``rank`` has of tensor ``index`` in its shard, flat; see `buffer.shard_view`."""
-        if self.is_whole:
-            return shard_view(self.layout, rank, shard, index)
-        piece = self._pieces[rank].get(index)
-        if piece is None:
-            return torch.empty(0, dtype=shard.dtype, device=shard.device)
-        return shard_view(self.layout, rank, shard, piece)
+    def shard_views(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """What ``rank`` has of each tensor in its shard, flat; they share a version counter."""
+        if rank not in self._cuts:
+            self._cuts[rank] = self._cuts_of(rank)
+        sizes, places = self._cuts[rank]
+        parts = shard.split_with_sizes(sizes)  # a call for each would take four times as long
+        return [parts[place] for place in places]
+
+    def _cuts_of(self, rank: int) -> tuple[list[int], list[int]]:
+        """The sizes of what follows each other in a shard, and which of it is each tensor's."""
+        layout = self.layout
+        found = []
+        for piece, owner in enumerate(self._owners):
+            start, stop = layout.local_range(piece, rank)
+            if stop > start:
+                place = layout.offsets[piece] + start - rank * layout.shard_size
+                found.append((place, stop - start, owner))
+        sizes, end = [0], 0  # first is what the rank has of the other tensors: nothing
+        places = [0] * len(self.source.specs)
+        for place, size, owner in sorted(found):
+            places[owner] = len(sizes) + 1
+            sizes += place - end, size
+            end = place + size
+        return [*sizes, layout.shard_size - end], places
 
     def moved(self, flat: torch.Tensor, former: Packing, ranks: Sequence[int]) -> torch.Tensor:
         """The sections of ``ranks`` of a buffer that ``former`` has packed, in this packing.
@@ -161,16 +178,10 @@ class Packing:
         """
         size, former_size = self.layout.shard_size, former.layout.shard_size
         result = torch.zeros(len(ranks) * size, dtype=flat.dtype, device=flat.device)
-        sections = {rank: section for section, rank in enumerate(ranks)}
-        for index, (has_place, had_place) in enumerate(
-            zip(self.wanted, former.wanted, strict=True)
-        ):
-            if not (has_place and had_place):
-                continue
-            for rank, _, _ in self.source.shard_ranges(index):
-                if rank in sections:
-                    source = flat.narrow(0, sections[rank] * former_size, former_size)
-                    target = result.narrow(0, sections[rank] * size, size)
-                    part = former.shard_view(source, rank, index)
-                    self.shard_view(target, rank, index).copy_(part)
+        for section, rank in enumerate(ranks):
+            sources = former.shard_views(flat.narrow(0, section * former_size, former_size), rank)
+            targets = self.shard_views(result.narrow(0, section * size, size), rank)
+            for index, source in enumerate(sources):
+                if self.wanted[index] and former.wanted[index]:
+                    targets[index].copy_(source)
         return result

@@ -9,9 +9,10 @@ Read in this order; each file is one concept.
 - What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
   or `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
   autograd and modules call a unit), `tree`, `root`; `buffers` (of a root, before forwards).
-- What is sent, and when: `schedule`, with `order`, `turns` and `filling` (ranks settle an order),
-  `prefetch`, `reductions`; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
-- What keeps ranks together: `attempts` (a store of their own), `agreement`, `fingerprint`.
+- What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
+  out and owns what changes; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
+- What keeps ranks together: `attempts` (a store of their own), `rounds` along a `merge_tree`,
+  `agreement`, `settling`, `meeting`, `fingerprint`.
 - What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.
 """
 

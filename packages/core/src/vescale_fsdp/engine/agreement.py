@@ -2,47 +2,57 @@
 
 A collective between ranks that have different plans hangs, aborts a process from a foreign
 thread, or returns garbage. The store (a small key-value server that ``init_process_group`` has
-set up) does none of that: each rank writes what it has, the first rank compares, all read the
-verdict.
+set up) does none of that: each rank writes what it has, they compare it along a tree (`rounds`),
+and all read the verdict.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.engine.attempts import AbsentError, store_for
+from vescale_fsdp.engine.rounds import MAX_NAMED, Finish, Merge, Rounds, first_and_other
 from vescale_fsdp.errors import RankMismatchError
 
-__all__ = ["LONG_TIMEOUT_S", "agree", "exchange"]
+__all__ = ["LONG_TIMEOUT_S", "Digests", "Subject", "agree", "agree_on", "exchange"]
 
 LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
+_ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Rounds]]
+_ROUNDS = weakref.WeakKeyDictionary()
 
 
 def exchange(
     topic: str,
     payload: str,
     group: dist.ProcessGroup | list[int],
-    merge: Callable[[list[str]], str],
+    merge: Merge,
+    finish: Finish | None = None,
     *,
     timeout_s: float | None = None,
 ) -> str:
-    """Give ``merge`` the payloads of all ranks of ``group``, in rank order, on its first rank.
+    """What the payloads of all ranks of ``group`` merge to, on every rank.
 
     ``group`` may be a list of global ranks, for which there is no group yet.
 
-    Returns what ``merge`` returned, on every rank. Blocking; one write and one read per rank,
-    one read per rank more on the first. Every rank must call it the same number of times. With the
-    backend "fake", torch's stand-in for many ranks in one process, the caller is alone.
+    Blocking; a few operations of the store per rank, however many there are (`rounds`). Every rank
+    must call it the same number of times. With the backend "fake", torch's stand-in for many ranks
+    in one process, the caller is alone.
 
     Args:
+        merge: makes one payload of several, in rank order; they may have been merged before.
+        finish: makes the answer of the last one, on the first rank; None: that is the answer.
         timeout_s: for the other ranks to come. None: they are in the same step, and have as long as
             in a collective (`waiting`); if one does not come, no rank can go on.
 
@@ -50,33 +60,20 @@ def exchange(
         RankMismatchError: some rank did not come in time.
     """
     ranks = _ranks_of(group)
-    me = dist.get_rank()
     if len(ranks) == 1 or is_fake():
-        return merge([payload])
+        merged = merge([payload])
+        return merged if finish is None else finish(merged)
     within_s = _limit_s(group, timeout_s)
     begun = time.monotonic()
     try:
-        store = store_for(ranks, within_s)
+        rounds = _rounds_of(ranks, within_s)
     except AbsentError as error:
-        raise RankMismatchError(_absent(topic, [ranks[error.rank]], within_s)) from error
-    # The store counts, so that a restarted process group starts from zero on every rank.
-    turn = store.add(f"{topic}/turn/{me}", 1)
-    store.set(f"{topic}/{turn}/{me}", payload)
-    keys = {rank: f"{topic}/{turn}/{rank}" for rank in ranks}
-    result = f"{topic}/{turn}/result"
-
-    def read(key: str) -> str:
-        left = within_s - (time.monotonic() - begun)
-        waiting.store_wait(store, key, left, ranks, f"the comparison of the {topic}")
-        return str(store.get(key).decode())
-
+        raise RankMismatchError(_absent(topic, ranks, error, within_s)) from error
     try:
-        if me == ranks[0]:
-            store.set(result, merge([read(key) for key in keys.values()]))
-        return read(result)
-    except dist.DistError as error:
-        away = [rank for rank, key in keys.items() if not _is_there(store, key)] or ranks[:1]
-        text = _absent(topic, away, within_s)
+        left = within_s - (time.monotonic() - begun)
+        return rounds.exchange(topic, payload, merge, left, finish)
+    except AbsentError as error:
+        text = _absent(topic, ranks, error, within_s)
         if timeout_s is None:
             note = f"gave up after {within_s:.0f} s: {text}"
             text = f"{text}. This rank is {waiting.where()}. {waiting.report(ranks, note)}"
@@ -102,30 +99,99 @@ def agree(
     Raises:
         RankMismatchError: with the first entry that differs, and what two ranks have there.
     """
-    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    agree_on([Subject(topic, entries, advice)], group, timeout_s=timeout_s)
 
-    def first_other(digests: list[str]) -> str:
-        others = [i for i, d in enumerate(digests) if d != digests[0]]
-        return json.dumps(others[:1])
 
-    found = json.loads(exchange(topic, digest, group, first_other, timeout_s=timeout_s))
-    if not found:
-        return
-    ranks = _ranks_of(group)
-    first, other = ranks[0], ranks[found[0]]
-    speaks = dist.get_rank() in (first, other)
-    payload = json.dumps(entries if speaks else None)
+def agree_on(
+    subjects: Sequence[Subject],
+    group: dist.ProcessGroup | list[int],
+    *,
+    timeout_s: float | None = None,
+) -> None:
+    """`agree` about several subjects in one round; the error is about the first that differs.
 
-    def difference(payloads: list[str]) -> str:
-        mine, theirs = json.loads(payloads[0]), json.loads(payloads[found[0]])
-        return _first_difference(first, mine, other, theirs)
+    Raises:
+        RankMismatchError: as of `agree`.
+    """
+    topic = " and the ".join(subject.topic for subject in subjects)
+    payload = Digests.of(subjects, dist.get_rank())
+    answer = exchange(topic, payload, group, Digests.merge, timeout_s=timeout_s)
+    differing = Digests.first_differing(answer)
+    if differing is not None:
+        index, ranks = differing
+        subject = subjects[index]
+        text = _difference(subject, ranks, group, timeout_s)
+        raise RankMismatchError(
+            f"ranks disagree about the {subject.topic}: {text}. {subject.advice}"
+        )
 
-    text = exchange(f"{topic} difference", payload, group, difference, timeout_s=timeout_s)
-    raise RankMismatchError(f"ranks disagree about the {topic}: {text}. {advice}")
+
+@dataclass(frozen=True)
+class Subject:
+    """What ranks shall have the same entries of, in order; and what to do where they have not."""
+
+    topic: str
+    entries: list[str]
+    advice: str
+
+
+class Digests:
+    """What travels about subjects while nothing differs: of each, who has which digest."""
+
+    @staticmethod
+    def of(subjects: Sequence[Subject], me: int) -> str:
+        """The payload of a rank."""
+        texts = [json.dumps(subject.entries).encode() for subject in subjects]
+        return json.dumps([[[hashlib.sha256(text).hexdigest(), me]] for text in texts])
+
+    @staticmethod
+    def merge(payloads: list[str]) -> str:
+        """Of each subject the first rank with its digest, and the first rank with another."""
+        by_subject = zip(*map(json.loads, payloads), strict=True)
+        return json.dumps([first_and_other(itertools.chain(*each)) for each in by_subject])
+
+    @staticmethod
+    def first_differing(answer: str) -> tuple[int, list[int]] | None:
+        """The first subject that differs, by its place, and two ranks; None if none does."""
+        for index, pairs in enumerate(json.loads(answer)):
+            if len(pairs) > 1:
+                return index, [rank for _, rank in pairs]
+        return None
+
+
+def _difference(
+    subject: Subject,
+    speakers: list[int],
+    group: dist.ProcessGroup | list[int],
+    timeout_s: float | None,
+) -> str:
+    """What two ranks have of a subject that is not the same, in words. All of ``group`` call."""
+    me = dist.get_rank()
+    said: list[Any] = [[me, subject.entries]] if me in speakers else []
+
+    def merge(payloads: list[str]) -> str:
+        return json.dumps([*itertools.chain(*map(json.loads, payloads))])
+
+    def finish(merged: str) -> str:
+        (rank_a, a), (rank_b, b) = json.loads(merged)
+        return _first_difference(rank_a, a, rank_b, b)
+
+    topic = f"{subject.topic} difference"
+    return exchange(topic, json.dumps(said), group, merge, finish, timeout_s=timeout_s)
 
 
 def _ranks_of(group: dist.ProcessGroup | list[int]) -> list[int]:
     return group if isinstance(group, list) else dist.get_process_group_ranks(group)
+
+
+def _rounds_of(ranks: list[int], timeout_s: float) -> Rounds:
+    """Those of these ranks in this attempt: a new process group counts from zero on every rank."""
+    world = dist.group.WORLD
+    assert world is not None, "whoever has a group has initialised torch.distributed"
+    known, key = _ROUNDS.setdefault(world, {}), tuple(ranks)
+    if key not in known:
+        known[key] = Rounds(store_for(ranks, timeout_s), ranks, dist.get_rank())
+    return known[key]
 
 
 def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> str:
@@ -141,7 +207,8 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
 def _limit_s(group: dist.ProcessGroup | list[int], timeout_s: float | None) -> float:
     """How long the ranks have, in seconds. A user may ask for more where they first arrive."""
     if timeout_s is None:
-        assert not isinstance(group, list), "ranks in the same step have a group"
+        if isinstance(group, list):
+            return waiting.limit_s()
         timeout = waiting.timeout_of(group)
         limit = waiting.limit_s(group)
         return limit if timeout is None else min(limit, timeout.total_seconds())
@@ -149,15 +216,10 @@ def _limit_s(group: dist.ProcessGroup | list[int], timeout_s: float | None) -> f
     return max(timeout_s, 0.0 if math.isinf(longer) else longer)
 
 
-def _is_there(store: compat.Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except dist.DistError:
-        return True  # nobody knows
-
-
-def _absent(topic: str, ranks: list[int], timeout_s: float) -> str:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _absent(topic: str, ranks: list[int], error: AbsentError, timeout_s: float) -> str:
+    absent = [str(ranks[number]) for number in error.numbers]
+    more = " and others" if len(absent) > MAX_NAMED else ""
+    who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent[:MAX_NAMED])}{more}"
     return (
         f"{who} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
         "died, hangs, or runs other code than this rank. Its log says which"

@@ -126,10 +126,10 @@ def fully_shard(
     gathers itself, as with FSDP2: one all-gather and one reduction more for each.
 
     Ranks run their units in the same order, and may leave out any of them, where all units are on
-    one mesh. The order is settled in the first pass of each kind, which costs a round through the
-    store per gather, and differences there are an error on every rank. With
-    ``VESCALE_FSDP_CHECK_ORDER=1`` it is settled in every pass. A unit that one rank leaves out is
-    gathered there all the same.
+    one mesh. The first pass of each kind is predicted, in order of definition, and confirmed at its
+    end by one round through the store, and one more for each difference; opposite orders are an
+    error on every rank. With ``VESCALE_FSDP_CHECK_ORDER=1`` each gather of every pass is compared.
+    A unit that one rank leaves out is gathered there all the same.
 
     On the CPU a rank waits for others for ``VESCALE_FSDP_TIMEOUT_S`` seconds at most (60; 0 for no
     limit), and then raises a ``RankMismatchError`` that says where they are.

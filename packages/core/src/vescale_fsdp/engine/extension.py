@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -37,6 +39,7 @@ from vescale_fsdp.engine.group import Group, GroupState
 from vescale_fsdp.engine.guard import Guard
 from vescale_fsdp.engine.parallel import local_data, spec_at_rest
 from vescale_fsdp.engine.reduce import ParameterBuffer
+from vescale_fsdp.engine.rounds import first_and_other
 from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
@@ -294,7 +297,9 @@ class ExtensionGroup(Group):
     def _agree_on(self, kinds: list[_Kind], comm: Comm) -> None:
         """Raise on every rank unless all of them send inputs of the same shapes and dtypes."""
         mine = json.dumps([f"{tuple(shape)} {dtype}" for shape, dtype in kinds])
-        answer = exchange("inputs of an extension", mine, comm.gather_group, _differing)
+        payload = json.dumps([[mine, dist.get_rank(comm.gather_group)]])
+        group = comm.gather_group
+        answer = exchange("inputs of an extension", payload, group, _merged, _differing)
         if not answer:
             return
         (slot,) = self.slots
@@ -430,11 +435,15 @@ def _as_it_came(
     return None if out is not None else (outputs[0], ())
 
 
-def _differing(payloads: list[str]) -> str:
+def _merged(payloads: list[str]) -> str:
+    return json.dumps(first_and_other(itertools.chain(*map(json.loads, payloads))))
+
+
+def _differing(merged: str) -> str:
     """What two ranks have that differs, in words; empty if nothing does."""
-    for rank, payload in enumerate(payloads):
-        if payload != payloads[0]:
-            return f"{payloads[0]} on the first rank and {payload} on rank {rank} after it"
+    (first, _), *others = json.loads(merged)
+    for theirs, rank in others:
+        return f"{first} on the first rank and {theirs} on rank {rank} after it"
     return ""
 
 

@@ -213,11 +213,11 @@ def _totals(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
 def _find(gradients: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:
     """A sentence that names what is not finite on any rank, the same on all; empty if all are."""
     kinds = {name: _kind(_values(gradient)) for name, gradient in gradients.items()}
-    payload = json.dumps({name: kind for name, kind in kinds.items() if kind})
+    rank = 0 if group is None else dist.get_rank()
+    payload = json.dumps([[name, kind, [rank]] for name, kind in kinds.items() if kind])
     if group is None:
-        return _sentence([payload], [0])
-    ranks = dist.get_process_group_ranks(group)
-    return exchange("gradients", payload, group, lambda payloads: _sentence(payloads, ranks))
+        return _sentence(payload)
+    return exchange("gradients", payload, group, _merged, _sentence)
 
 
 def _kind(values: torch.Tensor) -> str:
@@ -225,12 +225,18 @@ def _kind(values: torch.Tensor) -> str:
     return " and ".join(word for word, has in (("NaN", has_nan), ("inf", has_inf)) if has)
 
 
-def _sentence(payloads: list[str], ranks: list[int]) -> str:
-    """What the ranks found, one payload a rank, in words."""
+def _merged(payloads: list[str]) -> str:
+    """What all found: of each name and kind, on which ranks."""
     holders: dict[tuple[str, str], list[int]] = {}
-    for rank, payload in zip(ranks, payloads, strict=True):
-        for name, kind in json.loads(payload).items():
-            holders.setdefault((name, kind), []).append(rank)
+    for payload in payloads:
+        for name, kind, ranks in json.loads(payload):
+            holders.setdefault((name, kind), []).extend(ranks)
+    return json.dumps([[name, kind, ranks] for (name, kind), ranks in holders.items()])
+
+
+def _sentence(merged: str) -> str:
+    """What the ranks found, in words."""
+    holders = {(name, kind): ranks for name, kind, ranks in json.loads(merged)}
     if not holders:
         return ""
     named = [

@@ -53,6 +53,7 @@ from vescale_fsdp.engine.slot import (
     checked_local,
     flags_of,
     local_of,
+    register,
     resting_spec,
     same_memory,
 )
@@ -324,21 +325,24 @@ class Group:
         """Forget what was written to send: no backward will send it again."""
         self._outbox.drop()
 
+    def has_arrived(self, seconds: float) -> bool:
+        """Whether the all-gather has ended, waiting so long at most; True on streams."""
+        if self._work is None or self.has_streams or isinstance(self._work, ThenCopy):
+            return True
+        if not isinstance(self._work, waiting.Ending):
+            self._work = waiting.Ending(self._work, has_streams=False)
+        return self._work.has_ended(seconds)
+
     def finish_gather(self) -> None:
         """Wait for the all-gather and give the modules the gathered parameters."""
         assert self.state is not GroupState.SHARDED, "start_gather comes first"
         if self.state is GroupState.GATHERING:
             self._wait()
-            for slot, wanted in zip(self.slots, flags_of(self.slots), strict=True):
-                gathered = slot.gathered
-                assert gathered is not None, "a group on meta is refused at lazy init"
-                if gathered.requires_grad != wanted:
-                    gathered.requires_grad_(wanted)
-                slot.register(gathered)
-            self._guard.open(self._gathered_params())
+            gathered = self._gathered_params()
+            register(self.slots, gathered)
+            self._guard.open(gathered)
             self.state = GroupState.GATHERED
-        else:
-            self.follow_flags()
+        self.follow_flags()
         self._users.add()
 
     def follow_flags(self) -> None:
@@ -387,8 +391,7 @@ class Group:
         if self.is_gathered:
             self._keep_writes()
         self._guard.close()
-        for slot in self.slots:
-            slot.register(slot.sharded)
+        self._show_sharded()
         with self.pool.lane.entered():
             self._users.end()
             self._release()
@@ -409,9 +412,11 @@ class Group:
         """
         if self.is_gathered:
             self._keep_writes()
-            for slot in self.slots:
-                slot.register(slot.sharded)
+            self._show_sharded()
             self.state = GroupState.GATHERING
+
+    def _show_sharded(self) -> None:
+        register(self.slots, [slot.sharded for slot in self.slots])
 
     def take_by_hand(self) -> None:
         """The user has gathered it: what is written from now on is dropped, as by FSDP2."""

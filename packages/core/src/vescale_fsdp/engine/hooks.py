@@ -30,7 +30,7 @@ def register_hooks(module: nn.Module) -> None:
 
     def after_state_dict(module: nn.Module, state_dict: Any, *_: Any) -> None:
         unit = unit_of(module)
-        if unit is not None and unit.pins:  # gathered: they must outlive the context
+        if unit is not None and unit.num_pins:  # gathered: they must outlive the context
             unit.copy_gathered(state_dict)
 
     def before_load(module: nn.Module, *_: Any) -> None:

@@ -13,6 +13,7 @@ one rank issues next would meet what the other has left.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 
@@ -22,6 +23,7 @@ from vescale_fsdp import waiting
 from vescale_fsdp.dbuffer import Comm
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.rounds import first_and_other
 from vescale_fsdp.errors import RankMismatchError
 
 __all__ = ["MEETING_TIMEOUT_S", "meet"]
@@ -49,18 +51,21 @@ def meet(comms: Iterable[tuple[Axes, Comm]], timeout_s: float) -> None:
         along = [comm.issued] if axes.shard is not None else []
         along += [comm.issued_outside] if axes.replicate is not None else []
         for group, issued in zip(axes.groups, along, strict=True):
-            _meet_along(group, json.dumps(issued.as_list()), comm, timeout_s)
+            _meet_along(group, issued.as_list(), comm, timeout_s)
 
 
-def _meet_along(group: dist.ProcessGroup, issued: str, comm: Comm, timeout_s: float) -> None:
+def _meet_along(
+    group: dist.ProcessGroup, issued: list[list[int]], comm: Comm, timeout_s: float
+) -> None:
     ranks = dist.get_process_group_ranks(group)
     ours = [comm.gather_group, *comm.reducing_groups]
 
-    def difference(payloads: list[str]) -> str:
-        return _difference(ranks, [json.loads(each) for each in payloads])
+    def merge(payloads: list[str]) -> str:
+        return json.dumps(first_and_other(itertools.chain(*map(json.loads, payloads))))
 
     try:
-        found = exchange("end of a step", issued, group, difference, timeout_s=timeout_s)
+        payload = json.dumps([[issued, dist.get_rank()]])
+        found = exchange("end of a step", payload, group, merge, _difference, timeout_s=timeout_s)
     except RankMismatchError as error:
         note = "has left its step by an exception, and met no other rank that has"
         report = waiting.report(ranks, note, ours)
@@ -76,16 +81,17 @@ def _meet_along(group: dist.ProcessGroup, issued: str, comm: Comm, timeout_s: fl
         )
 
 
-def _difference(ranks: list[int], issued: list[list[list[int]]]) -> str:
+def _difference(merged: str) -> str:
     """What two ranks have issued, if it is not the same; empty if all have issued the same."""
-    other = next((k for k, each in enumerate(issued) if each != issued[0]), None)
-    if other is None:
+    pairs: list[tuple[list[list[int]], int]] = json.loads(merged)
+    if len(pairs) == 1:
         return ""
-    counts = [[number for number, _ in issued[k]] for k in (0, other)]
+    (first, first_rank), (other, other_rank) = pairs
+    counts = [[number for number, _ in issued] for issued in (first, other)]
     if counts[0] == counts[1]:
-        return f"ranks {ranks[0]} and {ranks[other]} have issued collectives of other sizes"
+        return f"ranks {first_rank} and {other_rank} have issued collectives of other sizes"
     said = [
         f"rank {rank} has issued {gathers} gathers and {reductions} reductions so far"
-        for rank, (gathers, reductions) in zip((ranks[0], ranks[other]), counts, strict=True)
+        for rank, (gathers, reductions) in zip((first_rank, other_rank), counts, strict=True)
     ]
     return ", ".join(said)

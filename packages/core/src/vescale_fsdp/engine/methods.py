@@ -14,11 +14,12 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
+from vescale_fsdp.engine.engine import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.pipelining import State, register_state
-from vescale_fsdp.engine.schedule import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
+from vescale_fsdp.program.residency import Lease
 
 __all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
 
@@ -58,11 +59,11 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         """
         unit = self._unit()
         unit.drop_stale()
-        unit.held = True
+        unit.leases.add(Lease.USER)
         handle = UnshardHandle(unit)
         if async_op:
             with plain_tensors():
-                unit.start_gather()
+                unit.start_unshard()
             return handle
         handle.wait()
         return None
@@ -88,12 +89,12 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
                 have left the step at different places. The run cannot go on then, on any rank.
         """
         unit = self._unit()
-        if unit.schedule is not None and not unit.is_root:
+        if unit.engine is not None and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if unit.schedule is not None:
-            for below in unit.schedule.units():
+        if unit.engine is not None:
+            for below in unit.engine.units():
                 below.forget_running()
-            unit.schedule.leave(timeout_s)
+            unit.engine.leave(timeout_s)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -146,10 +147,10 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of ``nn.Module``; gradients that wait for a later backward are dropped too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_of(self, recurse=True):
             for group in unit.groups:
                 group.gradients.zero(set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
@@ -212,11 +213,11 @@ class _Pinned(AbstractContextManager[None]):
     def __enter__(self) -> None:
         for unit in self._units:
             unit.take_by_hand()
-            unit.pins += 1
+            unit.pin()
 
     def __exit__(self, *exc_info: object) -> None:
         for unit in self._units:
-            unit.pins -= 1
+            unit.unpin()
         try:
             if self._writeback:
                 for unit in self._units:

@@ -40,8 +40,8 @@ class State:
 
     @property
     def _state_ctx(self) -> SimpleNamespace:
-        schedule = self.unit.schedule
-        units = [self.unit] if schedule is None else schedule.units()
+        engine = self.unit.engine
+        units = [self.unit] if engine is None else engine.units()
         return SimpleNamespace(all_states=[State(unit) for unit in units])
 
     # torch's own ``register_fsdp_forward_method`` calls these two around a method.
@@ -54,8 +54,8 @@ class State:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and publish what backwards without synchronization have left."""
-        if self.unit.schedule is not None:
-            self.unit.schedule.reduce_waiting()
+        if self.unit.engine is not None:
+            self.unit.engine.reduce_waiting()
 
 
 def register_state(module: nn.Module, unit: Unit) -> None:

@@ -33,6 +33,8 @@ from vescale_fsdp.planner import ShardLayout
 
 __all__ = ["Gradients", "ParameterBuffer"]
 
+_SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -241,8 +243,7 @@ class Gradients:
         return True
 
     def _fillable(self) -> GradientBuffer:
-        if self._filling is None:
-            self.finish_reduce()  # a late gradient: its buffer may still be travelling
+        if self._filling is None:  # for a late gradient another: its first may still be sent
             self._filling = self._new_buffer()
         return self._filling
 
@@ -338,6 +339,17 @@ class Gradients:
         """Have what `replace_errors` returned again."""
         self._errors = errors
 
+    def has_arrived(self, is_stalled: Callable[[], bool]) -> bool:
+        """Wait for the reduction that is under way, if any; False if ``is_stalled`` before."""
+        seconds = _SHORT_S
+        while self._reducing is not None:
+            if self._reducing[1].has_arrived(seconds, self.pool.device):
+                return True
+            if is_stalled():
+                return False
+            seconds = min(2 * seconds, _LONG_S)
+        return True
+
     @_on_lane
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""
@@ -408,14 +420,19 @@ class Gradients:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
         reduced, self._reduced = self._reduced, None
-        rank, wanted = self._buffer.rank, self.wanted
         hooked: list[Slot] = []
+        for slot in self._slots:
+            slot.used = False
+        if reduced is None:
+            return
+        locals_ = self._packing.shard_views(reduced, self._buffer.rank)
         with compat.without_torch_function():
-            for index, (slot, was_used) in enumerate(zip(self._slots, used, strict=True)):
-                slot.used = False
-                if reduced is None or not was_used or not wanted[index]:
+            for slot, local, was_used, is_wanted in zip(
+                self._slots, locals_, used, self.wanted, strict=True
+            ):
+                if not (was_used and is_wanted):
                     continue
-                local, param = self._packing.shard_view(reduced, rank, index), slot.sharded
+                param = slot.sharded
                 if param.grad is None:
                     param.grad = slot.wrap(local)
                 else:
@@ -429,13 +446,14 @@ class Gradients:
     @_on_lane
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""
-        for slot in self._slots:
+        with compat.without_torch_function():
+            grads = [slot.sharded.grad for slot in self._slots]
+        for slot, grad in zip(self._slots, grads, strict=True):
             slot.used = False
-            if slot.sharded.grad is not None:
-                if set_to_none:
-                    slot.sharded.grad = None
-                else:
-                    slot.sharded.grad.detach_().zero_()
+            if grad is not None and set_to_none:
+                slot.sharded.grad = None
+            elif grad is not None:
+                grad.detach_().zero_()
         self._drop()
 
     @_on_lane

@@ -1,4 +1,4 @@
-"""The root: the unit that is called first gets a schedule for itself and all units below it."""
+"""The root: the unit that is called first gets an engine for itself and all units below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vescale_fsdp.engine.schedule import Schedule
+from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.ragged.assignment import NAME
@@ -35,7 +35,7 @@ def sole_module(unit: Unit) -> nn.Module:
 
 
 def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
-    """Make ``unit`` the root of one schedule with all units below it.
+    """Make ``unit`` the root of one engine with all units below it.
 
     Args:
         unit: of ``module``, which is called.
@@ -47,7 +47,7 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
     """
     refuse_waiting(module)
     for name, below in units.items():
-        if below.schedule is not None:
+        if below.engine is not None:
             raise RuntimeError(
                 f"FSDP state has already been lazily initialized for {name}\n"
                 "FSDP requires running forward through the root module first"
@@ -63,10 +63,10 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
                 group.rebind()
             for slot in group.slots:
                 setattr(slot.sharded, NAME, slot.fqn)
-    schedule = Schedule(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
+    engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     unit.is_root = True
     for below in units.values():
-        below.schedule = schedule
+        below.engine = engine
 
 
 def check_materialized(units: list[Unit]) -> None:

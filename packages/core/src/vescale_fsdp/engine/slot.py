@@ -40,6 +40,7 @@ __all__ = [
     "checked_local",
     "flags_of",
     "local_of",
+    "register",
     "resting_spec",
     "same_memory",
 ]
@@ -98,10 +99,7 @@ class Slot:
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` the one that the modules hold."""
-        for module_ref, name in self.sites:
-            module = module_ref()
-            if module is not None:
-                module._parameters[name] = param
+        register([self], [param])
 
     def registered(self) -> nn.Parameter:
         """The parameter that the modules hold now."""
@@ -142,6 +140,15 @@ class ParamToShard:
         """What this rank has of it to shard, as it lies in the buffer."""
         data = local_data(self.param)
         return data.movedim(self.dim, 0) if self.dim else data
+
+
+def register(slots: Sequence[Slot], params: Sequence[nn.Parameter]) -> None:
+    """Make each of ``params`` the one that the modules hold."""
+    for slot, param in zip(slots, params, strict=True):
+        for module_ref, name in slot.sites:
+            module = module_ref()
+            if module is not None:
+                module._parameters[name] = param
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:

@@ -31,20 +31,21 @@ from vescale_fsdp.dbuffer import hand_back, plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.buffers import broadcast_buffers
 from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.root import check_materialized, make_root, sole_module
-from vescale_fsdp.engine.schedule import Schedule
 from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.engine.zero_table import Row
+from vescale_fsdp.program.residency import Lease, Residency
 
 __all__ = ["UNIT_ATTRIBUTE", "Unit", "unit_of", "units_in"]
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
 
-class Unit:
+class Unit(Residency):
     """The state of a sharded module, or of several. They own it; it knows them weakly.
 
     Args:
@@ -53,7 +54,7 @@ class Unit:
         reshard_after_forward: None means True, except for the root of a model in training.
         row: what is cut between the passes and micro-batches of a step.
         unused, in_flight, broadcasts_buffers: as of ``fully_shard``; a root's values hold for its
-            schedule.
+            engine.
     """
 
     def __init__(
@@ -67,122 +68,156 @@ class Unit:
         *,
         broadcasts_buffers: bool,
     ) -> None:
+        super().__init__()
         self.module_refs = [weakref.ref(module) for module in modules]
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
-        self.num_parts = 1  # more: what forward releases is kept, one part on each of so many ranks
         self.row = row
         self.reshard_after_backward = row.cuts_parameters
         self.unused, self.in_flight = unused, in_flight
         self.broadcasts_buffers = broadcasts_buffers
         self._buffers_are_due = True  # since the last forward of a step that was synchronized
-        self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self.unshard_in_backward = True
         self.forward_prefetch: list[Unit] | None = None  # instead of what was recorded
         self.backward_prefetch: list[Unit] | None = None
-        self.max_reductions: int | None = None  # under way at a time; None: in_flight - 1
         self.linear_gradients_in_place = False
         self.gives_zeros = False  # whether parameters that no rank used get zero gradients
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
-        self.is_root = False
         self.forward_methods: set[str] = set()  # that gather, as forward does
         self.groups: list[Group] = []
-        self.schedule: Schedule | None = None
-        self.pins = 0  # contexts that want the parameters to stay gathered
-        self.held = False  # gathered at the user's request, until used or resharded
-        self._is_kept = False  # gathered since a backward, for the next forward
+        self.engine: Engine | None = None
         self._depth = 0  # forwards of this unit that are running
         self._handled: BaseException | None = None  # that was being handled when they began
-        self._has_begun = False  # whether the schedule knows of the outermost of them
+        self._has_begun = False  # whether the engine knows of the outermost of them
         self._call: boundary.Call | None = None  # of the forward that is running
-        self._open_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()
-        self._done_calls: weakref.WeakSet[boundary.Call] = weakref.WeakSet()  # may come again
-        self._in_backward = False
-        self.is_done = False  # at the end of a backward: nothing of it is left to run in it
         self._to_run: set[int] = set()  # modules of the unit that are still to run in this pass
         for module in modules:
             object.__setattr__(module, UNIT_ATTRIBUTE, self)
 
-    # Gathering
+    # Parameters
 
-    def gather(self) -> None:
-        """Have the parameters gathered and registered when this returns. Outside of a pass too."""
+    def unshard(self) -> None:
+        """Have the parameters unsharded and registered when this returns. Outside of a pass too."""
         self.drop_stale()
         with plain_tensors():
-            self.start_gather()
-            self.finish_gather()
+            self.start_unshard()
+            self.wait_for_unshard()
 
     def drop_stale(self) -> None:
-        """Reshard, outside of a pass, if an optimizer has stepped since the gather."""
-        running = self.schedule is not None and self.schedule.is_running
-        if self.is_stale and not running:
+        """Reshard, outside of a pass, if an optimizer has stepped since the all-gather."""
+        if self.is_stale and not self._is_running:
             self.reshard()
 
     @property
-    def is_stale(self) -> bool:
-        """Whether what is gathered is not what the shards hold now, and not pinned."""
-        return not self.pins and any(group.is_stale for group in self.groups)
+    def _tag(self) -> int:
+        """The same on all ranks, and another for each unit of each model."""
+        return 0 if self.engine is None else self.engine.number << 20 | self.index
 
     @property
-    def versions(self) -> list[tuple[int, int]]:
-        """Of the shards of its groups: others after a write."""
+    def _is_running(self) -> bool:
+        return self.engine is not None and self.engine.is_running
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no group is unsharded or on its way."""
+        return all(group.is_sharded for group in self.groups)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what is unsharded is not what the shards hold now, and not pinned."""
+        return not self.num_pins and any(group.is_stale for group in self.groups)
+
+    @property
+    def version(self) -> list[tuple[int, int]]:
+        """Of the shards of its groups: another one after a write."""
         return [group.version for group in self.groups]
 
     def take_by_hand(self) -> None:
-        """Gather for the user, who may change what is gathered until it is resharded."""
-        self.gather()
+        """Unshard for the user, who may change what is unsharded until it is resharded."""
+        self.unshard()
         for group in self.groups:
             group.take_by_hand()
 
     def rest(self) -> None:
         """Reshard, and forget what was gathered: the weights may be changed from outside."""
         self.reshard()
+        self.drop_copies()
+
+    def drop_copies(self) -> None:
+        """Forget what was gathered, or written to send, of shards that may have changed since."""
         for group in self.groups:
             group.drop_copies()
 
-    def start_gather(self, *, in_backward: bool = False) -> None:
-        """Have the gathers of all groups under way when this returns. Within `plain_tensors`."""
-        schedule = self.schedule
-        if schedule is None:  # before the first forward: somebody wants to look inside
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        """Have the all-gathers of all groups under way. Within `plain_tensors`."""
+        engine = self.engine
+        if engine is None:  # before the first forward: somebody wants to look inside
             check_materialized([self])
-        comms = [schedule.comm(g) if schedule else comm_for(g.axes) for g in self.groups]
+        comms = [engine.comm(g) if engine else comm_for(g.axes) for g in self.groups]
         with together(self.groups, comms):
             for group, comm in zip(self.groups, comms, strict=True):
+                comm.issued.subject = self._tag
                 group.start_gather(comm, in_backward=in_backward)
 
-    def take_part(self) -> None:
-        """Gather for other ranks what is gathered here already. Within `plain_tensors`."""
-        assert self.schedule is not None, "other ranks run the model"
+    def join_unshard(self) -> None:
+        """Make the all-gathers for other ranks, of what is here already."""
+        assert self.engine is not None, "other ranks run the model"
         for group in self.groups:
-            group.take_part(self.schedule.comm(group))
+            comm = self.engine.comm(group)
+            comm.issued.subject = self._tag
+            group.take_part(comm)
 
-    def finish_gather(self) -> None:
-        """Wait for the gathers under way and register the gathered parameters."""
+    def has_arrived(self) -> bool:
+        """Whether the all-gathers have ended; waits a second for each, where the host waits."""
+        return all(group.has_arrived(1.0) for group in self.groups)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers and register the unsharded parameters."""
         for group in self.groups:
             group.finish_gather()
 
     def reshard(self) -> None:
-        """Free the gathered parameters, unless a context pins them."""
-        if not self.pins:
-            self.held = self._is_kept = False
-            for group in self.groups:
-                group.reshard()
-            if self.schedule is None or not self.schedule.is_running:
-                hand_back()
+        """Free the unsharded parameters, unless a context pins them."""
+        self.release(Lease.FORWARD, Lease.BACKWARD)
+        if not self._is_running:
+            hand_back()
 
-    def release_after_forward(self, comes_back: bool) -> None:
-        """Free the gathered parameters, or all but this rank's part if a backward may come."""
-        if self.num_parts > 1 and comes_back and not self.pins:
-            self.held = False
-            for group in self.groups:
-                if self.num_parts < group.num_shards and group.num_shards % self.num_parts == 0:
-                    group.keep_part(self.num_parts)
-                else:  # on a mesh of its own, which cannot be divided so
-                    group.reshard()
-        else:
-            self.reshard()
+    def free(self) -> None:
+        """Free the unsharded parameters of all groups."""
+        for group in self.groups:
+            group.reshard()
+
+    def free_but_part(self) -> None:
+        """Free all but this rank's part of ``num_parts``."""
+        for group in self.groups:
+            if self.num_parts < group.num_shards and group.num_shards % self.num_parts == 0:
+                group.keep_part(self.num_parts)
+            else:  # on a mesh of its own, which cannot be divided so
+                group.reshard()
+
+    def park(self) -> None:
+        """Keep what is unsharded, but register the sharded parameters."""
+        for group in self.groups:
+            group.set_aside()
+
+    def keeps_no_message(self) -> None:
+        """No backward will send again what was written to send."""
+        for group in self.groups:
+            group.drop_message()
+
+    def expose(self) -> None:
+        """Code that is not of the unit's own forward may write to what is unsharded."""
+        engine = self.engine
+        for group in self.groups:
+            group.is_exposed |= engine is not None and engine.exposes(group)
+
+    def prefetch_list(self, *, in_backward: bool) -> list[int] | None:
+        """The units to unshard beside its forward or backward, where a user has said so."""
+        units = self.backward_prefetch if in_backward else self.forward_prefetch
+        if units is None:
+            return None
+        return [unit.index for unit in units if unit.engine is self.engine]
 
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
         """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
@@ -199,25 +234,25 @@ class Unit:
 
     def refuse_if_pinned(self, what: str) -> None:
         """Raise if the parameters are gathered by `unsharded`: changes would be lost."""
-        if self.pins:
+        if self.num_pins:
             raise RuntimeError(
                 f"{what} inside of `unsharded(...)` would change the gathered parameters only, "
                 "which are dropped at its end; do it outside"
             )
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether no group is gathered or being gathered."""
-        return all(group.is_sharded for group in self.groups)
+    def has_streams(self) -> bool:
+        """Whether what is done with the unsharded parameters is queued on streams."""
+        return any(group.has_streams for group in self.groups)
 
-    def ready_schedule(self) -> Schedule:
-        """The schedule of the model this unit is part of; the first to ask becomes its root."""
-        if self.schedule is None:
+    def ready_engine(self) -> Engine:
+        """The engine of the model this unit is part of; the first to ask becomes its root."""
+        if self.engine is None:
             with plain_tensors():
                 module = sole_module(self)
                 make_root(self, module, units_in(module))
-        assert self.schedule is not None, "make_root sets it"
-        return self.schedule
+        assert self.engine is not None, "make_root sets it"
+        return self.engine
 
     # Forward
 
@@ -232,36 +267,39 @@ class Unit:
         self._depth += 1
         if self._depth == 1:
             self._handled = sys.exception()
-        schedule = self.ready_schedule()
+        engine = self.ready_engine()
         if len(self.module_refs) > 1 and self._depth == 1:
             if not self._to_run:
                 self._to_run = {id(ref()) for ref in self.module_refs}
             self._to_run.discard(id(module))
         if self._depth > 1:
             if self.is_stale:  # an optimizer has stepped, or somebody has written to the shards
-                self.reshard()
-            self.gather()
+                self.refresh()
+            self.unshard()
+            self.leases.add(Lease.FORWARD)
             return self._cast_inputs((args, kwargs))
-        if self._in_backward and compat.current_backward() != -1:
+        if Lease.BACKWARD in self.leases and compat.current_backward() != -1:
             # An activation checkpoint runs the forward again.
-            self.gather()
+            self.unshard()
             return self._cast_inputs((args, kwargs))
         wants_gradients = torch.is_grad_enabled()
         if self.broadcasts_buffers and self.is_root:
             if self._buffers_are_due:
-                broadcast_buffers(module, [g.axes for u in schedule.units() for g in u.groups])
+                broadcast_buffers(module, [g.axes for u in engine.units() for g in u.groups])
             self._buffers_are_due = wants_gradients and self.requires_gradient_sync
         with plain_tensors():
-            schedule.before_forward(self, method, wants_gradients)
-        self._has_begun, self.held = True, False
+            engine.before_forward(self, method, wants_gradients)
+        self._has_begun = True
+        self.leases.discard(Lease.USER)
+        self.leases.add(Lease.FORWARD)
         args, kwargs = self._cast_inputs((args, kwargs))
         if not torch.is_grad_enabled():
             return args, kwargs
         # Whether a backward comes back is known from the outputs: frozen parameters too are needed
         # again, for the gradients of the inputs and of what comes before them in the unit.
-        self._call = boundary.Call(self, schedule.num_passes)
+        self._call = boundary.Call(self, engine.passes.num_passes)
         args, kwargs = boundary.enter(self._call, (args, kwargs))
-        self._open_calls.add(self._call)
+        self.open_calls.add(self._call)
         return args, kwargs
 
     def post_forward(self, output: Any) -> Any:
@@ -275,16 +313,21 @@ class Unit:
             reachable = True
             if call is not None:
                 output, reachable = boundary.leave(call, output)
-            assert self.schedule is not None, "pre_forward made it"
-            comes_back = self.schedule.wants_gradients
-            # Without a tensor to come back through, a backward could not gather them again.
+            assert self.engine is not None, "pre_forward made it"
+            # Without a tensor to come back through, a backward could not unshard them again.
             strays = call is not None and not reachable and self._may_get_gradients(call)
-            keep = bool(self._to_run) or self.schedule.stays(self) or strays
-            # Hooks that run after an exception see it as the one that is being handled.
-            has_failed = sys.exception() is not self._handled
             with plain_tensors():
-                self.end_forward(keep, comes_back)
-                self.schedule.after_forward(has_failed)
+                self.engine.after_forward(
+                    self,
+                    has_more=bool(self._to_run),
+                    strays=strays,
+                    # Hooks that run after an exception see it as the one that is being handled.
+                    has_failed=sys.exception() is not self._handled,
+                    is_closed=call is not None and not call.takes_gradients,
+                    is_visited=call is not None and reachable,
+                    is_hidden=call is None or strays,
+                )
+        self.leases.discard(Lease.FORWARD)
         self._handled = None
         return self._cast_output(output)
 
@@ -294,27 +337,11 @@ class Unit:
         below = (unit for module in modules for unit in units_in(module).values())
         return call.takes_gradients or any(unit.trainable for unit in below)
 
-    def keeps_after_forward(self, wants_gradients: bool) -> bool:
-        """Whether it is told to have the parameters stay gathered between forward and backward."""
-        if self.reshard_after_forward is None:
-            return self.is_root and wants_gradients
-        return not self.reshard_after_forward
-
     def end_forward(self, keep: bool, comes_back: bool) -> None:
         """Release the parameters unless they are to be kept."""
-        if compat.current_backward() != -1:
-            return
-        if keep or not comes_back:
-            for group in self.groups:
-                group.drop_message()
-        if not keep:
-            self.release_after_forward(comes_back)
-        elif self.schedule is not None and self.schedule.is_ahead(self):
-            for group in self.groups:
-                group.set_aside()
-        else:
-            for group in self.groups:
-                group.is_exposed |= self.schedule is not None and self.schedule.exposes(group)
+        super().end_forward(keep, comes_back)
+        if keep and Lease.AHEAD not in self.leases:
+            self.expose()
 
     def _cast_inputs(self, value: Any) -> Any:
         dtype = self.mp_policy.param_dtype
@@ -333,39 +360,20 @@ class Unit:
         return output if dtype is None else map_tensors(lambda tensor: _cast(tensor, dtype), output)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a forward or a backward of the unit is running on this rank."""
-        return self._depth > 0 or self._in_backward
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a gradient may still come back through one of its forwards."""
-        return bool(self._open_calls) or self._in_backward
-
-    @property
     def is_idle(self) -> bool:
-        """Whether no forward or backward runs and nobody has asked for gathered parameters."""
-        running = self.schedule is not None and self.schedule.is_running
-        return not (running or self._depth or self.pins or self.held)
-
-    @property
-    def stays_on_all_ranks(self) -> bool:
-        """Whether what is gathered is so by hand, or since the last backward: on every rank."""
-        return bool(self.pins) or self.held or self._is_kept
-
-    @property
-    def may_release(self) -> bool:
-        """Whether gathered parameters that a finished forward has left may be freed."""
-        # Decided by what is the same on every rank; who still holds a graph is not.
-        if self.pins:
-            return False
-        keeps = self.held or self.reshard_after_forward is False or self._is_kept
-        return not keeps or any(group.is_stale for group in self.groups)
+        """Whether no forward or backward runs and nobody has asked for unsharded parameters."""
+        is_used = self._depth or self.num_pins or Lease.USER in self.leases
+        return not (self._is_running or is_used)
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter of the unit wants a gradient now."""
         return any(group.trainable for group in self.groups)
+
+    @property
+    def all_trainable(self) -> bool:
+        """Whether each of its groups has a parameter that wants a gradient."""
+        return all(group.trainable for group in self.groups)
 
     # Backward
 
@@ -382,62 +390,33 @@ class Unit:
 
     def on_gradient(self, num_elements: int) -> None:
         """A gradient was taken: see that this backward ends with the final callback."""
-        assert self.schedule is not None, "a forward has made it"
-        self.schedule.gradient_arrived(self, num_elements)
+        assert self.engine is not None, "a forward has made it"
+        self.engine.gradient_arrived(self, num_elements)
 
     def pre_backward(self, call: boundary.Call) -> None:
         """A gradient has reached the outputs of a call of this unit."""
-        assert self.schedule is not None, "a forward has made it"
-        if call not in self._open_calls:  # a retained graph: the other calls of its pass come again
-            again = (each for each in self._done_calls if each.pass_number == call.pass_number)
-            self._open_calls |= set(again)
-        self._in_backward = True
+        assert self.engine is not None, "a forward has made it"
+        self.enter_backward(call)
         with plain_tensors():
-            self.schedule.before_backward(self)
+            self.engine.before_backward(self)
 
     def post_backward(self, call: boundary.Call) -> None:
         """The gradients of the inputs of one call are there: nothing in it is left to run."""
-        self._open_calls.discard(call)
-        self._done_calls.add(call)
-        if self._open_calls:  # another call is still to come, and adds to the same gradients
-            return
-        assert self.schedule is not None, "a forward has made it"
-        self._in_backward = False
-        with plain_tensors():
-            self.schedule.after_backward(self)
+        if self.leave_backward(call):  # else another call is to come, and adds to the gradients
+            assert self.engine is not None, "a forward has made it"
+            with plain_tensors():
+                self.engine.passes.after_backward(self)
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
-        self._in_backward = self.is_done = False
         self._to_run.clear()
-        for group in self.groups:
-            if self.requires_gradient_sync:  # an optimizer comes next
-                group.drop_copies()
-        if self._rests_after_backward:
-            self.reshard()
-            return
-        self._is_kept = True
+        super().end_backward()
 
-    @property
-    def _rests_after_backward(self) -> bool:
-        return self.reshard_after_backward or self.requires_gradient_sync
-
-    def release_open(self) -> None:
-        """A backward has ended: reshard, if it has run and was not told that nothing of it is left.
-
-        That is where its inputs want no gradient (tokens, say), or where another forward of it has
-        got none.
-        """
-        if self._in_backward and self._rests_after_backward:
-            self.reshard()
-            self.is_done = True
-
-    def end_pass(self) -> None:
-        """The outermost forward has ended: modules of a list that have not run do not any more."""
-        if self._to_run:
-            assert self.schedule is not None, "its pass has ended"
-            self._to_run.clear()
-            self.end_forward(self.schedule.stays(self), self.schedule.wants_gradients)
+    def end_modules(self) -> bool:
+        """The outermost forward has ended; returns whether modules of a list have not run in it."""
+        had_more = bool(self._to_run)
+        self._to_run.clear()
+        return had_more
 
     def copied(self, memo: dict[int, Any]) -> Unit:
         """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
@@ -490,7 +469,7 @@ class Unit:
         Raises:
             RuntimeError: a forward has run: an optimizer may have changed what is sharded.
         """
-        if self.schedule is not None:
+        if self.engine is not None:
             raise RuntimeError(
                 "fully_shard met a parameter that is tied to one in a unit that has run before; "
                 "call fully_shard on all modules before the first forward"
@@ -511,13 +490,11 @@ class Unit:
         """No forward runs: one was broken off by what no hook sees (KeyboardInterrupt)."""
         self._depth, self._handled = 0, None
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """Forget a step that was broken off."""
+        super().forget()
         self._to_run.clear()
         self._call, self._has_begun = None, False
-        self._in_backward = self.is_done = False
-        self._open_calls.clear()
-        self._done_calls.clear()
         for group in self.groups:
             group.reset()
 

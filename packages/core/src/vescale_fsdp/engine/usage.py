@@ -4,7 +4,7 @@ A rank knows which of them it has used itself, and has to ask about the others o
 of no gradient would let momentum and weight decay move them. So at the end of each backward that
 synchronizes the ranks tell each other, in one byte a parameter, beside the last reductions. A rank
 that has used all of its parameters does not look at what arrives (on an accelerator: its host does
-not wait). What else was weighed: docs/design/schedule.md.
+not wait). What else was weighed: docs/design/engine.md.
 """
 
 from __future__ import annotations

@@ -256,6 +256,8 @@ class _Operands:
             return arg
         if self._is_alike(arg):
             return [item._local_tensor for item in arg]
+        if self.signature.has_lists and all(map(_is_number, arg)):  # as `local_beside` returns them
+            return arg
         # All moves are under way before the first is waited for.
         found = [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
         return [_arrived(each) for each in found] if self._differ else found
@@ -282,6 +284,10 @@ class _Operands:
             specs = self.positions or [self.single] * len(result)
             return type(result)(_wrap(r, spec) for r, spec in zip(result, specs, strict=True))
         return result
+
+
+def _is_number(item: Any) -> bool:
+    return type(item) is torch.Tensor and not item.dim() and not item.requires_grad
 
 
 def _arrived(local: torch.Tensor | InFlight) -> torch.Tensor:

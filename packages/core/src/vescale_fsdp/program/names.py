@@ -1,7 +1,7 @@
-"""Filling a recorded order with units that no rank has run, but may run later.
+"""Units by their names: which is in which, and where one that nobody has run would come.
 
 A model that drops layers at random, that routes to experts, or whose batches may hold no image, may
-leave out units on all ranks while the order is recorded. They are expected where they are defined:
+leave out units on all ranks while a program is confirmed. They are expected where they are defined:
 among the units beside them, in the order that other blocks show for the same parts.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence, Set
 
-from vescale_fsdp.engine.order import Order
+from vescale_fsdp.program.order import Program
 
 __all__ = ["Names", "fill"]
 
@@ -23,7 +23,7 @@ class Names:
     Args:
         names: of the units in the model.
         kinds: the classes of their modules.
-        empty: those that have no parameters, and so no place in an order.
+        empty: those that have no parameters, and so no place in a program.
     """
 
     def __init__(
@@ -48,6 +48,21 @@ class Names:
         path = self.paths[index]
         return path[-1] if path else None
 
+    def within(self, first: int) -> list[int]:
+        """A unit and those in it, in order of definition, but for empty ones."""
+        name = self.names[first]
+        return [
+            index
+            for index, each in enumerate(self.names)
+            if index not in self.empty
+            and (index == first or not name or each.startswith(f"{name}."))
+        ]
+
+    def like(self, units: Set[int]) -> set[int]:
+        """These units, and the same parts of other blocks."""
+        patterns = {self.patterns[unit] for unit in units}
+        return {unit for unit, each in enumerate(self.patterns) if each in patterns}
+
     def is_like(self, index: int, known: set[int]) -> bool:
         """Whether a known unit is of the same list, or the same part of another block."""
         return any(
@@ -60,70 +75,61 @@ class Names:
         )
 
 
-def fill(
-    order: Order, names: Names, belongs: Callable[[int, set[int]], bool], *, is_backward: bool
-) -> None:
-    """Insert the gathers of units that ``order`` does not have.
+def fill(order: Program, names: Names, belongs: Callable[[int, set[int]], bool]) -> None:
+    """Insert the units that ``order`` does not have.
 
     Args:
-        order: of a pass that all ranks have recorded; it holds indices of ``names``.
+        order: of a forward that all ranks have confirmed; it holds indices of ``names``.
         names: of the units of the model.
         belongs: whether a unit is to be in an order that has these units.
-        is_backward: whether what is defined later comes earlier, where nothing else is known.
     """
-    known = set(order.gathers)
+    known = set(order.unshards)
     has_grown = True
     while has_grown:
         has_grown = False
         for index in range(len(names.names)):
             if index not in known and index not in names.empty and belongs(index, known):
-                order.insert(_place(index, order, names, is_backward), index)
+                order.insert(_place(index, order, names), index)
                 known.add(index)
                 has_grown = True
 
 
-def _place(index: int, order: Order, names: Names, is_backward: bool) -> int:
+def _place(index: int, order: Program, names: Names) -> int:
     """Where the gather of a unit belongs: after its siblings that come before it."""
     path = names.paths[index]
     around, depth = names.around(index), len(path)
     last = None if around is None else order.last(around)
     place = 0 if last is None else last + 1
     comes_before: dict[int, bool] = {}  # of each sibling
-    for at, other in enumerate(order.gathers):
+    for at, other in enumerate(order.unshards):
         way = [*names.paths[other], other]
         if way[:depth] != path or len(way) == depth:
             continue
         sibling = way[depth]
         if sibling not in comes_before:
             comes_before[sibling] = sibling != index and _comes_before(
-                sibling, index, around, order, names, is_backward
+                sibling, index, around, order, names
             )
         if comes_before[sibling]:
             place = max(place, at + 1)
     return place
 
 
-def _comes_before(
-    a: int, b: int, around: int | None, order: Order, names: Names, is_backward: bool
-) -> bool:
+def _comes_before(a: int, b: int, around: int | None, order: Program, names: Names) -> bool:
     """Whether ``a`` is gathered before ``b``: as in another block that holds the same parts."""
-    runs_forward = not is_backward
     if around is not None:
         pattern, outer = names.patterns[around], names.names[around]
         skip = len(outer) + 1 if outer else 0
-        for other in dict.fromkeys(order.gathers):
-            if names.patterns[other] != pattern:
-                continue
-            runs_forward |= other in order.recomputed
-            if other != around:
+        for other in dict.fromkeys(order.unshards):
+            if names.patterns[other] == pattern and other != around:
                 prefix = f"{names.names[other]}."
                 first = _last(prefix + names.names[a][skip:], order, names)
                 second = _last(prefix + names.names[b][skip:], order, names)
                 if first is not None and second is not None:
                     return first < second
-    return (a < b) == runs_forward
+    return a < b
 
 
-def _last(name: str, order: Order, names: Names) -> int | None:
+def _last(name: str, order: Program, names: Names) -> int | None:
     index = names.index_of.get(name)
     return None if index is None else order.last(index)

@@ -1,0 +1,291 @@
+"""A step as one queue of compute and one of the network: seconds from sizes and rates.
+
+The engine's own core (`vescale_fsdp.program`) runs the step, on units that take time::
+
+    compute  | forward 1 | 2 | .. | the root, both ways | backward n | .. | backward 1 |
+    network  | gathers 0, 1 | 2 | 3 ..    | gather n | n - 1, reduce n | .. | reduce 0
+
+The network does one thing at a time, in the order of issue. Without overlap (FSDP2 on CPU) compute
+waits for everything that is sent. `Step.spans` are for a trace that Perfetto shows (`trace_of`).
+
+Not in it: activations and their recomputation, traffic of others, stragglers, and the
+optimizer's own communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vescale_fsdp.program.executor import Executor
+from vescale_fsdp.program.names import Names
+from vescale_fsdp.program.passes import Passes
+from vescale_fsdp.program.policy import Policy
+from vescale_fsdp.program.record import Record
+from vescale_fsdp.program.reductions import Reduction
+from vescale_fsdp.program.residency import Residency
+
+__all__ = ["Link", "Span", "Step", "UnitCost", "run_step", "trace_of"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network as one rank sees it.
+
+    Attributes:
+        bytes_per_s: that it sends.
+        latency_s: of a collective, whatever its size.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of a collective in which a rank sends so many bytes; none takes no time."""
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit in one step of one rank.
+
+    Attributes:
+        forward_s, backward_s: of compute alone.
+        gather_bytes, reduce_bytes: that a rank sends in one gather and one reduction.
+        copy_out_s: from what was gathered to the parameters, before each use of it.
+        copy_in_s: from the gradients to what is reduced.
+    """
+
+    forward_s: float
+    backward_s: float
+    gather_bytes: float
+    reduce_bytes: float
+    copy_out_s: float = 0.0
+    copy_in_s: float = 0.0
+
+
+class Span(NamedTuple):
+    """What the processor or the network does for a while, in seconds since the step began."""
+
+    track: str  # "compute" or "network"
+    name: str
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes.
+
+    Attributes:
+        step_s: all of it.
+        compute_s: forward, backward and optimizer.
+        copy_s: of copies.
+        network_s: that the network is busy.
+        spans: of both, in the order of their start on each track.
+    """
+
+    step_s: float
+    compute_s: float
+    copy_s: float
+    network_s: float
+    spans: Sequence[Span] = field(default=(), compare=False)
+
+    @property
+    def exposed_s(self) -> float:
+        """Neither computed nor copied: waited."""
+        return self.step_s - self.compute_s - self.copy_s
+
+
+class _Clock:
+    """Time of the one who computes, and when the network is free."""
+
+    def __init__(self, link: Link, *, overlaps: bool) -> None:
+        self._link, self._overlaps = link, overlaps
+        self.now = self._free = 0.0
+        self.spans: list[Span] = []
+
+    def issue(self, name: str, num_bytes: float) -> float:
+        """When it will have ended."""
+        seconds, start = self._link.seconds(num_bytes), max(self.now, self._free)
+        if seconds:
+            self.spans.append(Span("network", name, start, seconds))
+        self._free = start + seconds
+        if not self._overlaps:
+            self.wait(self._free)
+        return self._free
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+    def compute(self, name: str, seconds: float) -> None:
+        if seconds:
+            self.spans.append(Span("compute", name, self.now, seconds))
+        self.now += seconds
+
+
+class _Call:
+    pass_number = 0
+
+
+class _Unit(Residency):
+    """A unit that takes time."""
+
+    version = 0
+    is_stale = has_streams = False
+    trainable = all_trainable = True
+    sizes = (1, 1)  # two halves of its gradients
+
+    def __init__(self, name: str, cost: UnitCost, clock: _Clock) -> None:
+        super().__init__()
+        self.name, self.cost, self._clock = name, cost, clock
+        self._arrives: float | None = None
+        self._is_copied = False
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._arrives is None
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        if self._arrives is None:
+            self._arrives = self._clock.issue(f"gather {self.name}", self.cost.gather_bytes)
+
+    def wait_for_unshard(self) -> None:
+        if self._arrives is not None and not self._is_copied:
+            self._clock.wait(self._arrives)
+            self._clock.compute(f"copy {self.name}", self.cost.copy_out_s)
+            self._is_copied = True
+
+    def join_unshard(self) -> None: ...
+
+    def park(self) -> None: ...
+
+    def free(self) -> None:
+        self._arrives, self._is_copied = None, False
+
+    def free_but_part(self) -> None:
+        self.free()
+
+
+class _Group(Reduction):
+    has_gradients = False
+
+    def __init__(self, unit: _Unit, clock: _Clock) -> None:
+        self.number, self.unit, self._of, self._clock = unit.index, unit, unit, clock
+        self._ends = 0.0
+
+    def start(self) -> None:
+        cost = self._of.cost
+        self._clock.compute(f"copy gradients {self._of.name}", cost.copy_in_s)
+        self._ends = self._clock.issue(f"reduce {self._of.name}", cost.reduce_bytes)
+
+    def has_arrived(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        self._clock.wait(self._ends)
+
+
+class _Model(Executor):
+    def __init__(self, costs: Sequence[UnitCost], clock: _Clock, *, alternates: bool) -> None:
+        self.units = [_Unit(str(number), each, clock) for number, each in enumerate(costs)]
+        self.units[0].is_root = True
+        names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
+        policy = Policy(1, 1, 1, 0, alternates)
+        kinds = ["Unit"] * len(names)
+        self.passes = Passes(
+            self.units, Names(names, kinds), self, policy, can_settle=True, trusts=True
+        )
+        self._groups = [_Group(unit, clock) for unit in self.units]
+
+    def settle(self, mine: Record, timeout_s: float | None) -> Record:
+        return mine
+
+    def compare(self, entries: Sequence[str], unit: Residency | None) -> None: ...
+
+    def stall(self) -> None: ...
+
+    def due(self) -> Sequence[Reduction]:
+        return self._groups[::-1]
+
+    def start_reductions(self, batch: Sequence[Reduction]) -> None:
+        for group in batch:
+            assert isinstance(group, _Group)
+            group.start()
+
+
+def run_step(
+    root: UnitCost,
+    units: Sequence[UnitCost],
+    link: Link,
+    *,
+    overlaps: bool = True,
+    takes_turns: bool = False,
+    optimizer_s: float = 0.0,
+) -> Step:
+    """Run a step. The root's compute is what comes after the last unit (head and loss)."""
+    clock = _Clock(link, overlaps=overlaps)
+    model = _Model([root, *units], clock, alternates=takes_turns)
+    _forward(model, clock)
+    _backward(model, clock)
+    clock.compute("optimizer", optimizer_s)
+    each = (root, *units)
+    compute_s = sum(unit.forward_s + unit.backward_s for unit in each) + optimizer_s
+    copy_s = sum(2 * unit.copy_out_s + unit.copy_in_s for unit in units)
+    copy_s += root.copy_out_s + root.copy_in_s
+    network_s = sum(span.seconds for span in clock.spans if span.track == "network")
+    return Step(clock.now, compute_s, copy_s, network_s, tuple(clock.spans))
+
+
+def _forward(model: _Model, clock: _Clock) -> None:
+    passes, (root, *units) = model.passes, model.units
+    passes.before_forward(root, "forward", True)
+    for unit in units:
+        passes.before_forward(unit, "forward", True)
+        clock.compute(f"forward {unit.name}", unit.cost.forward_s)
+        passes.after_forward(unit)
+    clock.compute("forward root", root.cost.forward_s)
+    passes.after_forward(root, is_closed=True)
+
+
+def _backward(model: _Model, clock: _Clock) -> None:
+    passes, (root, *units) = model.passes, model.units
+    calls = {unit: _Call() for unit in model.units}
+    for unit, call in calls.items():
+        unit.open_calls.add(call)
+    passes.begin_backward()
+    root.enter_backward(calls[root])
+    passes.before_backward(root)
+    clock.compute("backward root", root.cost.backward_s)
+    for unit in reversed(units):
+        unit.enter_backward(calls[unit])
+        passes.before_backward(unit)
+        for elements in unit.sizes:
+            clock.compute(f"backward {unit.name}", unit.cost.backward_s / len(unit.sizes))
+            if passes.window.gradient_arrived(unit, elements):
+                passes.take_turn()
+        if unit.leave_backward(calls[unit]):
+            passes.after_backward(unit)
+    passes.end_backward()
+
+
+def trace_of(step: Step) -> dict[str, Any]:
+    """The step as Perfetto and Chrome show it: JSON of the trace event format."""
+    tracks = {"compute": 0, "network": 1}
+    names = [
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        for track, tid in tracks.items()
+    ]
+    spans = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": tracks[span.track],
+            "name": span.name,
+            "ts": span.start_s * 1e6,
+            "dur": span.seconds * 1e6,
+        }
+        for span in step.spans
+    ]
+    return {"traceEvents": [*names, *spans]}

@@ -1,0 +1,371 @@
+"""What ranks spend to agree before and during their first step, in small worlds and large ones.
+
+    python -m benchmarks.startup                     # 64 processes; 1,024 and 4,096 clients
+    python -m benchmarks.startup --ranks 16 --clients 256
+
+*Processes* train a small GPT over gloo, under our engine and FSDP2 in turn: seconds of the first
+step and of the second, and how many rounds the first takes and operations of the store a rank.
+
+*Clients* are threads, each with a connection of its own to one TCPStore, that run the code of
+`engine.attempts` and `engine.rounds` as ranks do, with the payloads of a model of ``--layers``
+layers: so a store has as many clients as in a large world. How many rounds such a model takes is
+counted on two processes, which are given the model itself.
+
+What this shows and what not. All runs on one machine: nothing has a network to cross, but all
+clients share its cores, and Python's lock within a process, which real ranks do not. A round of
+clients is the time between the ends of two rounds, of the last client each. Digests of the entries
+are made before, as ranks make them on cores of their own. With more processes than cores, seconds
+of steps are mostly other ranks' turns on the cores: the difference between the first step and the
+second, beside FSDP2's, is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from benchmarks.models import GPT
+from benchmarks.optimizers.results import circumstances
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from vescale_fsdp import compat, fully_shard
+from vescale_fsdp.engine import attempts
+from vescale_fsdp.engine.agreement import Digests, Subject
+from vescale_fsdp.engine.fingerprint import fingerprint_of
+from vescale_fsdp.engine.merge_tree import FAN_IN
+from vescale_fsdp.engine.rounds import Rounds
+from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.program.record import Record
+from vescale_fsdp.program.record import merge as merge_records
+from vescale_fsdp.testing import run_ranks
+
+VOCABULARY, CONTEXT, WIDTH = 64, 8, 16
+SHARD = {"vescale": fully_shard, "fsdp2": torch_fully_shard}
+TIMEOUT_S = 600.0
+
+
+class Counted:
+    """A store that counts what is asked of it, by the name of the operation."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self.store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self.store, name)
+
+        def call(*args: Any) -> Any:
+            self._counts[name] += 1
+            return operation(*args)
+
+        return call
+
+
+# Processes
+
+
+@dataclass
+class Steps:
+    """Of one rank under one engine.
+
+    Attributes:
+        step_s: of each step.
+        rounds: of the first step, by topic.
+        operations: of the store in the first step, by name, those of the backend left out.
+    """
+
+    step_s: list[float]
+    rounds: dict[str, int]
+    operations: dict[str, int]
+
+
+@contextmanager
+def _counting(rounds: Counter[str], operations: Counter[str]) -> Iterator[None]:
+    prefixed, exchange = attempts.PrefixStore, Rounds.exchange
+    default = Counted(compat.default_store(), operations)
+
+    def counted(self: Rounds, topic: str, *args: Any, **options: Any) -> str:
+        rounds[topic] += 1
+        return exchange(self, topic, *args, **options)
+
+    def within(place: str, store: Counted) -> Counted:
+        return Counted(prefixed(place, store.store), operations)
+
+    with (
+        mock.patch.object(compat, "default_store", return_value=default),
+        mock.patch.object(attempts, "PrefixStore", within),
+        mock.patch.object(Rounds, "exchange", counted),
+    ):
+        yield
+
+
+def _sharded(shard: Callable[..., Any], layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = GPT(VOCABULARY, CONTEXT, layers, WIDTH, heads=2)
+    for module in (*model.blocks, model):
+        shard(module)
+    return model
+
+
+def train(engines: Sequence[str], layers: int, num_steps: int) -> dict[str, Steps]:
+    """On one rank: the steps of each engine, one engine after the other."""
+    torch.set_num_threads(1)
+    found: dict[str, Steps] = {}
+    for name in engines:
+        model = _sharded(SHARD[name], layers)
+        tokens = torch.arange(CONTEXT)[None] % VOCABULARY
+        rounds: Counter[str] = Counter()
+        operations: Counter[str] = Counter()
+        steps = Steps([], {}, {})
+        with _counting(rounds, operations):
+            for _ in range(num_steps):
+                dist.barrier()
+                begun = time.perf_counter()
+                model(tokens).sum().backward()
+                dist.barrier()
+                steps.step_s.append(time.perf_counter() - begun)
+                if len(steps.step_s) == 1:
+                    steps.rounds, steps.operations = dict(rounds), dict(operations)
+        found[name] = steps
+        del model
+        gc.collect()
+    return found
+
+
+def show_processes(results: list[dict[str, Steps]], layers: int, console: Console) -> None:
+    """Print a table; seconds of the slowest rank, operations of the least and most busy one."""
+    title = f"{len(results)} processes, GPT of {layers} blocks; one machine"
+    table = Table(title=title, title_justify="left")
+    for column in ("engine", "first step, s", "second, s", "more", "rounds", "operations a rank"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for name in results[0]:
+        first, second = (max(each[name].step_s[k] for each in results) for k in (0, 1))
+        rounds = sum(results[0][name].rounds.values())
+        totals = [sum(each[name].operations.values()) for each in results]
+        row = [f"{first:.2f}", f"{second:.2f}", f"{first - second:.2f}"]
+        row += [str(rounds), _spread(totals, "{:.0f}")] if rounds else ["", ""]
+        table.add_row(name, *row)
+    console.print(table)
+
+
+# Clients
+
+
+@dataclass
+class Kind:
+    """Rounds of one kind among clients.
+
+    Attributes:
+        round_s: between the ends of rounds, of the last client each.
+        operations: of each client a round, by rank.
+    """
+
+    round_s: list[float]
+    operations: list[float]
+
+
+def entries_of(layers: int) -> list[str]:
+    """What two ranks compare of a model with so many blocks."""
+    return run_ranks(_entries, 2, layers)[0]
+
+
+def _entries(layers: int) -> list[str]:
+    return fingerprint_of(list(units_in(_sharded(fully_shard, layers)).values()))
+
+
+def _payloads(entries: list[str]) -> dict[str, tuple[Callable[[int], str], Any]]:
+    """By kind of a round: what a rank gives, and how that is merged."""
+    layers = sum(each.startswith("unit") for each in entries)
+    subjects = [Subject("mesh", ["mesh"], ""), Subject("model", entries, "")]
+    digests = json.loads(Digests.of(subjects, 0))  # once: ranks make them on cores of their own
+
+    def digest(rank: int) -> str:
+        return json.dumps([[[value, rank]] for ((value, _),) in digests])
+
+    def said(rank: int) -> str:
+        units = list(range(layers))
+        complete = [(unit, layers) for unit in units]
+        return Record("backward of model 1", used=[(units, complete, rank)], ran=units).to_json()
+
+    def merge(payloads: list[str]) -> str:
+        return merge_records([Record.from_json(payload) for payload in payloads]).to_json()
+
+    return {"mesh and model": (digest, Digests.merge), "next step": (said, merge)}
+
+
+def clients(
+    port: int,
+    ranks: range,
+    size: int,
+    fan_in: int,
+    num_rounds: int,
+    entries: list[str],
+    barrier: Barrier,
+    pipe: Any,
+) -> None:
+    """In one process: a client for each of ``ranks``. Sends their times and counts."""
+    threading.stack_size(512 * 1024)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    kinds = _payloads(entries)
+    start = threading.Barrier(len(ranks) + 1)
+    found: dict[int, dict[str, tuple[list[float], float]]] = {}
+
+    def run(rank: int) -> None:
+        mine: dict[str, tuple[list[float], float]] = {}
+        counts: Counter[str] = Counter()
+        # Here, not one after the other: now and then one waits for a name server.
+        store = TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+        start.wait()
+        start.wait()
+        ends = [time.monotonic()]
+        name = attempts.agree_on_name(Counted(store, counts), "name", rank, size, TIMEOUT_S)
+        ends.append(time.monotonic())
+        mine["name"] = ends, counts.total()
+        counts.clear()
+        counted: Any = Counted(PrefixStore(name, store), counts)
+        rounds = Rounds(counted, range(size), rank, fan_in)
+        for kind, (payload, merge) in kinds.items():
+            text = payload(rank)
+            rounds.exchange(f"begin of {kind}", text, merge, TIMEOUT_S)  # all have begun
+            counts.clear()
+            ends = [time.monotonic()]
+            for _ in range(num_rounds):
+                rounds.exchange(kind, text, merge, TIMEOUT_S)
+                ends.append(time.monotonic())
+            mine[kind] = ends, counts.total() / num_rounds
+        found[rank] = mine
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    barrier.wait()
+    start.wait()
+    for thread in threads:
+        thread.join()
+    barrier.wait()  # who leaves the store early takes cores from others
+    pipe.send(found)
+
+
+def measure_clients(
+    size: int, fan_in: int, num_processes: int, num_rounds: int, entries: list[str]
+) -> dict[str, Kind]:
+    """Rounds among ``size`` clients of one store, by kind."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = get_context("spawn")
+    barrier = context.Barrier(num_processes)
+    each = math.ceil(size / num_processes)
+    running = []
+    for index in range(num_processes):
+        receiving, sending = context.Pipe(duplex=False)
+        ranks = range(index * each, min((index + 1) * each, size))
+        args = (server.port, ranks, size, fan_in, num_rounds, entries, barrier, sending)
+        process = context.Process(target=clients, args=args)
+        process.start()
+        sending.close()
+        running.append((process, receiving))
+    found: dict[int, dict[str, tuple[list[float], float]]] = {}
+    for process, receiving in running:
+        found.update(receiving.recv())
+        process.join()
+    kinds = {}
+    for kind in found[0]:
+        ends = [
+            max(times) for times in zip(*(mine[kind][0] for mine in found.values()), strict=True)
+        ]
+        round_s = [after - before for before, after in pairwise(ends)]
+        kinds[kind] = Kind(round_s, [found[rank][kind][1] for rank in range(size)])
+    return kinds
+
+
+def show_clients(
+    results: dict[str, dict[str, Kind]], rounds: dict[str, int], console: Console
+) -> None:
+    """Print a table: least, median and most."""
+    table = Table(title="clients of one TCPStore on one machine", title_justify="left")
+    for column in ("clients", "kind", "ms a round", "operations a client", "of rank 0"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for size, kinds in results.items():
+        for kind, each in kinds.items():
+            row = [size, kind, _spread([1000 * s for s in each.round_s], "{:.1f}")]
+            table.add_row(*row, _spread(each.operations, "{:.0f}"), f"{each.operations[0]:.0f}")
+    console.print(table)
+    total = sum(rounds.values())
+    console.print(f"rounds of the first step of this model: {total} {rounds}")
+    for size, kinds in results.items():
+        seconds = median(kinds["name"].round_s) + total * median(kinds["next step"].round_s)
+        console.print(f"{size} clients: {seconds:.2f} s for a name and so many rounds")
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    some = (min(values), median(values), max(values))
+    texts = [form.format(value) for value in some]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def main() -> None:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description="What ranks spend to agree as they begin.")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64], help="processes that train")
+    parser.add_argument("--blocks", type=int, default=4, help="of the model that they train")
+    parser.add_argument("--clients", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--layers", type=int, default=61, help="of the model that clients have")
+    parser.add_argument("--fan-in", type=int, nargs="+", default=[FAN_IN])
+    parser.add_argument("--processes", type=int, default=4, help="that have the clients")
+    parser.add_argument("--rounds", type=int, default=20, help="of each kind")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    args = parser.parse_args()
+    # Torch asks a name server about each connection; who gets no answer would wait for 10 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    console = Console(width=120)
+    found: dict[str, Any] = {"processes": {}, "clients": {}}
+    for num_ranks in args.ranks:
+        steps = run_ranks(train, num_ranks, list(SHARD), args.blocks, 3, timeout_s=1800)
+        show_processes(steps, args.blocks, console)
+        found["processes"][str(num_ranks)] = [
+            {name: asdict(each) for name, each in mine.items()} for mine in steps
+        ]
+    if args.clients:
+        rounds = run_ranks(train, 2, ["vescale"], args.layers, 1, timeout_s=600)[0][
+            "vescale"
+        ].rounds
+        entries = entries_of(args.layers)
+        results = {}
+        for size in args.clients:
+            for fan_in in args.fan_in:
+                key = f"{size}" if len(args.fan_in) == 1 else f"{size}, fan-in {fan_in}"
+                results[key] = measure_clients(size, fan_in, args.processes, args.rounds, entries)
+        show_clients(results, rounds, console)
+        found["clients"] = {
+            key: {kind: asdict(each) for kind, each in kinds.items()}
+            for key, kinds in results.items()
+        }
+        found["rounds of the first step"] = rounds
+    if args.json:
+        args.json.write_text(json.dumps(found | {"circumstances": circumstances()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Engine: what the units of one root share, and the only one that changes it.
+
+Hooks tell it what happens; what follows is decided by `program.passes`, in integers, and carried
+out here: parameters by units, gradients by groups, agreement through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import is_fake
+from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on
+from vescale_fsdp.engine.attempts import store_for
+from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.fingerprint import agree_on_frozen, fingerprint_of
+from vescale_fsdp.engine.group import Group, together
+from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S, meet
+from vescale_fsdp.engine.settling import is_elsewhere, is_stalled, settle, stall
+from vescale_fsdp.engine.usage import Usage
+from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.program.executor import Executor
+from vescale_fsdp.program.names import Names
+from vescale_fsdp.program.passes import Passes
+from vescale_fsdp.program.policy import Policy, policy_of
+from vescale_fsdp.program.record import Record
+from vescale_fsdp.program.reductions import Reduction
+from vescale_fsdp.program.residency import Residency
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+__all__ = ["MEETING_TIMEOUT_S", "Engine"]
+
+_SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
+_SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
+_SAME_ORDER = (
+    "Run units in the same order on every rank. A rank may leave out units that others run if all "
+    "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
+)
+# Models that ran so far in a world, by the ranks they are on.
+_NUM_MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Engine(Executor):
+    """What the units of one root share: communicators, programs, and what is under way.
+
+    Args:
+        units: of the model, outermost first (``named_modules`` order). Held weakly.
+        unused: "auto" or "zeros", as of ``fully_shard``.
+        in_flight: units unsharded at a time, less a reduction under way, as of ``fully_shard``.
+
+    Raises:
+        RankMismatchError: other ranks have another model or other arguments.
+    """
+
+    def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
+        self.in_flight, self._unused = in_flight, unused
+        groups = [group for unit in units for group in unit.groups]
+        self.numbers = {id(group): number for number, group in enumerate(groups)}
+        # By the ranks they are over, in one order on every rank.
+        self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
+        self._agree_on_model(units)
+        for unit in units:
+            unit.sizes = [size for group in unit.groups for size in group.sizes]
+            for each in unit.groups:
+                each.unit_name = each.gradients.unit_name = (
+                    repr(unit.fqn) if unit.fqn else "the root"
+                )
+        self._comms = {id(group): comm_for(group.axes) for group in groups}
+        self._always_settles = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
+        empty = {index for index, unit in enumerate(units) if not unit.groups}
+        self.passes = Passes(
+            units,
+            Names([unit.fqn for unit in units], [unit.kind for unit in units], empty),
+            self,
+            self._policy(),
+            can_settle=len(self._axes) == 1,
+            predicts=not self._always_settles,
+        )
+        self.passes.rank = dist.get_rank()
+        self.passes.title = f"model {self.number}"
+        self._end: weakref.ref[_End] | None = None  # of the backward that is running
+        self._num_backwards = 0
+        self._has_left = False  # a step, by an exception on this rank
+        self._frozen: dict[int, list[str]] = {}  # by group: what its last reduction left out
+        self._usages: list[tuple[list[Group], Usage]] = []
+
+    def _agree_on_model(self, units: list[Unit]) -> None:
+        described = fingerprint_of(units)
+        for axes in self._axes.values():
+            mesh = Subject("mesh", [repr(axes)], _SAME_MESH)
+            model = Subject("model", described, _SAME_MODEL)
+            agree_on([mesh, model], axes.ranks, timeout_s=LONG_TIMEOUT_S)
+            if len(axes.ranks) > 1 and not is_fake():
+                waiting.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
+        # Counted by those alone that agree: the others may have counted another mesh.
+        world = dist.group.WORLD
+        assert world is not None, "a device mesh has initialised torch.distributed"
+        models = _NUM_MODELS.setdefault(world, Counter())
+        models[tuple(self._axes)] += 1
+        self.number = models[tuple(self._axes)]
+
+    def units(self) -> list[Unit]:
+        """The units that are still alive, outermost first."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def comm(self, group: Group) -> Comm:
+        """The communicators of a group's mesh axis."""
+        return self._comms[id(group)]
+
+    def _policy(self) -> Policy:
+        units = self.units()
+        told = [unit.max_reductions for unit in units]
+        return policy_of(self.in_flight, told, has_streams=any(unit.has_streams for unit in units))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return self.passes.is_in_forward or (self._end is not None and self._end() is not None)
+
+    @property
+    def _has_broken_off(self) -> bool:
+        """Whether a backward has begun, and raised before its end."""
+        return self._end is not None and self._end() is None
+
+    # Forward. All within `plain_tensors`.
+
+    def before_forward(self, unit: Unit, method: str, wants_gradients: bool) -> None:
+        """Unshard ``unit``, of which ``method`` begins, and start on the units after it."""
+        if compat.current_backward() != -1:
+            self.begin_backward()
+            self.passes.recompute(unit)
+            return
+        if self._has_broken_off:
+            self._drop_step(MEETING_TIMEOUT_S)
+        if not self.passes.is_in_forward and self._has_left:
+            self._meet(MEETING_TIMEOUT_S)
+        self.passes.before_forward(unit, method, wants_gradients)
+
+    def after_forward(self, unit: Unit, **how: bool) -> None:
+        """The forward of a unit has ended, perhaps by an exception (see `Passes`)."""
+        if compat.current_backward() != -1:
+            return
+        passes = self.passes
+        try:
+            passes.after_forward(unit, **how)
+        finally:
+            if not passes.is_in_forward:
+                self._has_left = how["has_failed"] and passes.wants_gradients
+
+    def begin_pass(self, first: Residency) -> None:
+        """Let its all-gathers wait for what the user has said, and start those of outer axes."""
+        unit, units = self._units[first.index](), self.units()
+        assert unit is not None, "it runs"
+        event, unit.post_optim_event = unit.post_optim_event, None
+        if event is not None:
+            for device in {group.pool.device for each in units for group in each.groups}:
+                devices.wait_event(device, event)
+        for each in units:
+            for group in each.groups:
+                group.start_outer_gather(self.comm(group))
+
+    def gathered_for(self, unit: Residency) -> None:
+        """Code of all kinds may run in the outermost forward: `training_step`."""
+        outermost = self._units[unit.index]()
+        assert outermost is not None, "it runs"
+        outermost.expose()
+
+    def end_pass(self) -> None:
+        """Hand memory back that no backward will use."""
+        hand_back()
+
+    def enter(self, where: str) -> None:
+        """Where this rank is, for errors."""
+        waiting.enter(where)
+
+    def exposes(self, group: Group) -> bool:
+        """Whether the pass may write to unsharded parameters in ways that no version tells.
+
+        As ``p.data.mul_()`` does. To find out costs a comparison with the shard; on an accelerator
+        it is made in methods of the user's only, as Lightning's ``training_step``.
+        """
+        return self.passes.method != "forward" or not group.has_streams
+
+    # Agreement
+
+    def settle(self, mine: Record, timeout_s: float | None) -> Record:
+        """One round through the store over all ranks of the model."""
+        axes = self._only_axes
+        if axes.shard is not None:
+            (comm,) = {id(comm): comm for comm in self._comms.values()}.values()
+            mine.issued = comm.issued.as_list()[0]
+        return settle(mine, axes, timeout_s)
+
+    def compare(self, entries: Sequence[str], unit: Residency | None) -> None:
+        """Compare what comes next with the ranks that share it, through the store."""
+        mine = None if unit is None else self._units[unit.index]()
+        for axes in self._axes.values() if mine is None else (mine.groups[0].axes,):
+            agree("next step", list(entries), axes.groups[0], _SAME_ORDER)
+
+    def stall(self) -> None:
+        """Tell the other ranks that reductions are behind on this one."""
+        stall(self._only_axes, self._backward_key)
+
+    def is_stalled(self) -> bool:
+        """Whether a rank has said that it is behind in this backward, or runs another pass."""
+        is_behind = is_stalled(self._only_axes, self._backward_key)
+        return is_behind or self.is_elsewhere(self.passes.step_of_backward)
+
+    def is_elsewhere(self, step: str) -> bool:
+        """Whether another rank has come to the next round in another pass."""
+        return is_elsewhere(self._only_axes, step)
+
+    @property
+    def _only_axes(self) -> Axes:
+        (axes,) = self._axes.values()
+        return axes
+
+    @property
+    def _backward_key(self) -> str:
+        return f"{self.number}/{self._num_backwards}"
+
+    # Backward. All within `plain_tensors`, but for `gradient_arrived`.
+
+    def begin_backward(self) -> None:
+        """See that `end_backward` runs when the backward that is running now has ended."""
+        if self._has_broken_off:
+            self._drop_step(MEETING_TIMEOUT_S)
+        if self._end is None:
+            end = _End(self)
+            self._end = weakref.ref(end)
+            compat.queue_backward_callback(end)
+            self._begin_reductions()
+
+    def reduce_waiting(self) -> None:
+        """Reduce what backwards without synchronization have left, outside of a backward."""
+        self._begin_reductions()
+        self.finish_backward()
+
+    def _begin_reductions(self) -> None:
+        self._num_backwards += 1
+        self.passes.window.policy = self._policy()
+        self.passes.begin_backward()
+
+    def due(self) -> Sequence[Reduction]:
+        """The groups to reduce in the backward that begins, those that are defined last first."""
+        due: list[Reduction] = []
+        for unit in self.units():
+            reduces = unit.requires_gradient_sync or unit.row.cuts_gradients
+            for group in unit.groups:
+                group.gradients.sums_replicas = unit.requires_all_reduce
+                if group.gradients.settle(not reduces) and reduces:
+                    due.append(_Due(self.numbers[id(group)], unit, group, self))
+        self._agree_on_frozen(due)
+        due.reverse()
+        return due
+
+    def _agree_on_frozen(self, due: Iterable[Reduction]) -> None:
+        """Compare what is frozen beside trainable parameters, as buffers are laid out by that.
+
+        Cost: nothing while it is as in the backward before, else a round through the store.
+        """
+        changed: list[str] = []
+        for number, unit, group in ((i.number, i.unit, i.group) for i in due if type(i) is _Due):
+            wanted = group.gradients.wanted
+            names = [] if all(wanted) else group.gradients.left_out
+            if names != self._frozen.get(number, []):
+                self._frozen[number] = names
+                changed.append(f"unit {self.passes.fqn(unit.index)!r} without {names}")
+        if changed:
+            for axes in self._axes.values():
+                for each in axes.groups:
+                    agree_on_frozen(changed, each)
+
+    def start_reductions(self, batch: Sequence[Reduction]) -> None:
+        """Issue the reductions of these groups of one unit, as one operation on streams."""
+        groups = [item.group for item in batch if isinstance(item, _Due)]
+        comms = [self.comm(group) for group in groups]
+        with together(groups, comms):
+            for group, comm in zip(groups, comms, strict=True):
+                group.gradients.start_reduce(comm)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Unshard ``unit`` and start on the units whose backward comes after it."""
+        self.begin_backward()
+        for group in unit.groups:
+            group.frees_before_backward = not unit.unshard_in_backward
+            if not unit.unshard_in_backward:
+                group.follow_flags()
+        self.passes.before_backward(unit)
+
+    def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
+        """A gradient of ``unit``, which has so many elements, was taken."""
+        if self._end is None or self._end() is None:
+            self.begin_backward()
+        if self.passes.window.gradient_arrived(unit, num_elements):
+            with plain_tensors():
+                self.passes.take_turn()
+
+    def after_backward(self, unit: Unit) -> None:
+        """Free ``unit`` and reduce its gradients."""
+        self.passes.after_backward(unit)
+
+    def finish_backward(self) -> None:
+        """The backward has ended: free what has run, reduce what is left, set ``.grad``."""
+        with plain_tensors():
+            self.passes.end_backward()
+        self._end = None
+
+    def all_issued(self) -> None:
+        """Ask which parameters were used, of the groups to be published on each mesh."""
+        reduced = [item.group for item in self.passes.reductions.due if isinstance(item, _Due)]
+        asks = self._unused != "zeros" and not self.units()[0].gives_zeros
+        self._usages = []
+        for key, axes in self._axes.items():
+            here = [g for g in reduced if (g.axes.shard_ranks, g.axes.replica_ranks) == key]
+            groups = [
+                group for group in here if group.gradients.sums_replicas or axes.num_replicas == 1
+            ]
+            if groups:
+                self._usages.append((groups, Usage(groups, self.comm(groups[0]), asks=asks)))
+
+    def end_backward(self) -> None:
+        """Set the gradients of the sharded parameters."""
+        reduced = [item.group for item in self.passes.reductions.due if isinstance(item, _Due)]
+        for group in reduced:
+            group.gradients.finish_sum()
+        for unit in self.units():
+            if unit.requires_gradient_sync:  # an optimizer comes next
+                unit.drop_copies()
+        for pool in {id(group.pool): group.pool for group in reduced}.values():
+            pool.trim()
+        usages, self._usages = self._usages, []
+        for groups, usage in usages:
+            for group, flags in zip(groups, usage.finish(), strict=True):
+                group.gradients.publish(flags)
+                group.pool.lane.join()
+        hand_back()
+
+    # Steps that were broken off
+
+    def reset(self) -> None:
+        """Forget a step that was broken off by an exception. Its gradients are lost."""
+        with plain_tensors():
+            for unit in self.units():
+                unit.forget()
+            self.passes.forget()
+        self._end = None
+
+    def leave(self, timeout_s: float) -> None:
+        """Drop the step that is under way, with all ranks. Does nothing between steps.
+
+        Raises:
+            RankMismatchError: a rank has not left it in time.
+        """
+        is_under_way = self.passes.is_open or self.is_running or self._has_broken_off
+        self._has_left = self._has_left or is_under_way
+        if self._has_left:
+            self._drop_step(timeout_s)
+        else:
+            self.reset()
+
+    def _drop_step(self, timeout_s: float) -> None:
+        """Drop a step that was broken off, when all ranks have, and have issued the same in it."""
+        self._has_left = True
+        try:
+            if self._has_broken_off:
+                # Others may have come to units before the exception that this rank leaves out.
+                with plain_tensors():
+                    self.passes.catch_up_backward(timeout_s)
+            self._meet(timeout_s)
+        except RankMismatchError:
+            with contextlib.suppress(RankMismatchError):  # of what is under way
+                self.reset()
+            raise
+        self.reset()
+
+    def _meet(self, timeout_s: float) -> None:
+        """Wait, through the store, until all ranks have left the step that this one has left.
+
+        What is under way then ends on all of them, or nothing is waited for any more.
+        """
+        # Where each all-gather is compared, the next one is, and says more.
+        if not self._always_settles:
+            meet([(axes, comm_for(axes)) for axes in self._axes.values()], timeout_s)
+        self._has_left = False
+
+
+class _Due(Reduction):
+    """A group that a backward reduces."""
+
+    def __init__(self, number: int, unit: Unit, group: Group, engine: Engine) -> None:
+        self.number, self.unit, self.group, self._engine = number, unit, group, engine
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.group.gradients.are_waiting
+
+    def finish(self) -> None:
+        self.group.gradients.finish_reduce()
+
+    def has_arrived(self) -> bool:
+        return self.group.gradients.has_arrived(self._engine.is_stalled)
+
+
+class _End:
+    """Called by autograd when a backward has ended. It dies uncalled if the backward raises."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self) -> None:
+        self._engine.finish_backward()

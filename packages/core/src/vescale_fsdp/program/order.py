@@ -1,0 +1,148 @@
+"""The program of a pass: what all ranks issue in it, in one order, and a rank's way along it.
+
+A pass is one forward of the root (or of a unit that is called by itself), or one backward. All
+ranks walk the same program, whatever they run of the model. A rank that skips a unit still takes
+part in its all-gather, before its next one or at the end of the pass::
+
+    program       embedding  block 0  block 1  block 2  head
+    rank 0 runs   embedding  block 0           block 2  head
+    rank 0 does   unshard    unshard  unshard, unshard  unshard
+                                      reshard
+
+Units may be skipped, on any rank in any pass. Without gradients a unit that runs a second time in a
+pass on one rank runs a second time on all: what repeats (`generate`) may end earlier or later.
+
+Indices of units and groups are places in lists that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
+
+__all__ = ["AT_THE_END", "Program", "Walk"]
+
+AT_THE_END = 1 << 60  # a place after all all-gathers
+
+
+class Program:
+    """What every rank issues in passes of one kind.
+
+    Attributes:
+        unshards: units, in the order of their all-gathers.
+        reductions: groups, in the order of their reductions, each with its place: it is issued
+            after so many all-gathers.
+        recomputed: units that a backward unshards for running their forward again.
+        written: units whose parameters a forward writes to before they run (a teacher's, in
+            ``training_step``): they are not unsharded ahead, and nothing beyond them is.
+        is_confirmed: whether the ranks have told each other what they ran; else it is a prediction.
+    """
+
+    def __init__(self, unshards: Iterable[int] = (), *, is_confirmed: bool = False) -> None:
+        self.unshards: list[int] = []
+        self.reductions: list[tuple[int, int]] = []
+        self.recomputed: set[int] = set()
+        self.written: set[int] = set()
+        self.is_confirmed = is_confirmed
+        self._places: dict[int, list[int]] = {}  # of each unit among the all-gathers
+        for unit in unshards:
+            self.append(unit)
+
+    def append(self, unit: int) -> None:
+        """Add an all-gather at the end."""
+        self._places.setdefault(unit, []).append(len(self.unshards))
+        self.unshards.append(unit)
+
+    def insert(self, place: int, unit: int) -> None:
+        """Add an all-gather before the one at ``place``."""
+        self.unshards.insert(place, unit)
+        # Also what came right before it: it may be of a unit that contains this one.
+        self.reductions = [(group, at + (at >= place)) for group, at in self.reductions]
+        self._places = {}
+        for at, each in enumerate(self.unshards):
+            self._places.setdefault(each, []).append(at)
+
+    def reduce_at_end(self, groups: Collection[int]) -> None:
+        """Reduce these groups after all else: they get gradients after they seem complete."""
+        if groups:
+            before = [each for each in self.reductions if each[0] not in groups]
+            self.reductions = [*before, *((group, AT_THE_END) for group in groups)]
+
+    def find(self, unit: int, start: int) -> int | None:
+        """The place of the first all-gather of ``unit`` at or after ``start``."""
+        places = self._places.get(unit, [])
+        at = bisect_left(places, start)
+        return places[at] if at < len(places) else None
+
+    def last(self, unit: int) -> int | None:
+        """The place of the last all-gather of ``unit``."""
+        return self._places[unit][-1] if unit in self._places else None
+
+
+class Walk:
+    """One pass along a program, on one rank.
+
+    Attributes:
+        place: how many of the program's all-gathers lie behind.
+        ran: the units that this rank has run in the pass, in order of their first runs.
+        used: the all-gathers that it needed itself, in order, while the program is a prediction.
+        joined: the units whose all-gathers it took part in for other ranks.
+        held: those of them that stay unsharded, since this rank has not come to them yet.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.place = 0
+        self.ran: dict[int, None] = {}
+        self.used: list[int] = []
+        self.recomputed: set[int] = set()
+        self.joined: set[int] = set()
+        self.held: set[int] = set()
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the ranks have not yet told each other what they run in such passes."""
+        return not self.program.is_confirmed
+
+    def use(self, unit: int) -> None:
+        """Note that this rank needs ``unit`` now: all ranks' notes make the next program."""
+        if self.is_predicted:
+            self.used.append(unit)
+
+    def insert(self, unit: int) -> None:
+        """The next all-gather is that of ``unit``, which the program did not have here."""
+        self.program.insert(self.place, unit)
+        self.place += 1
+
+    def find(self, unit: int) -> int | None:
+        """The place of the next all-gather of ``unit``; None if there is none from here on."""
+        return self.program.find(unit, self.place)
+
+    def wrap(self, unit: int) -> None:
+        """Go on after the first all-gather of ``unit``: it runs more often than was confirmed.
+
+        What it repeats has lengths of its own (the tokens of ``generate``).
+        """
+        first = self.program.find(unit, 0)
+        self.place = self.place if first is None else first + 1
+
+    def seek(self, place: int, *, again: bool) -> Iterator[int]:
+        """The units to join up to ``place``, moving past each: those not run yet, or all."""
+        while self.place < place:
+            unit = self.program.unshards[self.place]
+            self.place += 1
+            if again or unit not in self.ran:
+                self.joined.add(unit)
+                yield unit
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no all-gather is expected any more."""
+        return self.place >= len(self.program.unshards)
+
+    def ahead(self) -> Iterable[int]:
+        """The units whose all-gathers are expected next."""
+        program = self.program
+        upcoming = map(program.unshards.__getitem__, range(self.place, len(program.unshards)))
+        return itertools.takewhile(lambda unit: unit not in program.written, upcoming)

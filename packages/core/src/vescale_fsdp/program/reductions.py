@@ -1,0 +1,182 @@
+"""The reductions of one backward, in the order that all ranks have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from vescale_fsdp.program.order import Walk
+from vescale_fsdp.program.residency import Residency
+
+__all__ = ["Reduction", "Reductions"]
+
+
+class Reduction(ABC):
+    """A group of parameters that is to be reduced in a backward.
+
+    Attributes:
+        number: of the group, the same on all ranks.
+        unit: that it is of.
+    """
+
+    number: int
+    unit: Residency
+
+    @property
+    @abstractmethod
+    def has_gradients(self) -> bool:
+        """Whether gradients were added that no reduction has sent yet."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the reduction that is under way."""
+
+    @abstractmethod
+    def has_arrived(self) -> bool:
+        """Whether it has ended; waits, but not once a rank has said that it is behind (`stall`)."""
+
+
+class Reductions:
+    """Issues the reductions of one backward, and waits for them.
+
+    A group is reduced when all of its gradients are there, the groups before it have been issued,
+    and as many all-gathers lie behind as its place in the program says. The last keeps ranks that
+    skip units from waiting for each other in a circle (docs/design/engine.md).
+
+    While the program is a prediction a group may be complete later than that says. No rank waits
+    then for a reduction that another cannot issue yet: that rank says so by ``stall``.
+
+    Args:
+        due: the groups to reduce.
+        queue: the groups and their places, in order; it may change while the backward runs.
+        walk: the backward.
+        gets_nothing: whether no gradient of a unit can come any more on this rank. None: that is
+            not asked, and only the end of the backward completes such a unit.
+        start: issues the reductions of these groups together.
+        stall: tells the other ranks that this one is behind.
+        most: how many may be under way while gradients of another group appear. 0: each is waited
+            for at once.
+        most_at_end: how many may be under way while another group is copied when the backward has
+            ended: it has let go of parameters then, so that there is room for one more.
+    """
+
+    def __init__(
+        self,
+        due: Sequence[Reduction],
+        walk: Walk,
+        gets_nothing: Callable[[Residency], bool] | None,
+        start: Callable[[Sequence[Reduction]], None],
+        stall: Callable[[], None] | None,
+        most: int,
+        most_at_end: int,
+    ) -> None:
+        self._due = {item.number: item for item in due}
+        self._of_unit: dict[int, list[Reduction]] = {}
+        for item in due:
+            self._of_unit.setdefault(item.unit.index, []).append(item)
+        self._walk, self._issues, self._stall = walk, start, stall
+        self._gets_nothing = gets_nothing
+        self._most, self._most_at_end = most, most_at_end
+        self._num_issued = 0  # of the program's reductions
+        self._complete: set[int] = set()
+        self._counts: dict[int, int] = {}  # of those that have run: after how many of `Walk.used`
+        self._issued: set[int] = set()
+        self._flying: deque[Sequence[Reduction]] = deque()
+        self.late: list[int] = []  # those that only the end of the backward completes
+        self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
+        self._has_ended = self._is_behind = False
+
+    @property
+    def due(self) -> Iterable[Reduction]:
+        """All that are to be reduced."""
+        return self._due.values()
+
+    @property
+    def reduced_too_early(self) -> list[int]:
+        """The groups that were issued, and have got gradients since: they ran once more."""
+        return [n for n, item in self._due.items() if n in self._issued and item.has_gradients]
+
+    @property
+    def completed(self) -> list[tuple[int, int]]:
+        """The groups that this rank has run and completed, each after how many of `Walk.used`."""
+        return list(self._counts.items())
+
+    def units_of(self, numbers: Iterable[int]) -> list[int]:
+        """The units that have these groups."""
+        return list(dict.fromkeys(self._due[number].unit.index for number in numbers))
+
+    def complete(self, unit: Residency, *, has_run: bool = True) -> None:
+        """The groups of a unit have all of their gradients."""
+        for item in self._of_unit.get(unit.index, ()):
+            self._complete.add(item.number)
+            if has_run:
+                self._counts.setdefault(item.number, len(self._walk.used))
+        self.proceed()
+
+    def complete_rest(self) -> None:
+        """The backward has ended on this rank: no more gradients come."""
+        self._has_ended = True
+        missing = [number for number in self._due if number not in self._complete]
+        self.late = [number for number in missing if not self._gets_nothing_of(self._due[number])]
+        self._complete.update(missing)
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Issue what only waited for its place. To be called after each move of the walk."""
+        ready: list[Reduction] = []
+        queue, place = self._walk.program.reductions, self._walk.place
+        while self._num_issued < len(queue):
+            number, at = queue[self._num_issued]
+            if at > place:
+                break
+            item = self._due[number]
+            if number not in self._complete and not self._gets_nothing_of(item):
+                if self._stall is not None and not self._is_behind:
+                    self._is_behind = True
+                    self._stall()
+                break
+            self._num_issued += 1
+            ready.append(item)
+        self._issue(ready)
+
+    def finish(self, when_issued: Callable[[], None]) -> None:
+        """Issue what is left, call ``when_issued``, and wait for everything."""
+        self._issue([item for number, item in self._due.items() if number not in self._issued])
+        when_issued()
+        self._stall = None
+        self.land(0)
+        for number, item in self._due.items():  # gradients that came after it seemed complete
+            if number in self.again:
+                self._start([item])
+        self.land(0)
+
+    def _gets_nothing_of(self, item: Reduction) -> bool:
+        return self._gets_nothing is not None and self._gets_nothing(item.unit)
+
+    def _issue(self, items: Sequence[Reduction]) -> None:
+        self._issued.update(item.number for item in items)
+        # On streams those of a unit are one operation, and end together.
+        for unit, several in groupby(items, lambda item: item.unit):
+            for batch in [[*several]] if unit.has_streams else [[item] for item in several]:
+                self._start(batch)
+
+    def _start(self, batch: Sequence[Reduction]) -> None:
+        self.land(self._most_at_end if self._has_ended else max(self._most - 1, 0))
+        self._issues(batch)
+        self._flying.append(batch)
+        self.land(self._most)
+
+    @property
+    def num_flying(self) -> int:
+        """How many reductions are under way."""
+        return len(self._flying)
+
+    def land(self, most: int) -> None:
+        """Wait for the oldest reductions until ``most`` are under way."""
+        while len(self._flying) > most:
+            if self._stall is not None and not all(item.has_arrived() for item in self._flying[0]):
+                return
+            for item in self._flying.popleft():
+                item.finish()
