@@ -1,5 +1,5 @@
+from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.model import Group, Tensor, joined, kinds, make_model
-from vescale_fsdp.cli.settings import parse_dtype
 
 FP32 = parse_dtype("fp32", "")
 

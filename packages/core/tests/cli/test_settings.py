@@ -1,7 +1,8 @@
 import pytest
 
+from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.errors import InputError
-from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
+from vescale_fsdp.cli.settings import Settings, parse_bandwidth
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from vescale_fsdp.cli import timeline
-from vescale_fsdp.cli.settings import Backend, parse_dtype
+from vescale_fsdp.cli.dtypes import parse_dtype
+from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
 from vescale_fsdp.dbuffer import exchange
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Model
 from vescale_fsdp.cli.modules import model_of_module, reason
-from vescale_fsdp.cli.settings import Dtype
 
 __all__ = ["model_of_architecture", "model_of_config"]
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from vescale_fsdp.cli.blocks import BlockRules
 from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
+from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.model import Group, Model, Unit
-from vescale_fsdp.cli.settings import Dtype
 from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
 from vescale_fsdp.planner.advice import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from vescale_fsdp.cli.settings import Dtype
+from vescale_fsdp.cli.dtypes import Dtype
 
 __all__ = ["Group", "Model", "Tensor", "Unit", "joined", "kinds", "make_model"]
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from vescale_fsdp import repeated_blocks
+from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Group, Model, Tensor, make_model
-from vescale_fsdp.cli.settings import Dtype
 from vescale_fsdp.engine.roles import Roles
 
 __all__ = ["build", "model_of_module", "reason"]

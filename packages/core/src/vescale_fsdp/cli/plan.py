@@ -12,8 +12,9 @@ import typer
 
 from vescale_fsdp.cli.amounts import plain, several
 from vescale_fsdp.cli.codes import Codes, parse_code
+from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.errors import InputError
-from vescale_fsdp.cli.settings import Settings, parse_bandwidth, parse_dtype
+from vescale_fsdp.cli.settings import Settings, parse_bandwidth
 
 if TYPE_CHECKING:
     from vescale_fsdp.cli.layouts import PlannedGroup

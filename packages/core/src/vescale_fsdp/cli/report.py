@@ -22,11 +22,11 @@ from vescale_fsdp.cli.amounts import (
     several,
 )
 from vescale_fsdp.cli.codes import Code
+from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.estimate import Figures
 from vescale_fsdp.cli.layouts import ALIGNMENT_BYTES, PlannedGroup
 from vescale_fsdp.cli.model import kinds
 from vescale_fsdp.cli.result import FSDP2, OURS, Report
-from vescale_fsdp.cli.settings import Dtype
 from vescale_fsdp.cli.suggest import Suggestion
 from vescale_fsdp.cli.timeline import KINDS
 

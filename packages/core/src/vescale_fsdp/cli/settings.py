@@ -7,28 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
+from vescale_fsdp.cli.dtypes import BF16, FP32, Dtype
 from vescale_fsdp.cli.errors import InputError
 
-__all__ = ["Backend", "Dtype", "Settings", "parse_bandwidth", "parse_dtype"]
+__all__ = ["Backend", "Settings", "parse_bandwidth"]
 
 Backend = Literal["nccl", "gloo"]
 
-
-@dataclass(frozen=True)
-class Dtype:
-    """A dtype, without torch."""
-
-    name: str  # torch's, such as "bfloat16"
-    itemsize: int
-    floating: bool = True
-
-
-_DTYPES = {
-    "fp64": Dtype("float64", 8),
-    "fp32": Dtype("float32", 4),
-    "bf16": Dtype("bfloat16", 2),
-    "fp16": Dtype("float16", 2),
-}
 
 _MOST_RANKS = 1 << 20  # states are counted rank by rank
 
@@ -39,8 +24,8 @@ class Settings:
 
     num_ranks: int
     num_replicas: int = 1  # HSDP: groups of num_ranks / num_replicas
-    compute_dtype: Dtype = _DTYPES["bf16"]  # of what is gathered, and of gradients
-    reduce_dtype: Dtype = _DTYPES["fp32"]  # in which gradients are summed
+    compute_dtype: Dtype = BF16  # of what is gathered, and of gradients
+    reduce_dtype: Dtype = FP32  # in which gradients are summed
     optimizer: str = "adamw"
     reshard: bool | None = None  # reshard_after_forward of all units; None: all but the root
     backend: Backend = "nccl"
@@ -64,18 +49,6 @@ class Settings:
     def num_shards(self) -> int:
         """Ranks that one copy of the model is sharded over."""
         return self.num_ranks // self.num_replicas
-
-
-def parse_dtype(text: str, option: str) -> Dtype:
-    """``fp32``, ``bf16``, ... or torch's name of it.
-
-    Raises:
-        InputError: it is none of them.
-    """
-    for short, dtype in _DTYPES.items():
-        if text.removeprefix("torch.") in (short, dtype.name):
-            return dtype
-    raise InputError(f"{option} is {text!r}, expected one of {', '.join(_DTYPES)}")
 
 
 _BANDWIDTH = re.compile(

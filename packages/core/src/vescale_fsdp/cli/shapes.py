@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Group, Model, Tensor, make_model
-from vescale_fsdp.cli.settings import Dtype
 
 __all__ = ["model_from_shapes"]
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vescale_fsdp.cli.dtypes import Dtype, parse_dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Model
-from vescale_fsdp.cli.settings import Dtype, parse_dtype
 from vescale_fsdp.cli.shapes import model_from_shapes
 
 __all__ = ["load"]

@@ -48,7 +48,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.cli.settings import Backend, Dtype
+from vescale_fsdp.cli.dtypes import Dtype
+from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes

@@ -20,6 +20,7 @@ from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.kept_codes import KeptCodes
 from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
+from vescale_fsdp.dbuffer.message import GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
@@ -33,11 +34,13 @@ __all__ = [
     "DBuffer",
     "Flags",
     "FlatBuffer",
+    "GatherMessage",
     "GradientBuffer",
     "KeptCodes",
     "Outbox",
     "Packing",
     "PendingReduce",
+    "SharedReduce",
     "SlabPool",
     "ThenCopy",
     "choose_reduction",
@@ -49,4 +52,5 @@ __all__ = [
     "plain_tensors",
     "pool_for",
     "shard_view",
+    "start_reduce_together",
 ]

@@ -18,29 +18,38 @@ In forward mode (dual tensors) tangents pass as their primal values do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.tree import replace_tensors, tensors_requiring_grad
 
-if TYPE_CHECKING:
-    from vescale_fsdp.engine.unit import Unit
-
 __all__ = ["Call", "enter", "leave"]
 
 
-class Call:
+class Call(ABC):
     """One forward of a unit that a backward may come back to.
 
     Held by the graph alone: when the graph is freed without a backward, the call is gone too,
     and nobody waits for it.
+
+    Args:
+        fqn: of the unit, for errors.
     """
 
-    def __init__(self, unit: Unit, pass_number: int) -> None:
-        self.unit, self.pass_number = unit, pass_number
+    def __init__(self, fqn: str) -> None:
+        self.where = repr(fqn) if fqn else "at the root"
         self.takes_gradients = False  # whether an input wants a gradient
+
+    @abstractmethod
+    def pre_backward(self) -> None:
+        """A gradient has reached the outputs."""
+
+    @abstractmethod
+    def post_backward(self) -> None:
+        """The gradients of the inputs are there: nothing in the call is left to run."""
 
 
 def enter(call: Call, value: Any) -> Any:
@@ -52,7 +61,7 @@ def enter(call: Call, value: Any) -> Any:
     if compat.takes_functional_gradient():
         raise NotImplementedError(
             "torch.func.grad and torch.func.vjp through the sharded module "
-            f"{call.unit.fqn or 'at the root'!r} are not there yet in vescale_fsdp; use "
+            f"{call.where} are not there yet in vescale_fsdp; use "
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
@@ -83,10 +92,10 @@ class _PreBackward(torch.autograd.Function):
         if torch.is_grad_enabled():  # the second backward would find freed parameters
             raise NotImplementedError(
                 f"a backward with create_graph=True through the sharded module "
-                f"{ctx.call.unit.fqn or 'at the root'!r} is not there yet in vescale_fsdp; compute "
+                f"{ctx.call.where} is not there yet in vescale_fsdp; compute "
                 "this term without create_graph, or on a module that is not sharded"
             )
-        ctx.call.unit.pre_backward(ctx.call)
+        ctx.call.pre_backward()
         return (None, *grads)
 
     @staticmethod
@@ -107,7 +116,7 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.unit.post_backward(ctx.call)
+        ctx.call.post_backward()
         return (None, *grads)
 
     @staticmethod

@@ -11,35 +11,35 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
+from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on
 from vescale_fsdp.engine.attempts import store_for
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.fingerprint import agree_on_frozen, fingerprint_of
 from vescale_fsdp.engine.group import Group, together
+from vescale_fsdp.engine.mail import Mail
 from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S, meet
+from vescale_fsdp.engine.reduce import start_together
 from vescale_fsdp.engine.settling import is_elsewhere, is_stalled, settle, stall
+from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.usage import Usage
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
+from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.policy import Policy, policy_of
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
 
-if TYPE_CHECKING:
-    from vescale_fsdp.engine.unit import Unit
-
-__all__ = ["MEETING_TIMEOUT_S", "Engine"]
+__all__ = ["MEETING_TIMEOUT_S", "Engine", "engine_of"]
 
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
@@ -94,6 +94,7 @@ class Engine(Executor):
         self.passes.title = f"model {self.number}"
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self._num_backwards = 0
+        self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
         self._frozen: dict[int, list[str]] = {}  # by group: what its last reduction left out
         self._usages: list[tuple[list[Group], Usage]] = []
@@ -195,6 +196,30 @@ class Engine(Executor):
         """
         return self.passes.method != "forward" or not group.has_streams
 
+    # Small all-gathers, several in a message
+
+    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
+        """Send what is small together, along a confirmed ``program``."""
+        comms = {id(comm): comm for comm in self._comms.values()}
+        if self._always_settles or len(comms) != 1:
+            return
+        (comm,) = comms.values()
+        self._mail = Mail(program, self._units, comm, self._is_sent_again, in_backward=in_backward)
+
+    def fetch(self, unit: Unit) -> list[ThenCopy] | None:
+        """Start the all-gathers of ``unit`` with others; None if it is to be sent alone."""
+        return None if self._mail is None else self._mail.fetch(unit)
+
+    def end_walk(self) -> None:
+        """Wait for what nobody has wanted."""
+        mail, self._mail = self._mail, None
+        if mail is not None:
+            mail.close()
+
+    def _is_sent_again(self, unit: Unit) -> None:
+        name = self.passes.name(unit.index)
+        self.compare([f"another gather of {name}, which was written to in the pass"], unit)
+
     # Agreement
 
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
@@ -289,6 +314,9 @@ class Engine(Executor):
         """Issue the reductions of these groups of one unit, as one operation on streams."""
         groups = [item.group for item in batch if isinstance(item, _Due)]
         comms = [self.comm(group) for group in groups]
+        if len(groups) > 1 and not groups[0].has_streams:
+            start_together([group.gradients for group in groups], comms[0])
+            return
         with together(groups, comms):
             for group, comm in zip(groups, comms, strict=True):
                 group.gradients.start_reduce(comm)
@@ -399,11 +427,19 @@ class Engine(Executor):
         self._has_left = False
 
 
+def engine_of(unit: Unit) -> Engine | None:
+    """The engine of the model that ``unit`` is part of; None before the first forward."""
+    engine = unit.engine
+    assert engine is None or isinstance(engine, Engine), "`root` alone makes it"
+    return engine
+
+
 class _Due(Reduction):
     """A group that a backward reduces."""
 
     def __init__(self, number: int, unit: Unit, group: Group, engine: Engine) -> None:
         self.number, self.unit, self.group, self._engine = number, unit, group, engine
+        self.parcel = group.gradients.parcel(engine.comm(group))
 
     @property
     def has_gradients(self) -> bool:

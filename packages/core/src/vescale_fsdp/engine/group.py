@@ -273,8 +273,7 @@ class Group:
         if in_backward and part is not None:
             self._work = comm.start_gather_of_parts(self.buffer, part)
         else:
-            if any(local_of(slot.sharded) is not slot.local for slot in self.slots):
-                self.rebind()  # a submodule was converted: its parameters left the shard
+            self.follow_conversions()
             self.start_outer_gather(comm)
             inner, first = None, None
             if self._inner_shard is not None:
@@ -295,6 +294,32 @@ class Group:
                     first,
                 )
         self._part_in_flight = part
+
+    def follow_conversions(self) -> None:
+        """Take over what a conversion of a submodule has made of its parameters."""
+        if self.is_sharded and any(s.sharded._local_tensor is not s.local for s in self.slots):  # type: ignore[attr-defined]
+            self.rebind()  # they have left the shard
+
+    @property
+    def travels_plainly(self) -> bool:
+        """Whether a gather sends the shard, and nothing that its unit or a user has to say."""
+        is_plain = self._has_views and self.codec is None and self.custom_gather is None
+        is_plain = is_plain and self._inner_shard is None and not self.is_on_meta
+        return is_plain and not self.has_streams and self.num_shards > 1
+
+    def expect(self, work: ThenCopy, comm: Comm) -> None:
+        """The all-gather is ``work``, which writes to the full buffer when it is waited for."""
+        assert self.state is GroupState.SHARDED, "nobody has started another"
+        self.gradients.casts_first = comm.sends_sums
+        self._part, self._work = None, work
+        self._gathered_version = self.version
+        self.state = GroupState.GATHERING
+
+    def keep_writes(self) -> None:
+        """Take over what was written to the gathered parameters, if they are there."""
+        self._wait()
+        if self.is_gathered:
+            self._keep_writes()
 
     def take_part(self, comm: Comm) -> None:
         """Make a gather that other ranks need, though the parameters are there.

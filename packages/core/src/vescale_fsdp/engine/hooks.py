@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_fsdp.engine import calls
 from vescale_fsdp.engine.unit import unit_of
 
 __all__ = ["register_fsdp_forward_method", "register_hooks"]
@@ -59,13 +60,13 @@ def _pre_forward(
 ) -> Any:
     unit = unit_of(module)
     assert unit is not None, "the hook is only on sharded modules"
-    return unit.pre_forward(module, args, kwargs, method)
+    return calls.pre_forward(unit, module, args, kwargs, method)
 
 
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None, "the hook is only on sharded modules"
-    return unit.post_forward(output)
+    return calls.post_forward(unit, output)
 
 
 @functools.cache

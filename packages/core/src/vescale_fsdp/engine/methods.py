@@ -14,7 +14,8 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
-from vescale_fsdp.engine.engine import MEETING_TIMEOUT_S
+from vescale_fsdp.engine.copies import copied, join
+from vescale_fsdp.engine.engine import MEETING_TIMEOUT_S, engine_of
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.pipelining import State, register_state
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
@@ -89,12 +90,13 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
                 have left the step at different places. The run cannot go on then, on any rank.
         """
         unit = self._unit()
-        if unit.engine is not None and not unit.is_root:
+        engine = engine_of(unit)
+        if engine is not None and not unit.is_root:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if unit.engine is not None:
-            for below in unit.engine.units():
+        if engine is not None:
+            for below in engine.units():
                 below.forget_running()
-            unit.engine.leave(timeout_s)
+            engine.leave(timeout_s)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -171,13 +173,13 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         No communication. The copy is a root of its own; optimizers know nothing of it.
         """
         unit = self._unit()
-        twin_unit: Unit = memo.get(id(unit)) or unit.copied(memo)
+        twin_unit: Unit = memo.get(id(unit)) or copied(unit, memo)
         twin = object.__new__(type(self))  # FSDPModule.__new__ makes the class without us
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
             if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
                 twin.__dict__[name] = copy.deepcopy(value, memo)
-        twin_unit.join(twin, unit, memo)  # type: ignore[arg-type]
+        join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
         register_state(twin, twin_unit)  # type: ignore[arg-type]
         for name in unit.forward_methods & self.__dict__.keys():
             register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]

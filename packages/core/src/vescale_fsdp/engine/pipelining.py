@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine import calls
+from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.unit import Unit, unit_of
 
 __all__ = ["State", "register_state", "share_comm_ctx", "state_of"]
@@ -40,22 +42,23 @@ class State:
 
     @property
     def _state_ctx(self) -> SimpleNamespace:
-        engine = self.unit.engine
+        engine = engine_of(self.unit)
         units = [self.unit] if engine is None else engine.units()
         return SimpleNamespace(all_states=[State(unit) for unit in units])
 
     # torch's own ``register_fsdp_forward_method`` calls these two around a method.
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.unit.pre_forward(module, args, kwargs, "a method")
+        return calls.pre_forward(self.unit, module, args, kwargs, "a method")
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self.unit.post_forward(output)
+        return calls.post_forward(self.unit, output)
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and publish what backwards without synchronization have left."""
-        if self.unit.engine is not None:
-            self.unit.engine.reduce_waiting()
+        engine = engine_of(self.unit)
+        if engine is not None:
+            engine.reduce_waiting()
 
 
 def register_state(module: nn.Module, unit: Unit) -> None:

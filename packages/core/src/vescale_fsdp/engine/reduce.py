@@ -26,12 +26,15 @@ from vescale_fsdp.dbuffer import (
     GradientBuffer,
     Packing,
     PendingReduce,
+    SharedReduce,
     SlabPool,
+    start_reduce_together,
 )
 from vescale_fsdp.engine.slot import Slot, flags_of, local_of
 from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.program.bundles import Parcel
 
-__all__ = ["Gradients", "ParameterBuffer"]
+__all__ = ["Gradients", "ParameterBuffer", "start_together"]
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 
@@ -110,7 +113,7 @@ class Gradients:
         self._reduce_dtype = reduce_dtype
         self._has_accumulated = False  # whether any rank may hold gradients that wait
         self._filling: GradientBuffer | None = None
-        self._reducing: tuple[GradientBuffer, PendingReduce, Comm] | None = None
+        self._reducing: tuple[GradientBuffer, PendingReduce | SharedReduce, Comm] | None = None
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
@@ -263,10 +266,8 @@ class Gradients:
     @_on_lane
     def start_reduce(self, comm: Comm) -> None:
         """Issue the reduction of the gradients added so far (zeros where there is none)."""
-        assert self._reducing is None, "one reduction of a group at a time"
-        gradients = self._filling or self._new_buffer()
-        self._filling = None
-        full = gradients.seal()
+        gradients = self.sealed()
+        full = gradients.flat
         codec = self._codec_for(comm)
         if codec is not None:
             errors = self._errors_so_far(full)
@@ -283,8 +284,34 @@ class Gradients:
                 only_sums=self.only_sums,
                 custom=self.custom,
             )
+        self.expect(gradients, pending, comm)
+
+    def sealed(self) -> GradientBuffer:
+        """The gradients added so far, ready to be sent."""
+        assert self._reducing is None, "one reduction of a group at a time"
+        gradients = self._filling or self._new_buffer()
+        self._filling = None
+        gradients.seal()
+        return gradients
+
+    def expect(
+        self, gradients: GradientBuffer, pending: PendingReduce | SharedReduce, comm: Comm
+    ) -> None:
+        """The reduction of ``gradients`` is under way."""
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
+
+    def parcel(self, comm: Comm) -> Parcel | None:
+        """What a reduction would send; None if it is not to be sent with others.
+
+        The same on every rank. To be asked when a backward has settled what has a place.
+        """
+        layout, dtype = self._packing.layout, self._filling_dtype
+        has_streams = devices.has_streams(self.pool.device)
+        if has_streams or comm.size == 1 or self.custom is not None or any(self.codings):
+            return None
+        kind = (dtype, self.sum_dtype, self.divide_factor, self.only_sums, self.pool.device)
+        return Parcel(layout.shard_size * dtype.itemsize, kind) if layout.shard_size else None
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """That of what travels; None: gradients travel as they are, or not at all."""
@@ -473,3 +500,20 @@ class Gradients:
         if self._filling is not None:
             self._filling.release()
         self._filling = self._unsummed = None
+
+
+def start_together(several: Sequence[Gradients], comm: Comm) -> None:
+    """Issue the reductions of several groups as one, in one message (`Gradients.parcel`)."""
+    buffers = [each.sealed() for each in several]
+    first = several[0]
+    pendings = start_reduce_together(
+        [buffer.flat for buffer in buffers],
+        comm,
+        first.sum_dtype,
+        first.pool,
+        first.divide_factor,
+        only_sums=first.only_sums,
+    )
+    for each, buffer, pending in zip(several, buffers, pendings, strict=True):
+        buffer.release()
+        each.expect(buffer, pending, comm)

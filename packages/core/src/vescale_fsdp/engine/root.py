@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from vescale_fsdp.engine.engine import Engine
-from vescale_fsdp.engine.slot import Slot
+from vescale_fsdp.engine.materialized import check_materialized
 from vescale_fsdp.engine.ties import refuse_waiting
+from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.ragged.assignment import NAME
 
-if TYPE_CHECKING:
-    from vescale_fsdp.engine.unit import Unit
-
-__all__ = ["check_materialized", "make_root", "sole_module"]
+__all__ = ["make_root"]
 
 
-def sole_module(unit: Unit) -> nn.Module:
-    """The module of a unit that is to be a root.
+def make_root(unit: Unit) -> Engine:
+    """Make ``unit`` the root of one engine with all units below it. Within `plain_tensors`.
 
     Raises:
-        RuntimeError: it has several.
-    """
-    if len(unit.module_refs) > 1:
-        raise RuntimeError(
-            "FSDP requires a single root module but got "
-            f"{tuple(type(ref()).__name__ for ref in unit.module_refs)}; call fully_shard on the "
-            "module around them as well"
-        )
-    module = unit.module_refs[0]()
-    assert module is not None, "somebody is calling it"
-    return module
-
-
-def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
-    """Make ``unit`` the root of one engine with all units below it.
-
-    Args:
-        unit: of ``module``, which is called.
-        units: all in ``module``, by module name, outermost first.
-
-    Raises:
-        RuntimeError: a unit below has run on its own before; or parameters are still on meta.
+        RuntimeError: it has several modules; a unit below has run on its own before; or parameters
+            are still on meta.
         RankMismatchError: other ranks have another model.
     """
+    module = _sole_module(unit)
+    units = units_in(module)
     refuse_waiting(module)
     for name, below in units.items():
         if below.engine is not None:
@@ -55,9 +33,9 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
     names = {id(param): name for name, param in module.named_parameters()}
     for name, below in units.items():
         below.fqn = name
-        for slot in (slot for group in below.groups for slot in group.slots):
+        for slot in below.slots():
             slot.fqn = names.get(id(slot.registered()), slot.fqn)
-        check_materialized([below])
+        check_materialized(below.modules(), below.slots())
         for group in below.groups:
             if group.is_sharded:
                 group.rebind()
@@ -67,40 +45,15 @@ def make_root(unit: Unit, module: nn.Module, units: dict[str, Unit]) -> None:
     unit.is_root = True
     for below in units.values():
         below.engine = engine
+    return engine
 
 
-def check_materialized(units: list[Unit]) -> None:
-    """Raise if a parameter of the units has no data yet; name those of the first such unit."""
-    for unit in units:
-        slots = [slot for group in unit.groups for slot in group.slots]
-        on_meta = [slot for slot in slots if slot.registered().is_meta]
-        if on_meta:
-            names = [slot.fqn for slot in _children_first(unit, on_meta)]
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, "
-                f"but the following were still on meta device: {names}\n"
-                "For example, call module.to_empty(device) to materialize to device and "
-                "call module.reset_parameters() on each module to initialize values."
-            )
-
-
-def _children_first(unit: Unit, slots: list[Slot]) -> list[Slot]:
-    """The order in which FSDP2 has them: those of a module come after those of its children."""
-    places: dict[tuple[int, str], int] = {}
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        for name in module._parameters:
-            places.setdefault((id(module), name), len(places))
-
-    for ref in unit.module_refs:
-        module = ref()
-        if module is not None:
-            visit(module)
-
-    def place(slot: Slot) -> int:
-        found = (places.get((id(ref()), name)) for ref, name in slot.sites)
-        return min((each for each in found if each is not None), default=len(places))
-
-    return sorted(slots, key=place)
+def _sole_module(unit: Unit) -> nn.Module:
+    if len(unit.module_refs) > 1:
+        raise RuntimeError(
+            "FSDP requires a single root module but got "
+            f"{tuple(type(ref()).__name__ for ref in unit.module_refs)}; call fully_shard on the "
+            "module around them as well"
+        )
+    (module,) = unit.modules()
+    return module

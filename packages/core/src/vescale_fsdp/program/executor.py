@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
@@ -37,6 +38,14 @@ class Executor(ABC):
 
     def begin_pass(self, first: Residency) -> None:
         """The outermost forward begins."""
+        return
+
+    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
+        """A forward or backward follows ``program``."""
+        return
+
+    def end_walk(self) -> None:
+        """It has come to its end."""
         return
 
     def gathered_for(self, unit: Residency) -> None:

@@ -35,13 +35,16 @@ class Names:
         self._lists = [
             (name.rpartition(".")[0], kind) for name, kind in zip(names, kinds, strict=True)
         ]
-        index_of = {name: index for index, name in enumerate(names) if index not in empty}
-        self.paths: list[list[int]] = []  # the units around each, outermost first
+        every = {name: index for index, name in enumerate(names)}
+        self.containers: list[list[int]] = []  # the units around each, outermost first
         for name in names:
             parts = name.split(".")
             outer = ["", *(".".join(parts[:n]) for n in range(1, len(parts)))] if name else []
-            self.paths.append([index_of[each] for each in outer if each in index_of])
-        self.index_of = index_of
+            self.containers.append([every[each] for each in outer if each in every])
+        self.paths = [  # those with a place in a program
+            [each for each in containers if each not in empty] for containers in self.containers
+        ]
+        self.index_of = {name: index for name, index in every.items() if index not in empty}
 
     def around(self, index: int) -> int | None:
         """The innermost other unit that contains this one."""

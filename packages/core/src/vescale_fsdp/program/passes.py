@@ -198,6 +198,7 @@ class Passes:
         self.num_passes += 1
         self._say("in", self._forward)
         self._forward = Walk(self._program_of_forward())
+        self._begin_walk(self._forward)
         self._is_closed, self._is_visited, self._num_repeats = set(), set(), 1
         back = self._first_back.get(self._kind)
         is_known = back is not None and self._can_settle and not self._forward.is_predicted
@@ -213,6 +214,10 @@ class Passes:
                 self._ran, self._hidden = set(), set()
             self._num_forwards += 1
             self._num_backwards = 0
+
+    def _begin_walk(self, walk: Walk) -> None:
+        if not walk.is_predicted and self._can_settle:
+            self._executor.begin_walk(walk.program, in_backward=walk is self._backward)
 
     def _program_of_forward(self) -> Program:
         if not self._predicts:
@@ -241,6 +246,7 @@ class Passes:
                 self._catch_up(self._forward)
         else:
             self._catch_up(self._forward)
+            self._executor.end_walk()
         if self._trusts:
             self._closed[self._kind], self._visited[self._kind] = self._is_closed, self._is_visited
         if not self.has_failed:
@@ -390,7 +396,8 @@ class Passes:
             return True
         if self._num_backwards:  # of one graph: no call is open before it is reached
             return False
-        around = (self._units[each]() for each in self._names.paths[index] if each in self._ran)
+        containers = self._names.containers[index]
+        around = (self._units[each]() for each in containers if each in self._ran)
         return index not in self._hidden or any(
             unit is not None and unit.index not in self._hidden and not unit.awaits_backward
             for unit in around
@@ -617,6 +624,7 @@ class Passes:
         self._backward = walk = Walk(program or self._program_of_backward(due))
         self._say("in", walk)
         policy = self.window.policy
+        self._begin_walk(walk)
         may_stall = walk.is_predicted and self._can_settle
         self._reductions = Reductions(
             due,
@@ -664,6 +672,7 @@ class Passes:
         self._num_filled, walk = 0, self._backward
         was_predicted = walk.is_predicted
         self._catch_up(walk)
+        self._executor.end_walk()
         self.window.drop()
         self._reduce_rest(was_predicted)
         self._reductions.finish(self._executor.all_issued)
@@ -701,7 +710,9 @@ class Passes:
 
     def forget(self) -> None:
         """Forget a step that was broken off. Its gradients are lost."""
-        self._running, self._num_forwards = 0, 0
+        self._running, self._num_forwards, self._has_skipped = 0, 0, False
+        self._ran, self._hidden = set(), set()
+        self._executor.end_walk()
         self.window.drop()
         self._forward, self._backward = Walk(Program()), Walk(Program())
         self._reductions = self._no_reductions()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
+from vescale_fsdp.program.bundles import Parcel, bundled
 from vescale_fsdp.program.order import Walk
 from vescale_fsdp.program.residency import Residency
 
@@ -23,6 +24,7 @@ class Reduction(ABC):
 
     number: int
     unit: Residency
+    parcel: Parcel | None = None  # what is sent, if it may be with others
 
     @property
     @abstractmethod
@@ -87,6 +89,11 @@ class Reductions:
         self.late: list[int] = []  # those that only the end of the backward completes
         self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = self._is_behind = False
+        self._bundle_of: dict[int, list[int]] = {}  # those that are sent together
+        if due and not walk.is_predicted:
+            queue = [number for number, _ in walk.program.reductions]
+            for bundle in bundled(queue, lambda number: self._due[number].parcel):
+                self._bundle_of.update(dict.fromkeys(bundle, bundle))
 
     @property
     def due(self) -> Iterable[Reduction]:
@@ -125,25 +132,27 @@ class Reductions:
 
     def proceed(self) -> None:
         """Issue what only waited for its place. To be called after each move of the walk."""
-        ready: list[Reduction] = []
+        ready: list[list[Reduction]] = []
         queue, place = self._walk.program.reductions, self._walk.place
         while self._num_issued < len(queue):
-            number, at = queue[self._num_issued]
-            if at > place:
+            first = queue[self._num_issued][0]
+            bundle = self._bundle_of.get(first, [first])
+            end = self._num_issued + len(bundle)
+            if queue[end - 1][1] > place:
                 break
-            item = self._due[number]
-            if number not in self._complete and not self._gets_nothing_of(item):
+            items = [self._due[number] for number in bundle]
+            if not all(i.number in self._complete or self._gets_nothing_of(i) for i in items):
                 if self._stall is not None and not self._is_behind:
                     self._is_behind = True
                     self._stall()
                 break
-            self._num_issued += 1
-            ready.append(item)
+            self._num_issued = end
+            ready.append(items)
         self._issue(ready)
 
     def finish(self, when_issued: Callable[[], None]) -> None:
         """Issue what is left, call ``when_issued``, and wait for everything."""
-        self._issue([item for number, item in self._due.items() if number not in self._issued])
+        self._issue([[item] for number, item in self._due.items() if number not in self._issued])
         when_issued()
         self._stall = None
         self.land(0)
@@ -155,12 +164,15 @@ class Reductions:
     def _gets_nothing_of(self, item: Reduction) -> bool:
         return self._gets_nothing is not None and self._gets_nothing(item.unit)
 
-    def _issue(self, items: Sequence[Reduction]) -> None:
-        self._issued.update(item.number for item in items)
+    def _issue(self, bundles: Sequence[list[Reduction]]) -> None:
+        self._issued.update(item.number for bundle in bundles for item in bundle)
         # On streams those of a unit are one operation, and end together.
-        for unit, several in groupby(items, lambda item: item.unit):
-            for batch in [[*several]] if unit.has_streams else [[item] for item in several]:
-                self._start(batch)
+        for unit, several in groupby(bundles, lambda bundle: bundle[0].unit):
+            if unit.has_streams:
+                self._start([item for bundle in several for item in bundle])
+            else:
+                for bundle in several:
+                    self._start(bundle)
 
     def _start(self, batch: Sequence[Reduction]) -> None:
         self.land(self._most_at_end if self._has_ended else max(self._most - 1, 0))

@@ -9,6 +9,7 @@ Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DT
 `scaling`, `gradients`.
 """
 
+from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.regions import Box, contiguous_strides, flat_range_to_boxes

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA
-from vescale_fsdp.ragged.tensor import RaggedTensor
 
 __all__ = ["NAME", "assign"]
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
 
-def assign(tensor: RaggedTensor, new: torch.Tensor) -> None:
+def assign(tensor: DTensor, new: torch.Tensor) -> None:
     """Take over the values of ``new``; see ``RaggedTensor.data``.
 
     Raises:
@@ -26,7 +25,7 @@ def assign(tensor: RaggedTensor, new: torch.Tensor) -> None:
         raise _refusal(tensor, new)
     with torch.no_grad():
         plain = cast(DTensor, new.detach())
-        moved = cast(RaggedTensor, plain.redistribute(placements=tensor.placements))
+        moved: Any = plain.redistribute(placements=tensor.placements)
         own, local = tensor._local_tensor, moved._local_tensor
         if local is own:  # ``x.data += y`` assigns what it has written to
             return
@@ -37,7 +36,7 @@ def assign(tensor: RaggedTensor, new: torch.Tensor) -> None:
             tensor._local_tensor, tensor._spec = local, moved._spec
 
 
-def _refusal(tensor: RaggedTensor, new: torch.Tensor) -> ValueError:
+def _refusal(tensor: DTensor, new: torch.Tensor) -> ValueError:
     name = getattr(tensor, NAME, None)
     what = "the data of a sharded tensor" if name is None else f"the data of parameter {name!r}"
     found = f"{type(new).__name__} of shape {tuple(new.shape)}"

@@ -37,7 +37,7 @@ from vescale_fsdp.ragged.products import PRODUCTS
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.scaling import SCALING
-from vescale_fsdp.ragged.tensor import WAYS_OUT
+from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 from vescale_fsdp.ragged.views import VIEWS
 
 __all__ = ["dispatch"]
@@ -126,3 +126,6 @@ def _has_pointwise_form(func: Any, name: str) -> bool:
     packet = getattr(aten, name, None)
     functional = getattr(packet, func._overloadname, None)
     return functional is not None and torch.Tag.pointwise in functional.tags
+
+
+RaggedTensor.run_operator = staticmethod(dispatch)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.ragged.assignment import assign
 from vescale_fsdp.ragged.holdings import (
     check_placements,
     holding_of,
@@ -64,14 +65,13 @@ class RaggedTensor(DTensor):
     """
 
     __slots__: list[str] = []
+    run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # by `dispatch`
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from vescale_fsdp.ragged.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return cls.run_operator(func, args, kwargs or {})
 
     if compat.DTENSOR_SUBCLASSES_NEED_A_MODE:
 
@@ -79,9 +79,7 @@ class RaggedTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            from vescale_fsdp.ragged.dispatch import dispatch
-
-            mode = compat.DispatchMode(RaggedTensor, dispatch)
+            mode = compat.DispatchMode(RaggedTensor, cls.run_operator)
             return compat.call_in_mode(mode, func, args, kwargs)
 
     @staticmethod
@@ -139,8 +137,6 @@ class RaggedTensor(DTensor):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        from vescale_fsdp.ragged.assignment import assign
-
         assign(self, new)
 
     @property

@@ -106,6 +106,8 @@ class Model:
             can_settle=True,
         )
         self.passes.rank = self.rank
+        for unit in self.units:
+            unit.executor = self.executor
         self.executor.groups = {
             index: Group(self.world, self.rank, unit, self.executor)
             for index, unit in enumerate(self.units)

@@ -77,7 +77,8 @@ class Scenario:
 
         def choice(fails_at: int = -1) -> Choice:
             # A backward that was confirmed, and that ranks leave at different places, is an error.
-            is_same = step is Step.FAIL_BACKWARD
+            # So is one through more of its forwards than the first after as many, on some ranks.
+            is_same = step is Step.FAIL_BACKWARD or (step is Step.TWO and self._drops)
             number = next(draws) * self.size + (0 if is_same else rank)
             # What nobody runs is expected where it is defined; it has to run there later.
             runs_all = (is_same or rank == 0) and list(self.order) != sorted(self.order)
@@ -115,6 +116,10 @@ class Scenario:
         model.backward(_calls(calls), mine)
         if _calls(calls):
             model.check_after_backward()
+
+    @property
+    def _drops(self) -> bool:
+        return any(step is Step.DROP for step, *_ in self.steps)
 
     @property
     def _hidden(self) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from greenlet import getcurrent, greenlet
 
+from vescale_fsdp.program.bundles import Bundles, Parcel
 from vescale_fsdp.program.executor import Executor
+from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import TRANSITIONS, Lease, Residency, State
@@ -24,14 +26,14 @@ class World:
     """Ranks that take turns, each until it has to wait for another.
 
     Attributes:
-        gathers, reductions: by rank, what it has issued.
+        gathers, reductions: by rank, what it has issued: the units, or groups, of each message.
         num_rounds: of agreement.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.gathers: list[list[int]] = [[] for _ in range(size)]
-        self.reductions: list[list[int]] = [[] for _ in range(size)]
+        self.gathers: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
+        self.reductions: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
         self.said: list[list[object]] = [[] for _ in range(size)]
         self.answers: list[object] = []
         self.stalls: set[tuple[int, int]] = set()  # a backward, and a rank that is behind in it
@@ -84,6 +86,11 @@ class World:
         return self.answers[number]
 
 
+def parcel_of(unit: int) -> Parcel | None:
+    """Two of three units are so small that they travel together."""
+    return Parcel(1, "any") if unit % 3 else None
+
+
 class Unit(Residency):
     """A unit whose all-gathers are entries in a list."""
 
@@ -94,7 +101,7 @@ class Unit(Residency):
         self._world, self._rank, self.sizes, self._is_frozen = world, rank, sizes, frozen
         self.state = State.SHARDED
         self.number = 0  # of the all-gather that is under way
-        self.is_written = False
+        self.executor: Simulated | None = None
 
     def _move(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], (self.index, self.state, state, self.leases)
@@ -121,8 +128,8 @@ class Unit(Residency):
             self._move(State.UNSHARDING)
 
     def _issue(self) -> None:
-        self.number = len(self._world.gathers[self._rank])
-        self._world.gathers[self._rank].append(self.index)
+        assert self.executor is not None, "the model has set it"
+        self.number = self.executor.send(self.index)
 
     def _arrive(self) -> None:
         issued, number = self._world.gathers, self.number
@@ -160,15 +167,14 @@ class Group(Reduction):
         self._world, self._rank, self.unit, self._executor = world, rank, unit, executor
         self.number, self._place = unit.index, 0
         self.waiting = 0  # gradients that no reduction has sent yet
+        self.parcel = parcel_of(unit.index)
 
     @property
     def has_gradients(self) -> bool:
         return self.waiting > 0
 
-    def start(self) -> None:
-        self._place = len(self._world.reductions[self._rank])
-        self._world.reductions[self._rank].append(self.number)
-        self.waiting = 0
+    def start(self, place: int) -> None:
+        self._place, self.waiting = place, 0
 
     def _is_over(self) -> bool:
         return all(len(each) > self._place for each in self._world.reductions)
@@ -191,6 +197,24 @@ class Simulated(Executor):
         self.num_backwards = 0
         self.num_reduced: dict[int, int] = {}  # by group, in the backward that runs
         self.reduces = True
+        self._bundles: Bundles | None = None  # of the pass that runs
+        self._letters: dict[int, int] = {}  # by unit: the all-gather that has brought it
+
+    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
+        self._bundles = Bundles(program, parcel_of)
+
+    def end_walk(self) -> None:
+        self._bundles, self._letters = None, {}
+
+    def send(self, unit: int) -> int:
+        """Issue the all-gather of ``unit``, perhaps with others; returns the place of it."""
+        together = None if self._bundles is None else self._bundles.send_with(unit)
+        if together != []:
+            issued = self.world.gathers[self.rank]
+            units = (unit,) if together is None else tuple(together)
+            self._letters.update(dict.fromkeys(units, len(issued)))
+            issued.append(units)
+        return self._letters[unit]
 
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
         def together(said: list[object]) -> object:
@@ -227,7 +251,9 @@ class Simulated(Executor):
         return groups[::-1]
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
+        issued = self.world.reductions[self.rank]
         for group in batch:
             assert isinstance(group, Group)
             self.num_reduced[group.number] = self.num_reduced.get(group.number, 0) + 1
-            group.start()
+            group.start(len(issued))
+        issued.append(tuple(group.number for group in batch))

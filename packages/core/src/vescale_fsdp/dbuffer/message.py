@@ -1,0 +1,133 @@
+"""Small parts of several buffers in one message: a collective for all of them, and copies.
+
+A gather's message has a row for each rank, a reduction's a row for each rank that is to have a sum.
+In a row lie the parts of the buffers, one after the other::
+
+                  a      b        c
+    rank 0     | a a a | b b . | c c c c |
+    rank 1     | a a a | b b . | c c c c |          `.` is a gap, for the next part's alignment
+
+For the CPU: on streams several collectives are one operation without copies (`batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from vescale_fsdp.dbuffer.buffer import DBuffer
+from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce
+from vescale_fsdp.dbuffer.custom import ThenCopy
+from vescale_fsdp.dbuffer.memory import SlabPool
+
+__all__ = ["GatherMessage", "SharedReduce", "start_reduce_together"]
+
+_ALIGNMENT = 16  # bytes
+
+
+class GatherMessage:
+    """The shards of several buffers on their way to all ranks.
+
+    Args:
+        buffers: whose shards travel in the dtype of their full faces; all on the CPU.
+        comm: of the ranks.
+        pool: lends the memory of the message until all parts were taken.
+
+    Cost: one all-gather of a row for each rank, and two copies of each shard.
+    """
+
+    def __init__(self, buffers: Sequence[DBuffer], comm: Comm, pool: SlabPool) -> None:
+        self._size, self._pool = comm.size, pool
+        widths = [buffer.layout.shard_size * buffer.full_dtype.itemsize for buffer in buffers]
+        starts = [0]
+        for width in widths:
+            starts.append(starts[-1] + -(-width // _ALIGNMENT) * _ALIGNMENT)
+        self._lent = pool.take(comm.size * starts[-1], torch.uint8)
+        rows = self._lent.view(comm.size, starts[-1])
+        self._columns = [
+            rows[:, start : start + width].view(buffer.full_dtype)
+            for buffer, start, width in zip(buffers, starts, widths, strict=False)
+        ]
+        own = [column[comm.rank] for column in self._columns]
+        torch._foreach_copy_(own, [buffer.shard for buffer in buffers])
+        self._work = comm.start_gather_of_messages(rows)
+        self._num_left = len(buffers)
+
+    def take(self, index: int, buffer: DBuffer) -> ThenCopy:
+        """Fill the full face of buffer ``index``. Returns what to wait for. Once for each."""
+        buffer.full.materialize()
+        return ThenCopy(self, partial(self._copy, index, buffer))
+
+    def _copy(self, index: int, buffer: DBuffer) -> None:
+        buffer.full.flat.view(self._size, -1).copy_(self._columns[index])
+        self.drop()
+
+    def drop(self) -> None:
+        """One part was taken, or is not wanted. After the message has arrived."""
+        self._num_left -= 1
+        if not self._num_left:
+            self._columns = []
+            self._pool.give(self._lent)
+
+    def wait(self) -> None:
+        """Return when the message has arrived."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class SharedReduce:
+    """A group's part of a reduction of several. Like a `PendingReduce` of its own."""
+
+    def __init__(self, message: _ReduceMessage, start: int, stop: int) -> None:
+        self._message, self._start, self._stop = message, start, stop
+
+    def has_arrived(self, seconds: float, device: torch.device) -> bool:
+        """Whether it has ended, waiting so long at most."""
+        return self._message.has_arrived(seconds, device)
+
+    def finish(self, what: str = "a reduction") -> torch.Tensor:
+        """Wait, and return this part of the sum. Call it once."""
+        return self._message.finish(what)[self._start : self._stop]
+
+
+class _ReduceMessage:
+    def __init__(self, pending: PendingReduce, lent: torch.Tensor, pool: SlabPool) -> None:
+        self._pending, self._lent, self._pool = pending, lent, pool
+        self._sum: torch.Tensor | None = None
+
+    def has_arrived(self, seconds: float, device: torch.device) -> bool:
+        return self._sum is not None or self._pending.has_arrived(seconds, device)
+
+    def finish(self, what: str) -> torch.Tensor:
+        if self._sum is None:
+            self._sum = self._pending.finish(what)
+            self._pool.give(self._lent)
+        return self._sum
+
+
+def start_reduce_together(
+    fulls: Sequence[torch.Tensor],
+    comm: Comm,
+    reduce_dtype: torch.dtype,
+    pool: SlabPool,
+    divisor: float | None,
+    *,
+    only_sums: bool,
+) -> list[SharedReduce]:
+    """Start summing several gradient buffers of one dtype over all ranks (`Comm.start_reduce`).
+
+    Cost: one reduction of all of them, and a copy of each.
+    """
+    sizes = [full.numel() // comm.size for full in fulls]
+    lent = pool.take(sum(sizes) * comm.size, fulls[0].dtype)
+    parts = [full.view(comm.size, -1) for full in fulls]
+    torch.cat(parts, dim=1, out=lent.view(comm.size, -1))
+    pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
+    message = _ReduceMessage(pending, lent, pool)
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [
+        SharedReduce(message, stop - size, stop) for stop, size in zip(stops, sizes, strict=True)
+    ]
