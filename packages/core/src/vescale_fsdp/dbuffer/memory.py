@@ -10,6 +10,8 @@ saved by autograd.
   them from the heap as soon as one of them was freed, and the aligned requests of torch do not
   fit the holes that they leave.
 * Elsewhere the size goes to 0 and back through malloc.
+* What is smaller than 16 KiB keeps its memory on a CPU: to take it away and give it back costs more
+  than to copy it.
 * With ``VESCALE_FSDP_CHECK_MEMORY=1`` nothing is freed: what is released is filled with NaN (bytes
   of ones), so that whoever reads it shows.
 
@@ -30,6 +32,7 @@ from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped
 
 __all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
 
+_SMALLEST_FREED = 1 << 14  # bytes of a region on a CPU
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
 
@@ -47,17 +50,38 @@ class Region(Protocol):
         """Take the memory away. Does nothing if it is gone."""
 
 
-def _is_mapped(device: torch.device) -> bool:
-    return CAN_MAP and device.type == "cpu" and not devices.has_streams(device)
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu" and not devices.has_streams(device)
+
+
+def _is_mapped(num_bytes: int, device: torch.device) -> bool:
+    return CAN_MAP and num_bytes >= _SMALLEST_FREED and _is_host(device)
 
 
 def make_region(num_bytes: int, device: torch.device) -> Region:
     """A region on ``device``, without memory at first."""
     if is_checked():
         return _Poisoned(num_bytes, device)
-    if _is_mapped(device) and num_bytes:
+    if _is_mapped(num_bytes, device):
         return Mapped(num_bytes)
+    if num_bytes < _SMALLEST_FREED and _is_host(device):
+        return _Kept(num_bytes, device)
     return _Resized(num_bytes, device)
+
+
+class _Kept:
+    """So small that it keeps its memory."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        self.is_materialized = False
+
+    def materialize(self) -> None:
+        self.is_materialized = True
+
+    def release(self) -> None:
+        self.is_materialized = False
 
 
 class _Resized:
@@ -110,7 +134,7 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.
     For what is written at once: its memory is there when this returns.
     """
     num_bytes = num_elements * dtype.itemsize
-    if not _is_mapped(device) or not num_bytes or is_checked():
+    if not _is_mapped(num_bytes, device) or is_checked():
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
     mapped = Mapped(num_bytes)
@@ -138,7 +162,7 @@ class SlabPool:
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised tensor. Give it back with `give`."""
         num_bytes = num_elements * dtype.itemsize
-        if devices.has_streams(self.device) or num_bytes == 0:
+        if devices.has_streams(self.device) or (num_bytes < _SMALLEST_FREED and not is_checked()):
             return torch.empty(num_elements, dtype=dtype, device=self.device)
         fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
         if fitting:

@@ -7,10 +7,11 @@ Read in this order; each file is one concept.
   and `axes` (over which axes of the mesh), `parallel` (DTensors already), `ties`, `blocks`;
   `quantized` (what travels in 8 bits), by the `roles` of parameters.
 - What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
-  or `extension` (parameters that gather themselves), `inner_shard`; `boundary` and `hooks` (how
-  autograd and modules call a unit), `tree`, `root`; `buffers` (of a root, before forwards).
+  or `extension` (parameters that gather themselves), `inner_shard`; `hooks`, `calls` and `boundary`
+  (how modules and autograd call), `tree`, `root`; `buffers` (of a root, before forwards); `copies`.
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
-  out and owns what changes; `reduce` (a group's gradients), `linear_gradients`, `usage`; `comms`.
+  out and owns what changes; `mail` (small all-gathers together), `reduce` (a group's gradients),
+  `linear_gradients`, `usage`; `comms`.
 - What keeps ranks together: `attempts` (a store of their own), `rounds` along a `merge_tree`,
   `agreement`, `settling`, `meeting`, `fingerprint`.
 - What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.

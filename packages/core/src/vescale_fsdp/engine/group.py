@@ -533,12 +533,10 @@ class Group:
 
     # Gradients
 
-    def take_gradient(self, index: int) -> None:
-        """Move the gathered parameter's gradient into the buffer, and drop it."""
-        slot = self.slots[index]
-        param = slot.gathered
-        assert param is not None, "autograd knows the gathered parameter"
-        if param.grad is None:  # its part of the graph ran, for an output that was not used
+    def take_gradient(self, index: int, param: torch.Tensor) -> None:
+        """Move the gradient of ``param``, a gathered parameter, into the buffer, and drop it."""
+        slot, gradient = self.slots[index], param.grad
+        if gradient is None:  # its part of the graph ran, for an output that was not used
             return
         if self.state is not GroupState.GATHERED and not self.frees_before_backward:
             raise RuntimeError(
@@ -546,7 +544,7 @@ class Group:
                 "depends on it by a way around the outputs of its module (an attribute that "
                 "forward has set, for example). Return that tensor from forward instead"
             )
-        self.gradients.add(index, self._in_buffer(slot, param.grad))
+        self.gradients.add(index, self._in_buffer(slot, gradient))
         param.grad = None
         self.on_gradient(slot.shape.numel())
 
@@ -710,10 +708,10 @@ def _redistributed(param: nn.Parameter, placements: tuple[Placement, ...]) -> to
 
 
 def _take_gradients(param: nn.Parameter, group_ref: weakref.ref[Group], index: int) -> None:
-    def take(_: torch.Tensor) -> None:
+    def take(param: torch.Tensor) -> None:
         group = group_ref()
         if group is not None:
-            group.take_gradient(index)
+            group.take_gradient(index, param)
 
     param.register_post_accumulate_grad_hook(take)
 

@@ -321,20 +321,15 @@ class Unit(Residency):
     # Backward
 
     def gradient_callback(self) -> Callable[[int], None]:
-        """`on_gradient` for a group to call, without keeping the unit alive."""
+        """What a group calls when it has taken a gradient; it does not keep the unit alive."""
         self_ref = weakref.ref(self)
 
         def on_gradient(num_elements: int) -> None:
             unit = self_ref()
-            if unit is not None:
-                unit.on_gradient(num_elements)
+            if unit is not None and unit.engine is not None:
+                unit.engine.gradient_arrived(unit, num_elements)
 
         return on_gradient
-
-    def on_gradient(self, num_elements: int) -> None:
-        """A gradient was taken: see that this backward ends with the final callback."""
-        assert self.engine is not None, "a forward has made it"
-        self.engine.gradient_arrived(self, num_elements)
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
