@@ -28,6 +28,8 @@ from .training import (
     measure,
 )
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 E4M3, INT8 = Code("e4m3", (8, 8)), Code("int8", 32)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

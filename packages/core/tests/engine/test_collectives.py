@@ -16,6 +16,8 @@ from .helpers import shard_units
 from .models import MLP, TinyGPT, gpt_loss, make, tokens_of
 from .recorders import Recorder
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 Counts = tuple[int, int, int, int]
 
 

@@ -36,6 +36,8 @@ from .event_models import (
 from .models import make
 from .recorders import mark
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 
 def assert_events(find: Callable[..., Events], expected: str, *args: object) -> None:
     """Both ranks see these events; in ``expected`` they are separated by commas."""

@@ -29,6 +29,8 @@ from .event_models import (
 )
 from .models import make
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 
 def plain_step(shard: Shard) -> Events:
     return events_of_second(sharded(shard=shard))

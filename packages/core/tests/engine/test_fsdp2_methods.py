@@ -341,7 +341,9 @@ def a_conversion_keeps_the_parameters(library: Library) -> Any:
 
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
-    return observe_all([*SEEN], WORLD_SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_FSDP_SMALL_BYTES", "0")
+        return observe_all([*SEEN], WORLD_SIZE)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -27,6 +27,8 @@ from vescale_fsdp.testing import run_ranks
 from .event_models import Checkpointed, Reentrant, Stack
 from .models import make
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 FOLDER = Path(__file__).parent / "golden"
 NUM_STEPS = 3
 

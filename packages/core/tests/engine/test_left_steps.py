@@ -15,6 +15,8 @@ from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import full_parameters
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 
 class Oops(Exception):
     pass

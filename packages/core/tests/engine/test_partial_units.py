@@ -368,6 +368,7 @@ def collectives_of_a_step(choice: Choice) -> tuple[list[str], list[str]]:
     return gathers, [event.name for event in recorder.events if event.is_reduction]
 
 
+@pytest.mark.usefixtures("each_alone")
 def test_ranks_issue_the_same_collectives_whatever_they_run() -> None:
     first, second = run_ranks(collectives_of_a_step, 2, partial.even_or_odd, timeout_s=TIMEOUT_S)
     assert first == second

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,8 @@ from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import shard_units
+
+pytestmark = pytest.mark.usefixtures("each_alone")
 
 NUM_BLOCKS, WIDTH = 4, 4
 

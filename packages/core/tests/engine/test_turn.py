@@ -23,6 +23,8 @@ from .helpers import (
 from .models import MLP, inputs_of, make
 from .recorders import Recorder
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 NUM_BLOCKS = 5
 IN_FLIGHT = 4
 

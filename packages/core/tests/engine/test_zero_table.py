@@ -18,6 +18,8 @@ from .helpers import averaged_gradients, full_gradients, full_parameters
 from .models import TinyGPT, gpt_loss, make, tokens_of
 from .recorders import Recorder
 
+pytestmark = pytest.mark.usefixtures("each_alone")
+
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 TWO_AXES = ("hsdp", "hsdp_zero1")
 

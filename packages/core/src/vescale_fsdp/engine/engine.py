@@ -47,6 +47,7 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
+_SMALL_BYTES = "VESCALE_FSDP_SMALL_BYTES"  # of units that share messages, for each rank
 # Models that ran so far in a world, by the ranks they are on.
 _NUM_MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -81,13 +82,16 @@ class Engine(Executor):
                 )
         self._comms = {id(group): comm_for(group.axes) for group in groups}
         self._always_settles = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
+        can_settle = len(self._axes) == 1
+        is_bundled = can_settle and not self._always_settles
+        self._small_bytes = float(os.environ.get(_SMALL_BYTES, 1 << 13)) if is_bundled else 0
         empty = {index for index, unit in enumerate(units) if not unit.groups}
         self.passes = Passes(
             units,
             Names([unit.fqn for unit in units], [unit.kind for unit in units], empty),
             self,
             self._policy(),
-            can_settle=len(self._axes) == 1,
+            can_settle=can_settle,
             predicts=not self._always_settles,
         )
         self.passes.rank = dist.get_rank()
@@ -125,7 +129,10 @@ class Engine(Executor):
     def _policy(self) -> Policy:
         units = self.units()
         told = [unit.max_reductions for unit in units]
-        return policy_of(self.in_flight, told, has_streams=any(unit.has_streams for unit in units))
+        has_streams = any(unit.has_streams for unit in units)
+        return policy_of(
+            self.in_flight, told, has_streams=has_streams, small_bytes=self._small_bytes
+        )
 
     @property
     def is_running(self) -> bool:
@@ -200,11 +207,16 @@ class Engine(Executor):
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
         """Send what is small together, along a confirmed ``program``."""
-        comms = {id(comm): comm for comm in self._comms.values()}
-        if self._always_settles or len(comms) != 1:
-            return
-        (comm,) = comms.values()
-        self._mail = Mail(program, self._units, comm, self._is_sent_again, in_backward=in_backward)
+        small_bytes = self.passes.window.policy.small_bytes
+        if small_bytes and self._comms:
+            self._mail = Mail(
+                program,
+                self._units,
+                next(iter(self._comms.values())),
+                self._is_sent_again,
+                small_bytes=small_bytes,
+                in_backward=in_backward,
+            )
 
     def fetch(self, unit: Unit) -> list[ThenCopy] | None:
         """Start the all-gathers of ``unit`` with others; None if it is to be sent alone."""
@@ -439,7 +451,9 @@ class _Due(Reduction):
 
     def __init__(self, number: int, unit: Unit, group: Group, engine: Engine) -> None:
         self.number, self.unit, self.group, self._engine = number, unit, group, engine
-        self.parcel = group.gradients.parcel(engine.comm(group))
+        small_bytes = engine.passes.window.policy.small_bytes
+        if small_bytes:
+            self.parcel = group.gradients.parcel(engine.comm(group), small_bytes)
 
     @property
     def has_gradients(self) -> bool:

@@ -28,6 +28,7 @@ class Mail:
     Args:
         units: of the model, by their indices.
         comm: of all of them.
+        small_bytes: of a unit that may be sent with others, at most, for each rank.
         when_stale: called before a unit is sent once more, alone, as its parameters were written to
             since the message.
     """
@@ -39,10 +40,11 @@ class Mail:
         comm: Comm,
         when_stale: Callable[[Unit], object],
         *,
+        small_bytes: float,
         in_backward: bool,
     ) -> None:
         self._units, self._comm, self._when_stale = units, comm, when_stale
-        self._in_backward = in_backward
+        self._small_bytes, self._in_backward = small_bytes, in_backward
         self._letters: dict[int, _Letter] = {}  # by unit
         self._bundles = Bundles(program, self._parcel_of)
 
@@ -54,7 +56,7 @@ class Mail:
             return None
         buffers = [group.buffer for group in unit.groups]
         sizes = [each.layout.shard_size * each.full_dtype.itemsize for each in buffers]
-        return Parcel(sum(sizes), "all-gather") if sum(sizes) else None
+        return Parcel(sum(sizes), None) if 0 < sum(sizes) <= self._small_bytes else None
 
     def fetch(self, unit: Unit) -> list[ThenCopy] | None:
         """Start the all-gather of ``unit``; returns what to wait for, for each group.
@@ -79,6 +81,7 @@ class Mail:
         groups = [group for unit in units for group in unit.groups]
         for group in groups:
             group.follow_conversions()
+        self._comm.issued.subject = units[0].tag
         message = GatherMessage([group.buffer for group in groups], self._comm, groups[0].pool)
         first = 0
         for unit in units:

@@ -301,8 +301,8 @@ class Gradients:
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
 
-    def parcel(self, comm: Comm) -> Parcel | None:
-        """What a reduction would send; None if it is not to be sent with others.
+    def parcel(self, comm: Comm, small_bytes: float) -> Parcel | None:
+        """What a reduction would send; None if that is more, or is not to be sent with others.
 
         The same on every rank. To be asked when a backward has settled what has a place.
         """
@@ -311,7 +311,8 @@ class Gradients:
         if has_streams or comm.size == 1 or self.custom is not None or any(self.codings):
             return None
         kind = (dtype, self.sum_dtype, self.divide_factor, self.only_sums, self.pool.device)
-        return Parcel(layout.shard_size * dtype.itemsize, kind) if layout.shard_size else None
+        num_bytes = layout.shard_size * dtype.itemsize
+        return Parcel(num_bytes, kind) if 0 < num_bytes <= small_bytes else None
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """That of what travels; None: gradients travel as they are, or not at all."""

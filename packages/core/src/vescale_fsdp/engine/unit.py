@@ -141,7 +141,7 @@ class Unit(Residency):
             self.reshard()
 
     @property
-    def _tag(self) -> int:
+    def tag(self) -> int:
         """The same on all ranks, and another for each unit of each model."""
         return 0 if self.engine is None else self.engine.number << 20 | self.index
 
@@ -193,7 +193,7 @@ class Unit(Residency):
         comms = [engine.comm(g) if engine else comm_for(g.axes) for g in self.groups]
         with together(self.groups, comms):
             for group, comm in zip(self.groups, comms, strict=True):
-                comm.issued.subject = self._tag
+                comm.issued.subject = self.tag
                 group.start_gather(comm, in_backward=in_backward)
 
     def join_unshard(self) -> None:
@@ -208,7 +208,7 @@ class Unit(Residency):
             return
         for group in self.groups:
             comm = self.engine.comm(group)
-            comm.issued.subject = self._tag
+            comm.issued.subject = self.tag
             group.take_part(comm)
 
     def has_arrived(self) -> bool:

@@ -1,8 +1,9 @@
 """Bundles: neighbours in a program that are so small that they travel in one message.
 
 A collective costs some 0.3 ms of the processor whatever it carries. So all-gathers of small units
-that follow each other in a confirmed program are one: it is made when the first of them comes, and
-the others find their part when they come. Reductions are one when the last is complete::
+(`policy.Policy.small_bytes`) that follow each other in a confirmed program are one: it is made when
+the first of them comes, and the others find their part when they come. Reductions are one when the
+last is complete::
 
     program     unshard a   unshard b   unshard c   unshard d        a, b, c are small
     sends       a, b and c                          d
@@ -22,13 +23,12 @@ from vescale_fsdp.program.order import Program
 __all__ = ["MOST_BYTES", "Bundles", "Parcel", "bundled"]
 
 MOST_BYTES = 1 << 16  # of one message, for each rank
-SMALL_BYTES = 1 << 13  # more is worth a collective of its own
 
 T = TypeVar("T", bound=Hashable)
 
 
 class Parcel(NamedTuple):
-    """What would travel: bytes for each rank, and what has to be equal within a message."""
+    """Something small: bytes for each rank, and what has to be equal within a message."""
 
     num_bytes: int
     kind: Hashable
@@ -48,8 +48,7 @@ def bundled(items: Iterable[T], parcel_of: Callable[[T], Parcel | None]) -> list
     for item in items:
         parcel = None if item in seen else parcel_of(item)
         seen.add(item)
-        is_small = parcel is not None and parcel.num_bytes <= SMALL_BYTES
-        if parcel is None or not is_small:
+        if parcel is None:
             found.append(run)
             run, num_bytes = [], 0
             continue

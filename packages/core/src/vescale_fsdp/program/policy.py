@@ -18,6 +18,7 @@ class Policy:
         reductions_at_end: under way while another is copied when the backward has ended.
         stays: units that a forward leaves unsharded, as its backward unshards them first.
         alternates: whether the reduction before and the next all-gather share the room of one.
+        small_bytes: neighbours of at most so much for each rank travel in one message (`bundles`).
     """
 
     unshards: int
@@ -25,9 +26,12 @@ class Policy:
     reductions_at_end: int
     stays: int
     alternates: bool
+    small_bytes: float = 0
 
 
-def policy_of(in_flight: int, told: Iterable[int | None], *, has_streams: bool) -> Policy:
+def policy_of(
+    in_flight: int, told: Iterable[int | None], *, has_streams: bool, small_bytes: float = 0
+) -> Policy:
     """The row for what a user has set.
 
     Args:
@@ -35,6 +39,7 @@ def policy_of(in_flight: int, told: Iterable[int | None], *, has_streams: bool) 
         told: for each unit how many reductions may be under way; None: it was not told.
         has_streams: of the device. Without them the ranks' processes wait for what is under way,
             so that all-gathers and reductions had better alternate.
+        small_bytes: as of `Policy`, where there are no streams.
     """
     most = max((each for each in told if each is not None), default=None)
     reductions = min(in_flight - 1, 1) if most is None else most
@@ -45,4 +50,5 @@ def policy_of(in_flight: int, told: Iterable[int | None], *, has_streams: bool) 
         reductions_at_end=reductions if most is None else max(reductions - 1, 0),
         stays=max(in_flight - 2, 0),
         alternates=most is None and not has_streams,
+        small_bytes=0 if has_streams else small_bytes,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from vescale_fsdp.program.bundles import Parcel, bundled
-from vescale_fsdp.program.order import Walk
+from vescale_fsdp.program.order import AT_THE_END, Walk
 from vescale_fsdp.program.residency import Residency
 
 __all__ = ["Reduction", "Reductions"]
@@ -90,9 +90,10 @@ class Reductions:
         self.again: list[int] = []  # to be reduced once more at the end, the same on all ranks
         self._has_ended = self._is_behind = False
         self._bundle_of: dict[int, list[int]] = {}  # those that are sent together
+        self._is_predicted = walk.is_predicted
         if due and not walk.is_predicted:
-            queue = [number for number, _ in walk.program.reductions]
-            for bundle in bundled(queue, lambda number: self._due[number].parcel):
+            queue = [number for number, at in walk.program.reductions if at < AT_THE_END]
+            for bundle in self._bundled(queue):
                 self._bundle_of.update(dict.fromkeys(bundle, bundle))
 
     @property
@@ -152,7 +153,13 @@ class Reductions:
 
     def finish(self, when_issued: Callable[[], None]) -> None:
         """Issue what is left, call ``when_issued``, and wait for everything."""
-        self._issue([[item] for number, item in self._due.items() if number not in self._issued])
+        rest = [number for number in self._due if number not in self._issued]
+        together = [] if self._is_predicted else self._bundled(rest)
+        bundle_of = {number: bundle for bundle in together for number in bundle}
+        for number in rest:
+            if number not in self._issued:
+                bundle = bundle_of.get(number, [number])
+                self._issue([[self._due[each] for each in bundle]])
         when_issued()
         self._stall = None
         self.land(0)
@@ -160,6 +167,9 @@ class Reductions:
             if number in self.again:
                 self._start([item])
         self.land(0)
+
+    def _bundled(self, numbers: Iterable[int]) -> list[list[int]]:
+        return bundled(numbers, lambda number: self._due[number].parcel)
 
     def _gets_nothing_of(self, item: Reduction) -> bool:
         return self._gets_nothing is not None and self._gets_nothing(item.unit)

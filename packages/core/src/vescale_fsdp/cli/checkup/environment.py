@@ -10,12 +10,14 @@ from vescale_fsdp.cli.checkup.findings import Section
 
 __all__ = ["OURS", "look_at_environment"]
 
-# Ours, with the values that they may have.
-OURS = {
+# Ours, with the values that they may have; none: any number that is not negative.
+OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
     "VESCALE_FSDP_CODEC": ("auto", "torch", "triton"),
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
+    "VESCALE_FSDP_SMALL_BYTES": (),
+    "VESCALE_FSDP_TIMEOUT_S": (),
 }
 _SHOWN = (
     "CUDA_LAUNCH_BLOCKING",
@@ -79,8 +81,17 @@ def _look_at_ours(section: Section, environ: Mapping[str, str]) -> None:
         if name not in OURS:
             close = difflib.get_close_matches(name, OURS, 1) or [", ".join(OURS)]
             section.better(f"{name} is no variable of ours", f"unset it; there is {close[0]}")
-        elif value not in OURS[name]:
+        elif OURS[name] and value not in OURS[name]:
             section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
+        elif not OURS[name] and not _is_amount(value):
+            section.broken(f"{name}={value}", "unset it, or set a number that is not negative")
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
 
 
 def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) -> None:
