@@ -188,3 +188,15 @@ def test_checked_memory_is_nan_before_it_is_written_and_after_it_is_released(
     assert view.tolist() == [1.0] * 4
     region.release()
     assert view.isnan().all()
+
+
+def test_a_small_region_keeps_its_memory_and_a_large_one_does_not() -> None:
+    for num_bytes, stays in ((1 << 10, True), (1 << 16, False)):
+        region = make_region(num_bytes, torch.device("cpu"))
+        region.materialize()
+        tensor = torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
+        tensor.fill_(7)
+        region.release()
+        hand_back()
+        region.materialize()
+        assert bool(tensor.eq(7).all()) is stays

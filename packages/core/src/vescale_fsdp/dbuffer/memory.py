@@ -162,7 +162,7 @@ class SlabPool:
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised tensor. Give it back with `give`."""
         num_bytes = num_elements * dtype.itemsize
-        if devices.has_streams(self.device) or (num_bytes < _SMALLEST_FREED and not is_checked()):
+        if devices.has_streams(self.device) or num_bytes == 0:
             return torch.empty(num_elements, dtype=dtype, device=self.device)
         fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
         if fitting:

@@ -25,6 +25,7 @@ from vescale_fsdp.dbuffer.memory import SlabPool
 __all__ = ["GatherMessage", "SharedReduce", "start_reduce_together"]
 
 _ALIGNMENT = 16  # bytes
+_STEP = 16  # elements
 
 
 class GatherMessage:
@@ -122,12 +123,15 @@ def start_reduce_together(
     Cost: one reduction of all of them, and a copy of each.
     """
     sizes = [full.numel() // comm.size for full in fulls]
-    lent = pool.take(sum(sizes) * comm.size, fulls[0].dtype)
-    parts = [full.view(comm.size, -1) for full in fulls]
-    torch.cat(parts, dim=1, out=lent.view(comm.size, -1))
+    starts = [0]
+    for size in sizes:  # with a gap, so that sums of two groups are never taken for neighbours
+        starts.append(starts[-1] + (size // _STEP + 1) * _STEP)
+    lent = pool.take(starts[-1] * comm.size, fulls[0].dtype)
+    rows = lent.view(comm.size, starts[-1])
+    ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    torch._foreach_copy_(
+        [rows[:, start:stop] for start, stop in ranges], [f.view(comm.size, -1) for f in fulls]
+    )
     pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
     message = _ReduceMessage(pending, lent, pool)
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [
-        SharedReduce(message, stop - size, stop) for stop, size in zip(stops, sizes, strict=True)
-    ]
+    return [SharedReduce(message, start, stop) for start, stop in ranges]
