@@ -117,16 +117,6 @@ def test_what_waits_is_moved(case: tuple[ShardLayout, list[bool]], rng: object) 
         assert torch.equal(packing.moved(shard, former, [rank]), own)
 
 
-def test_a_product_is_taken_apart_where_its_tensor_is_cut() -> None:
-    specs = [TensorSpec("a", (6,), 1), TensorSpec("w", (2, 4), 1), TensorSpec("b", (4,), 1)]
-    layout = lay_out(specs, 2, alignment=1)
-    shapes = [torch.Size(spec.shape) for spec in specs]
-    left, right = torch.ones(2, 3), torch.arange(12.0).view(3, 4)
-    for wanted, is_taken in (([True] * 3, True), ([False, True, False], False)):
-        gradients = GradientBuffer(Packing(layout, wanted), shapes, torch.float32, SlabPool(CPU))
-        assert gradients.add_product(1, left, right, 0) is is_taken
-
-
 def test_sparse_and_strided_gradients_go_to_all_stretches() -> None:
     packing = Packing(make_layout(2), [True, False, False, False, False])
     packing = Packing(make_layout(3), [True, False, True, False, False])

@@ -404,7 +404,6 @@ def check_factors_and_hooks() -> None:
     for mlp in model:
         mlp.set_gradient_divide_factor(8.0)  # type: ignore[operator]
         mlp.set_all_reduce_hook(hook)  # type: ignore[operator]
-    model.set_linear_gradients_in_place()  # type: ignore[operator]
     for step, plan in enumerate((is_any, is_bias, not_first)):
         for each in (plain, model):
             set_trainable(each, plan)
@@ -418,7 +417,7 @@ def check_factors_and_hooks() -> None:
     assert sizes[6:8] == sizes[:2]
 
 
-def test_factors_hooks_and_linear_gradients_in_place() -> None:
+def test_factors_and_hooks() -> None:
     run_ranks(check_factors_and_hooks, 2, timeout_s=60)
 
 

@@ -3,9 +3,9 @@
 Gradients stay where autograd made them until the group is complete; then each is copied once, with
 the cast to the buffer's dtype, into its place. So while a unit's backward runs there are its
 gradients once, and no buffer beside them. What waits for other micro-batches is copied as it
-appears, and later gradients are added. The product of two matrices may be written to its place
-without a copy. Memory is lent by a pool until the reduction has been finished. Gaps and tensors
-without a gradient are zero when it is sent. Where tensors lie, and which of them, says a `Packing`.
+appears, and later gradients are added. Memory is lent by a pool until the reduction has been
+finished. Gaps and tensors without a gradient are zero when it is sent. Where tensors lie, and which
+of them, says a `Packing`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class GradientBuffer:
         self.dtype, self._waits = dtype, waits
         self._apart: dict[int, torch.Tensor] = {}  # gradients as autograd made them
         self._written: set[int] = set()
-        self._turns: dict[int, int] = {}  # in which products were written
         self._flat: torch.Tensor | None = None
 
     @property
@@ -117,34 +116,12 @@ class GradientBuffer:
                 part.copy_(place)
             self._apart[index] = whole
         self._written.clear()
-        self._turns.clear()
         if self._flat is not None:
             self._pool.give(self._flat)
             self._flat = None
         self._packing = packing
         if self._waits:
             self._collect()
-
-    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
-        """Take the gradient ``left @ right`` without a copy, or return False.
-
-        A second one is added, as autograd sums the gradients of one backward (``turn``) before
-        anybody sees them. What was there before that comes last in such a sum: then, and where
-        the dtype differs, nothing is taken.
-        """
-        stretches = self._packing.stretches(index)
-        if self.dtype != left.dtype or index in self._apart or len(stretches) != 1:
-            return False
-        view = self._at(stretches[0]).view(self._shapes[index])
-        if index not in self._written:
-            torch.mm(left, right, out=view)
-            self._written.add(index)
-            self._turns[index] = turn
-        elif self._turns.get(index) == turn:
-            view.add_(left.mm(right))
-        else:
-            return False
-        return True
 
     def seal(self) -> torch.Tensor:
         """Zero what no gradient was written to, and return the flat buffer, ready to send.

@@ -11,7 +11,7 @@ Read in this order; each file is one concept.
   (how modules and autograd call), `tree`, `root`; `buffers` (of a root, before forwards); `copies`.
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
   out and owns what changes; `mail` (small all-gathers together), `reduce` (a group's gradients),
-  `linear_gradients`, `usage`; `comms`.
+  `usage`; `comms`.
 - What keeps ranks together: `attempts` (a store of their own), `rounds` along a `merge_tree`,
   `agreement`, `settling`, `meeting`, `fingerprint`.
 - What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.

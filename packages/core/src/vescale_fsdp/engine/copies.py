@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit
 
 __all__ = ["copied", "join"]
@@ -53,7 +52,6 @@ _SET_BY_USERS = (
     "unshard_in_backward",
     "gives_zeros",
     "max_reductions",
-    "linear_gradients_in_place",
 )
 
 
@@ -65,8 +63,6 @@ def join(unit: Unit, module: nn.Module, original: Unit, memo: dict[int, Any]) ->
         for slot, old in zip(group.slots, former.slots, strict=True):
             copies = [(memo.get(id(ref())), name) for ref, name in old.sites]
             slot.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
-    if unit.linear_gradients_in_place:
-        set_in_place(unit.groups, True)
 
 
 def _copies(units: list[Unit] | None, memo: dict[int, Any]) -> list[Unit] | None:

@@ -231,20 +231,6 @@ class Gradients:
             )
         return False
 
-    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor, turn: int) -> bool:
-        """Take the gradient ``left @ right`` of backward ``turn`` without a copy, or return False.
-
-        False where `add` has to take it, for the same bits, to drop it, or from another stream.
-        """
-        if not self._has_place(index) or not self.pool.lane.is_current:
-            return False
-        if self._filling is None and self._filling_dtype != left.dtype:
-            return False
-        if not self._fillable().add_product(index, left, right, turn):
-            return False
-        self._slots[index].used = True
-        return True
-
     def _fillable(self) -> GradientBuffer:
         if self._filling is None:  # for a late gradient another: its first may still be sent
             self._filling = self._new_buffer()

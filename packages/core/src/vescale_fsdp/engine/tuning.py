@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from vescale_fsdp import compat
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
 __all__ = ["TuningMethods", "units_of"]
@@ -144,24 +143,6 @@ class TuningMethods:
             if stream is not None and group.axes.replicate is not None:
                 raise ValueError("stream cannot be set when using native HSDP")
             group.gradients.hook, group.gradients.hook_stream = hook, stream
-
-    def set_linear_gradients_in_place(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """On: ``nn.Linear`` layers compute their weights' gradients where they are reduced. Ours.
-
-        Saves, for each such weight, the copy of its gradient and the tensor that is copied. The
-        bits stay, and so does the peak of a step whose parameters are freed after backward. Costs
-        time of the host for each call of a layer (20 us or more), so it pays for weights that are
-        large beside the number of rows that they multiply.
-
-        Only where nothing else changes; autograd's way is taken, among others, for subclasses of
-        ``nn.Linear``, tied weights, hooks on a weight's gradient, inputs that are not contiguous,
-        under autocast, ``torch.compile`` and ``torch.func``, and when gradients are accumulated or
-        summed in another dtype than they have (all but the first micro-batch are added anyway).
-        While on, a layer has a ``forward`` of its own; layers that have one already are left out.
-        """
-        for unit in units_of(self, recurse):
-            unit.linear_gradients_in_place = enable
-            set_in_place(unit.groups, enable)
 
     # Collectives that the user supplies
 

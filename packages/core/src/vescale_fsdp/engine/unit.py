@@ -20,7 +20,6 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
 from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group, together
-from vescale_fsdp.engine.linear_gradients import set_in_place
 from vescale_fsdp.engine.materialized import check_materialized
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.zero_table import Row
@@ -107,7 +106,6 @@ class Unit(Residency):
         self.requires_all_reduce = True
         self.forward_prefetch: list[Unit] | None = None  # instead of what was recorded
         self.backward_prefetch: list[Unit] | None = None
-        self.linear_gradients_in_place = False
         self.gives_zeros = False  # whether parameters that no rank used get zero gradients
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
@@ -360,8 +358,6 @@ class Unit(Residency):
                     group.give_back(index)
                     slot.register(param)
                     self.groups = [each for each in self.groups if each.slots]
-                    if self.linear_gradients_in_place:  # parameters have moved up
-                        set_in_place(self.groups, True)
                     return slot.sites
         raise AssertionError("the mark on a parameter names the unit that has it")
 
