@@ -9,7 +9,8 @@ import pytest
 from vescale_fsdp.cli import timeline
 from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.settings import Backend
-from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
+from vescale_fsdp.cli.sizes import GroupMemory, UnitMemory
+from vescale_fsdp.cli.timeline import run_step
 from vescale_fsdp.dbuffer import exchange
 
 FP32, BF16 = parse_dtype("fp32", ""), parse_dtype("bf16", "")

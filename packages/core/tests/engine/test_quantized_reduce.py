@@ -202,7 +202,7 @@ def check_memory() -> None:
         fully_shard(model, reduce=QuantizedReduce(16, error_feedback=feedback))
         model(inputs_of(0, 0, 8)).sum().backward()
         (group,) = units_in(model)[""].groups
-        errors = group.gradients._errors
+        errors = group.gradients.residuals.flat
         assert (errors is not None) == feedback
         if errors is not None:
             assert errors.numel() == group.layout.total_size

@@ -23,13 +23,8 @@ from dataclasses import dataclass
 from vescale_fsdp.cli.layouts import PlannedGroup
 from vescale_fsdp.cli.model import Group, Model, Tensor, Unit
 from vescale_fsdp.cli.settings import Settings
-from vescale_fsdp.cli.timeline import (
-    GroupMemory,
-    Peak,
-    Step,
-    UnitMemory,
-    run_step,
-)
+from vescale_fsdp.cli.sizes import GroupMemory, UnitMemory
+from vescale_fsdp.cli.timeline import Peak, Step, run_step
 
 __all__ = ["Figures", "Traffic", "figures_of", "figures_of_others", "state_bytes"]
 

@@ -12,7 +12,7 @@ gloo's out of the way), `flags` tells what any rank has used. A `codec` writes w
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks
 from vescale_fsdp.dbuffer.buffer import DBuffer, shard_view
 from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
-from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce, choose_reduction
+from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, is_offered
 from vescale_fsdp.dbuffer.flags import Flags
@@ -23,6 +23,7 @@ from vescale_fsdp.dbuffer.mapped import hand_back
 from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
 from vescale_fsdp.dbuffer.message import GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
+from vescale_fsdp.dbuffer.pending import PendingReduce
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
 __all__ = [

@@ -18,14 +18,14 @@ from functools import partial
 import torch
 
 from vescale_fsdp.dbuffer.buffer import DBuffer
-from vescale_fsdp.dbuffer.collectives import Comm, PendingReduce
+from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool
+from vescale_fsdp.dbuffer.pending import PendingReduce
 
 __all__ = ["GatherMessage", "SharedReduce", "start_reduce_together"]
 
 _ALIGNMENT = 16  # bytes
-_STEP = 16  # elements
 
 
 class GatherMessage:
@@ -123,9 +123,9 @@ def start_reduce_together(
     Cost: one reduction of all of them, and a copy of each.
     """
     sizes = [full.numel() // comm.size for full in fulls]
-    starts = [0]
+    starts, step = [0], max(_ALIGNMENT // fulls[0].element_size(), 1)
     for size in sizes:  # with a gap, so that sums of two groups are never taken for neighbours
-        starts.append(starts[-1] + (size // _STEP + 1) * _STEP)
+        starts.append(starts[-1] + (size // step + 1) * step)
     lent = pool.take(starts[-1] * comm.size, fulls[0].dtype)
     rows = lent.view(comm.size, starts[-1])
     ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]

@@ -6,12 +6,13 @@ Read in this order; each file is one concept.
   parameters it takes), `placement`, `granularity` and `padding` (how they are cut), `zero_table`
   and `axes` (over which axes of the mesh), `parallel` (DTensors already), `ties`, `blocks`;
   `quantized` (what travels in 8 bits), by the `roles` of parameters.
-- What lives: `unit` (around each forward), `group` (one buffer) of `slot` s (one parameter each),
-  or `extension` (parameters that gather themselves), `inner_shard`; `hooks`, `calls` and `boundary`
-  (how modules and autograd call), `tree`, `root`; `buffers` (of a root, before forwards); `copies`.
+- What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
+  `parameters` (where they rest) in `slot` s (one each), or `extension` (parameters that gather
+  themselves, with their `outputs`), `inner_shard`; `hooks`, `calls` and `boundary` (how modules and
+  autograd call), `tree`, `root`, `materialized`; `buffers` (of a root, before forwards); `copies`.
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
-  out and owns what changes; `mail` (small all-gathers together), `reduce` (a group's gradients),
-  `usage`; `comms`.
+  out and owns what changes; `mail` (small all-gathers together), `reducing` (of a backward),
+  `reduce` (a group's gradients) with `residuals`, `usage` and `publishing`; `comms`, `lanes`.
 - What keeps ranks together: `attempts` (a store of their own), `rounds` along a `merge_tree`,
   `agreement`, `settling`, `meeting`, `fingerprint`.
 - What users call: `methods`, `tuning`, `pipelining`, `clip`, `finite`; `adjacent` and `steps` help.

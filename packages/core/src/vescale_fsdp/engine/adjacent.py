@@ -7,6 +7,7 @@ the shard once, where 1,500 small ones would each cost a few microseconds of the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 import torch
 
@@ -40,10 +41,11 @@ def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _joined(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    if len(run) < 2:
-        return run
-    first, storage = run[0], run[0].untyped_storage()
-    if any(tensor.untyped_storage()._cdata != storage._cdata for tensor in run):
-        return run  # neighbours by chance
-    num_elements = sum(tensor.numel() for tensor in run)
-    return [first.as_strided((num_elements,), (1,), first.storage_offset())]
+    # Those of another storage are neighbours by chance, in one run of a program and not in the next.
+    found = []
+    for _, each in groupby(run, lambda tensor: tensor.untyped_storage()._cdata):
+        first, *others = each
+        num_elements = first.numel() + sum(tensor.numel() for tensor in others)
+        joined = first.as_strided((num_elements,), (1,), first.storage_offset())
+        found.append(joined if others else first)
+    return found

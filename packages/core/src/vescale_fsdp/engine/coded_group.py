@@ -13,8 +13,8 @@ import torch
 
 from vescale_fsdp.dbuffer import Coding, KeptCodes
 from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
-from vescale_fsdp.engine.reduce import ParameterBuffer
 
 __all__ = ["CodedGroup"]
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -21,14 +21,13 @@ from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_
 from vescale_fsdp.engine.attempts import store_for
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.comms import comm_for
-from vescale_fsdp.engine.fingerprint import agree_on_frozen, fingerprint_of
-from vescale_fsdp.engine.group import Group, together
+from vescale_fsdp.engine.fingerprint import fingerprint_of
+from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.mail import Mail
 from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S, meet
-from vescale_fsdp.engine.reduce import start_together
+from vescale_fsdp.engine.reducing import Reducing
 from vescale_fsdp.engine.settling import is_elsewhere, is_stalled, settle, stall
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.engine.usage import Usage
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
@@ -68,9 +67,8 @@ class Engine(Executor):
 
     def __init__(self, units: list[Unit], *, unused: str, in_flight: int) -> None:
         self._units = [weakref.ref(unit) for unit in units]
-        self.in_flight, self._unused = in_flight, unused
+        self.in_flight = in_flight
         groups = [group for unit in units for group in unit.groups]
-        self.numbers = {id(group): number for number, group in enumerate(groups)}
         # By the ranks they are over, in one order on every rank.
         self._axes = {(g.axes.shard_ranks, g.axes.replica_ranks): g.axes for g in groups}
         self._agree_on_model(units)
@@ -100,8 +98,8 @@ class Engine(Executor):
         self._num_backwards = 0
         self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
-        self._frozen: dict[int, list[str]] = {}  # by group: what its last reduction left out
-        self._usages: list[tuple[list[Group], Usage]] = []
+        axes = [*self._axes.values()]
+        self._reducing = Reducing(groups, axes, self.comm, self.is_stalled, asks=unused != "zeros")
 
     def _agree_on_model(self, units: list[Unit]) -> None:
         described = fingerprint_of(units)
@@ -229,7 +227,7 @@ class Engine(Executor):
             mail.close()
 
     def _is_sent_again(self, unit: Unit) -> None:
-        name = self.passes.name(unit.index)
+        name = unit.fqn or "the root"
         self.compare([f"another gather of {name}, which was written to in the pass"], unit)
 
     # Agreement
@@ -294,44 +292,11 @@ class Engine(Executor):
 
     def due(self) -> Sequence[Reduction]:
         """The groups to reduce in the backward that begins, those that are defined last first."""
-        due: list[Reduction] = []
-        for unit in self.units():
-            reduces = unit.requires_gradient_sync or unit.row.cuts_gradients
-            for group in unit.groups:
-                group.gradients.sums_replicas = unit.requires_all_reduce
-                if group.gradients.settle(not reduces) and reduces:
-                    due.append(_Due(self.numbers[id(group)], unit, group, self))
-        self._agree_on_frozen(due)
-        due.reverse()
-        return due
-
-    def _agree_on_frozen(self, due: Iterable[Reduction]) -> None:
-        """Compare what is frozen beside trainable parameters, as buffers are laid out by that.
-
-        Cost: nothing while it is as in the backward before, else a round through the store.
-        """
-        changed: list[str] = []
-        for number, unit, group in ((i.number, i.unit, i.group) for i in due if type(i) is _Due):
-            wanted = group.gradients.wanted
-            names = [] if all(wanted) else group.gradients.left_out
-            if names != self._frozen.get(number, []):
-                self._frozen[number] = names
-                changed.append(f"unit {self.passes.fqn(unit.index)!r} without {names}")
-        if changed:
-            for axes in self._axes.values():
-                for each in axes.groups:
-                    agree_on_frozen(changed, each)
+        return self._reducing.due(self.units(), self.passes.window.policy.small_bytes)
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
-        """Issue the reductions of these groups of one unit, as one operation on streams."""
-        groups = [item.group for item in batch if isinstance(item, _Due)]
-        comms = [self.comm(group) for group in groups]
-        if len(groups) > 1 and not groups[0].has_streams:
-            start_together([group.gradients for group in groups], comms[0])
-            return
-        with together(groups, comms):
-            for group, comm in zip(groups, comms, strict=True):
-                group.gradients.start_reduce(comm)
+        """Issue these reductions: of one unit, or several that travel together."""
+        self._reducing.start(batch)
 
     def before_backward(self, unit: Unit) -> None:
         """Unshard ``unit`` and start on the units whose backward comes after it."""
@@ -361,34 +326,13 @@ class Engine(Executor):
         self._end = None
 
     def all_issued(self) -> None:
-        """Ask which parameters were used, of the groups to be published on each mesh."""
-        reduced = [item.group for item in self.passes.reductions.due if isinstance(item, _Due)]
-        asks = self._unused != "zeros" and not self.units()[0].gives_zeros
-        self._usages = []
-        for key, axes in self._axes.items():
-            here = [g for g in reduced if (g.axes.shard_ranks, g.axes.replica_ranks) == key]
-            groups = [
-                group for group in here if group.gradients.sums_replicas or axes.num_replicas == 1
-            ]
-            if groups:
-                self._usages.append((groups, Usage(groups, self.comm(groups[0]), asks=asks)))
+        """Ask which parameters were used, of the groups to be published."""
+        due = self.passes.reductions.due
+        self._reducing.ask(due, gives_zeros=self.units()[0].gives_zeros)
 
     def end_backward(self) -> None:
         """Set the gradients of the sharded parameters."""
-        reduced = [item.group for item in self.passes.reductions.due if isinstance(item, _Due)]
-        for group in reduced:
-            group.gradients.finish_sum()
-        for unit in self.units():
-            if unit.requires_gradient_sync:  # an optimizer comes next
-                unit.drop_copies()
-        for pool in {id(group.pool): group.pool for group in reduced}.values():
-            pool.trim()
-        usages, self._usages = self._usages, []
-        for groups, usage in usages:
-            for group, flags in zip(groups, usage.finish(), strict=True):
-                group.gradients.publish(flags)
-                group.pool.lane.join()
-        hand_back()
+        self._reducing.publish(self.passes.reductions.due, self.units())
 
     # Steps that were broken off
 
@@ -444,26 +388,6 @@ def engine_of(unit: Unit) -> Engine | None:
     engine = unit.engine
     assert engine is None or isinstance(engine, Engine), "`root` alone makes it"
     return engine
-
-
-class _Due(Reduction):
-    """A group that a backward reduces."""
-
-    def __init__(self, number: int, unit: Unit, group: Group, engine: Engine) -> None:
-        self.number, self.unit, self.group, self._engine = number, unit, group, engine
-        small_bytes = engine.passes.window.policy.small_bytes
-        if small_bytes:
-            self.parcel = group.gradients.parcel(engine.comm(group), small_bytes)
-
-    @property
-    def has_gradients(self) -> bool:
-        return self.group.gradients.are_waiting
-
-    def finish(self) -> None:
-        self.group.gradients.finish_reduce()
-
-    def has_arrived(self) -> bool:
-        return self.group.gradients.has_arrived(self._engine.is_stalled)
 
 
 class _End:

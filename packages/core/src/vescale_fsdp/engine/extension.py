@@ -22,7 +22,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,25 +31,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy, pool_for
-from vescale_fsdp.dbuffer.memory import Region, make_region
+from vescale_fsdp.dbuffer import Comm, pool_for
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.group import Group, GroupState
+from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.guard import Guard
+from vescale_fsdp.engine.outputs import Kind, Outputs
 from vescale_fsdp.engine.parallel import local_data, spec_at_rest
-from vescale_fsdp.engine.reduce import ParameterBuffer
+from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
 from vescale_fsdp.engine.rounds import first_and_other
 from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import contiguous_strides
 
 __all__ = ["ExtensionGroup", "gathers_itself"]
-
-_MESSAGE_ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
-
-_Kind = tuple[torch.Size, torch.dtype]  # of an input
 
 
 def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
@@ -108,68 +105,6 @@ class _NoBuffer:
     full_dtype: torch.dtype
 
 
-class _Outputs:
-    """What a gather brings: one tensor per input, of the rows of all ranks.
-
-    Memory: none until `start_gather`, none after `release`.
-    """
-
-    def __init__(self, kinds: Sequence[_Kind], num_ranks: int, device: torch.device) -> None:
-        self.kinds, self._device = list(kinds), device
-        self.tensors: list[torch.Tensor] = []
-        self._regions: list[Region] = []
-        self._bytes: list[torch.Tensor] = []  # the same memory, [ranks, bytes of one input]
-        for shape, dtype in kinds:
-            num_bytes = shape.numel() * dtype.itemsize
-            region = make_region(num_ranks * num_bytes, device)
-            region.materialize()  # ``set_`` checks bounds
-            rows = (num_ranks * shape[0], *shape[1:]) if shape else (num_ranks,)
-            # Each with a version counter of its own, see `dbuffer.flat`.
-            self.tensors.append(_view(region, dtype, rows, device))
-            self._bytes.append(_view(region, torch.uint8, (num_ranks, num_bytes), device))
-            self._regions.append(region)
-        self.release()
-
-    @property
-    def storages(self) -> set[int]:
-        """The ``_cdata`` of each."""
-        return {region.storage._cdata for region in self._regions}
-
-    def release(self) -> None:
-        """Take the memory away. No gather may be in flight."""
-        for region in self._regions:
-            region.release()
-
-    def start_gather(
-        self, inputs: Sequence[torch.Tensor], comm: Comm, custom: Any, pool: SlabPool
-    ) -> ThenCopy:
-        """Issue one all-gather of all inputs, as bytes.
-
-        Cost: with one input it is written in place. With several they travel in one message, and
-        one copy per input takes them to their place when it is waited for.
-        """
-        with devices.private_memory(self._device):
-            for region in self._regions:
-                region.materialize()
-        sizes = [part.shape[1] for part in self._bytes]
-        num_bytes = -(-sum(sizes) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
-        in_place = sizes == [num_bytes]
-        lent = None if in_place else pool.take(comm.size * num_bytes, torch.uint8)
-        messages = self._bytes[0] if lent is None else lent.view(comm.size, num_bytes)
-        columns = messages[:, : sum(sizes)].split(sizes, dim=1)
-        for column, tensor in zip(columns, inputs, strict=True):
-            column[comm.rank].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        work = comm.start_gather_of_messages(messages, custom)
-
-        def arrive() -> None:
-            if lent is not None:
-                for place, column in zip(self._bytes, columns, strict=True):
-                    place.copy_(column)
-                pool.give(lent)
-
-        return ThenCopy(work, arrive)
-
-
 class ExtensionGroup(Group):
     """One parameter that gathers itself. Its life is that of any group.
 
@@ -196,7 +131,7 @@ class ExtensionGroup(Group):
         **options: Any,
     ) -> None:
         self._mp_policy, self._mesh = mp_policy, _shard_mesh(axes)
-        self._outputs: _Outputs | None = None  # None until the first gather
+        self._outputs: Outputs | None = None  # None until the first gather
         self._inner: list[tuple[torch.UntypedStorage, int]] = []  # freed too, with their bytes
         self._metadata: Any = None  # from the first method to the second
         super().__init__(params, axes, device, **options)
@@ -244,11 +179,11 @@ class ExtensionGroup(Group):
                 in the first gather and on every rank, an uneven part was not padded.
             RankMismatchError: ranks send inputs of different sizes.
         """
-        if self.state is GroupState.SHARDED:
+        if self.state is State.SHARDED:
             with self.pool.lane.entered():
                 self._start_gather(comm, in_backward)
             self._gathered_version = self.version
-            self.state = GroupState.GATHERING
+            self.state = State.UNSHARDING
 
     def _start_gather(self, comm: Comm, in_backward: bool) -> None:
         self.gradients.casts_first = comm.sends_sums
@@ -259,7 +194,7 @@ class ExtensionGroup(Group):
         if self._outputs is None or self._outputs.kinds != kinds:
             self._agree_on(kinds, comm)
             self.slots[0].gathered, self._inner = None, []
-            self._outputs = _Outputs(kinds, comm.size, self._compute_device)
+            self._outputs = Outputs(kinds, comm.size, self._compute_device)
         self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
 
     def _inputs(self) -> Sequence[torch.Tensor]:
@@ -294,7 +229,7 @@ class ExtensionGroup(Group):
         values[: local.shape[0]].copy_(local)
         return values
 
-    def _agree_on(self, kinds: list[_Kind], comm: Comm) -> None:
+    def _agree_on(self, kinds: list[Kind], comm: Comm) -> None:
         """Raise on every rank unless all of them send inputs of the same shapes and dtypes."""
         mine = json.dumps([f"{tuple(shape)} {dtype}" for shape, dtype in kinds])
         payload = json.dumps([[mine, dist.get_rank(comm.gather_group)]])
@@ -319,7 +254,7 @@ class ExtensionGroup(Group):
 
     def finish_gather(self) -> None:
         """Wait for the all-gather, and have the second method make the parameter of it."""
-        if self.state is GroupState.GATHERING:
+        if self.state is State.UNSHARDING:
             self._wait()
             with self.pool.lane.entered():
                 self._make_parameter()
@@ -408,7 +343,7 @@ class ExtensionGroup(Group):
         slot.local = local
         self.gradients.bind(buffer, self.slots, self.pool)
 
-    def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Group:
+    def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Self:
         """A group of its own with the same data, for ``copy.deepcopy``."""
         assert self.is_sharded, "the unit has released it"
         (slot,) = self.slots
@@ -455,10 +390,3 @@ def _shard_mesh(axes: Axes) -> DeviceMesh:
     assert names is not None, "fully_shard refuses unnamed meshes of several axes"
     assert axes.shard is not None, "fully_shard refuses what gathers itself where nothing is cut"
     return axes.mesh[names[axes.shard]]
-
-
-def _view(
-    region: Region, dtype: torch.dtype, shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    view = torch.empty(0, dtype=dtype, device=device)
-    return view.set_(region.storage, 0, tuple(shape), contiguous_strides(shape))

@@ -14,6 +14,7 @@ from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.reduce import Gradients
+from vescale_fsdp.engine.residuals import Residuals
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import units_in
 
@@ -54,7 +55,7 @@ class ErrorFeedback:
         return {
             list(names)[index]: error
             for gradients, names in self._named
-            for index, error in gradients.errors().items()
+            for index, error in gradients.residual_of().items()
         }
 
     def fits(self, shapes: Mapping[str, torch.Size]) -> bool:
@@ -62,7 +63,7 @@ class ErrorFeedback:
         own = {name: shape for _, named in self._named for name, shape in named.items()}
         return all(own.get(name, shape) == shape for name, shape in shapes.items())
 
-    def replace(self, saved: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    def replace(self, saved: Mapping[str, torch.Tensor]) -> list[Residuals]:
         """Go on with other values; zero for parameters that have none.
 
         Returns:
@@ -71,11 +72,11 @@ class ErrorFeedback:
         Cost: memory for as much as there is already.
         """
         return [
-            gradients.replace_errors([saved.get(name) for name in names])
+            gradients.replace_residuals([saved.get(name) for name in names])
             for gradients, names in self._named
         ]
 
-    def restore(self, before: list[torch.Tensor | None]) -> None:
+    def restore(self, before: list[Residuals]) -> None:
         """Undo `replace`."""
-        for (gradients, _), errors in zip(self._named, before, strict=True):
-            gradients.put_errors(errors)
+        for (gradients, _), residuals in zip(self._named, before, strict=True):
+            gradients.residuals = residuals

@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Coding,
@@ -28,53 +27,17 @@ from vescale_fsdp.dbuffer import (
     PendingReduce,
     SharedReduce,
     SlabPool,
-    start_reduce_together,
 )
-from vescale_fsdp.engine.slot import Slot, flags_of, local_of
-from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.engine.lanes import on_lane
+from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
+from vescale_fsdp.engine.publishing import publish, zero
+from vescale_fsdp.engine.residuals import Residuals
+from vescale_fsdp.engine.slot import Slot, flags_of
 from vescale_fsdp.program.bundles import Parcel
 
-__all__ = ["Gradients", "ParameterBuffer", "start_together"]
+__all__ = ["Gradients"]
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _on_lane(method: Callable[P, R]) -> Callable[P, R]:
-    """Have a method of `Gradients` queue what it does on the stream that owns its memory."""
-
-    @functools.wraps(method)
-    def on_lane(*args: P.args, **kwargs: P.kwargs) -> R:
-        gradients: Any = args[0]
-        lane = gradients.pool.lane
-        if lane.is_current:
-            return method(*args, **kwargs)
-        with lane.entered():
-            return method(*args, **kwargs)
-
-    return on_lane
-
-
-class ParameterBuffer(Protocol):
-    """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""
-
-    @property
-    def layout(self) -> ShardLayout:
-        """Where each tensor lies."""
-
-    @property
-    def rank(self) -> int:
-        """Of the caller along the axis that shards."""
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """Has the device and dtype in which parameters and gradients rest."""
-
-    @property
-    def full_dtype(self) -> torch.dtype:
-        """Of the gathered parameters, and so of the gradients that autograd makes."""
 
 
 class Gradients:
@@ -107,7 +70,7 @@ class Gradients:
         self.codings: Sequence[Coding | None] = ()  # how gradients travel, if not as they are
         self.corrects = False  # whether what rounding takes from a gradient is added to the next
         self._codec: BlockCodec | None = None
-        self._errors: torch.Tensor | None = None  # what rounding has taken, of all parameters
+        self.residuals = Residuals()
         self.hook: Callable[[torch.Tensor], None] | None = None  # on each reduced shard
         self.hook_stream: Any = None
         self._reduce_dtype = reduce_dtype
@@ -128,7 +91,7 @@ class Gradients:
         self._buffer, self._slots, self.pool = buffer, slots, pool
         if self._packing.source is not buffer.layout:
             self._packing = Packing(buffer.layout)
-        self._codec = self._errors = None
+        self._codec, self.residuals = None, Residuals()
 
     def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
         """For a copy of the group: the same settings, and no gradients on their way."""
@@ -137,7 +100,7 @@ class Gradients:
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
         twin._packing = self._packing
-        twin._errors = None if self._errors is None else self._errors.clone()
+        twin.residuals = self.residuals.copied()
         twin.casts_first = self.casts_first
         return twin
 
@@ -165,7 +128,7 @@ class Gradients:
         flags = zip(self._slots, self.wanted, strict=True)
         return [slot.fqn for slot, is_wanted in flags if not is_wanted]
 
-    @_on_lane
+    @on_lane
     def settle(self, waits: bool) -> bool:
         """A backward begins: leave out what is frozen now, and take what is not.
 
@@ -196,9 +159,7 @@ class Gradients:
             count = self._unsummed.numel() // size if size else 1
             first = self._buffer.rank // count * count
             self._unsummed = packing.moved(self._unsummed, former, range(first, first + count))
-        if self._errors is not None:
-            every_rank = range(packing.layout.num_shards)
-            self._errors = packing.moved(self._errors, former, every_rank)
+        self.residuals.move(packing, former)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of parameter ``index``, for good.
@@ -249,14 +210,14 @@ class Gradients:
         waits = self._has_accumulated
         return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits)
 
-    @_on_lane
+    @on_lane
     def start_reduce(self, comm: Comm) -> None:
         """Issue the reduction of the gradients added so far (zeros where there is none)."""
         gradients = self.sealed()
         full = gradients.flat
         codec = self._codec_for(comm)
         if codec is not None:
-            errors = self._errors_so_far(full)
+            errors = self.residuals.of_sending(full) if self.corrects else None
             pending = comm.start_encoded_reduce(
                 codec, codec.layout, full, self.sum_dtype, self.pool, self.divide_factor, errors
             )
@@ -310,48 +271,20 @@ class Gradients:
             self._codec = BlockCodec(layout, codings, self.sum_dtype)
         return self._codec
 
-    def _errors_so_far(self, full: torch.Tensor) -> torch.Tensor | None:
-        if self.corrects and self._errors is None:
-            self._errors = torch.zeros(full.shape, dtype=torch.float32, device=full.device)
-        return self._errors
-
     @property
     def has_feedback(self) -> bool:
         """Whether what rounding takes from a gradient is added to the next."""
         return self.corrects and any(self.codings)
 
-    def errors(self) -> dict[int, torch.Tensor]:
-        """What rounding has taken so far, by parameter; nothing before the first reduction.
+    def residual_of(self) -> dict[int, torch.Tensor]:
+        """What rounding has taken so far, by parameter; of frozen ones there is none."""
+        return self.residuals.by_parameter(self._packing, [slot.shape for slot in self._slots])
 
-        Views, or copies where gradients lie in several stretches. Of frozen ones there is none.
-        """
-        if self._errors is None:
-            return {}
-        flat, found = self._errors, {}
-        for index, slot in enumerate(self._slots):
-            if self.wanted[index]:
-                stretches = self._packing.stretches(index)
-                parts = [flat.narrow(0, each.place, each.stop - each.start) for each in stretches]
-                whole = parts[0] if len(parts) == 1 else torch.cat([flat[:0], *parts])
-                found[index] = whole.view(slot.shape)
-        return found
-
-    def replace_errors(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Go on with other errors, zero where there is None; returns the old, for `put_errors`."""
-        before, self._errors = self._errors, None
-        if any(value is not None for value in values):
-            size, device = self._packing.layout.total_size, self.pool.device
-            self._errors = torch.zeros(size, dtype=torch.float32, device=device)
-            for index, value in enumerate(values):
-                if value is not None and self.wanted[index]:
-                    for start, stop, place in self._packing.stretches(index):
-                        part = value.reshape(-1)[start:stop]
-                        self._errors.narrow(0, place, stop - start).copy_(part)
+    def replace_residuals(self, values: Sequence[torch.Tensor | None]) -> Residuals:
+        """Go on with others, zero where there is None; returns the old."""
+        before, self.residuals = self.residuals, Residuals()
+        self.residuals.put(self._packing, values, self.pool.device)
         return before
-
-    def put_errors(self, errors: torch.Tensor | None) -> None:
-        """Have what `replace_errors` returned again."""
-        self._errors = errors
 
     def has_arrived(self, is_stalled: Callable[[], bool]) -> bool:
         """Wait for the reduction that is under way, if any; False if ``is_stalled`` before."""
@@ -364,7 +297,7 @@ class Gradients:
             seconds = min(2 * seconds, _LONG_S)
         return True
 
-    @_on_lane
+    @on_lane
     def finish_reduce(self) -> None:
         """Wait for the reduction, if one is under way, and start the sum over the replicas."""
         if self._reducing is None:
@@ -389,7 +322,7 @@ class Gradients:
         else:
             self._unsummed = reduced
 
-    @_on_lane
+    @on_lane
     def finish_sum(self) -> None:
         """Wait for the sum over the replicas, if one is under way."""
         if self._summing is None:
@@ -429,48 +362,27 @@ class Gradients:
             self._arrival.wait()
             self._arrival = None
 
-    @_on_lane
+    @on_lane
     def publish(self, used: list[bool]) -> None:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
         reduced, self._reduced = self._reduced, None
-        hooked: list[Slot] = []
         for slot in self._slots:
             slot.used = False
-        if reduced is None:
-            return
-        locals_ = self._packing.shard_views(reduced, self._buffer.rank)
-        with compat.without_torch_function():
-            for slot, local, was_used, is_wanted in zip(
-                self._slots, locals_, used, self.wanted, strict=True
-            ):
-                if not (was_used and is_wanted):
-                    continue
-                param = slot.sharded
-                if param.grad is None:
-                    param.grad = slot.wrap(local)
-                else:
-                    local_of(param.grad).add_(local_of(slot.wrap(local)))
-                if param._post_accumulate_grad_hooks:
-                    hooked.append(slot)
-        for slot in hooked:
-            for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
-                hook(slot.sharded)
+        if reduced is not None:
+            locals_ = self._packing.shard_views(reduced, self._buffer.rank)
+            gets = [a and b for a, b in zip(used, self.wanted, strict=True)]
+            publish(self._slots, locals_, gets)
 
-    @_on_lane
+    @on_lane
     def zero(self, set_to_none: bool) -> None:
         """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""
-        with compat.without_torch_function():
-            grads = [slot.sharded.grad for slot in self._slots]
-        for slot, grad in zip(self._slots, grads, strict=True):
+        for slot in self._slots:
             slot.used = False
-            if grad is not None and set_to_none:
-                slot.sharded.grad = None
-            elif grad is not None:
-                grad.detach_().zero_()
+        zero(self._slots, set_to_none)
         self._drop()
 
-    @_on_lane
+    @on_lane
     def reset(self) -> None:
         """Forget a step that was broken off: wait for what flies, drop what was not published."""
         self.finish_reduce()
@@ -487,20 +399,3 @@ class Gradients:
         if self._filling is not None:
             self._filling.release()
         self._filling = self._unsummed = None
-
-
-def start_together(several: Sequence[Gradients], comm: Comm) -> None:
-    """Issue the reductions of several groups as one, in one message (`Gradients.parcel`)."""
-    buffers = [each.sealed() for each in several]
-    first = several[0]
-    pendings = start_reduce_together(
-        [buffer.flat for buffer in buffers],
-        comm,
-        first.sum_dtype,
-        first.pool,
-        first.divide_factor,
-        only_sums=first.only_sums,
-    )
-    for each, buffer, pending in zip(several, buffers, pendings, strict=True):
-        buffer.release()
-        each.expect(buffer, pending, comm)

@@ -40,6 +40,7 @@ __all__ = [
     "checked_local",
     "flags_of",
     "local_of",
+    "refuse_methods",
     "register",
     "resting_spec",
     "same_memory",
@@ -215,3 +216,13 @@ def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
         )
     whole = cast(DTensor, param.detach())
     return local_of(whole.redistribute(placements=slot.spec.placements))
+
+
+def refuse_methods(slot: Slot) -> None:
+    """Raise if the local part was told, too late, to gather itself."""
+    if hasattr(slot.local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"the local part of parameter {slot.fqn!r} was given fsdp_pre_all_gather, but it lies "
+            "in a flat buffer, which is gathered as it is. Make the parameter a tensor subclass "
+            "before fully_shard: its local part may be given the methods until the first forward"
+        )

@@ -46,6 +46,10 @@ class Names:
         ]
         self.index_of = {name: index for name, index in every.items() if index not in empty}
 
+    def title(self, index: int) -> str:
+        """Of a unit, in errors."""
+        return self.names[index] or "the root"
+
     def around(self, index: int) -> int | None:
         """The innermost other unit that contains this one."""
         path = self.paths[index]

@@ -17,112 +17,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.names import Names, fill
 from vescale_fsdp.program.order import Program, Walk
-from vescale_fsdp.program.policy import Policy
 from vescale_fsdp.program.predict import (
-    backward_precedence,
-    continued,
-    insert_by,
     predicted_backward,
-    reduce_not_before,
-)
-from vescale_fsdp.program.record import (
-    CrossedError,
-    Precedence,
-    Record,
-    merged,
-    program_of,
 )
 from vescale_fsdp.program.reductions import Reduction, Reductions
-from vescale_fsdp.program.residency import Lease, Residency
-from vescale_fsdp.program.window import Window
+from vescale_fsdp.program.residency import Residency
+from vescale_fsdp.program.walking import Walking
 
 __all__ = ["Passes"]
 
-Kind: TypeAlias = tuple[int, str, bool]  # first unit, its method, whether gradients are wanted
-# Of the last forward; forwards since the last backward; backwards since; groups due; units kept.
-_BackKind: TypeAlias = tuple[Kind, int, int, tuple[int, ...], tuple[int, ...]]
-_MAX_FORWARDS = 4  # before a backward, whose program is another with each; more are as so many
-_MAX_REPEATS = 64  # that are predicted at a time of what repeats without gradients
-_MAX_BACKWARDS = 3  # after one forward, with programs of their own; later ones follow the last
 
-
-class Passes:
-    """The forwards and backwards of one model on one rank.
-
-    Args:
-        units: of the model, outermost first (``named_modules`` order). Held weakly.
-        names: of the units.
-        executor: carries out what is decided here.
-        can_settle: whether all ranks that share a unit share all of them, and so can agree on what
-            is next. If not, the first pass of a kind has to be the same on all ranks.
-        predicts: whether passes are predicted, and confirmed once. If not, ranks agree before each
-            all-gather of each pass.
-        trusts: whether predictions are as good as confirmed, as for one rank that stands for all.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[Residency],
-        names: Names,
-        executor: Executor,
-        policy: Policy,
-        *,
-        can_settle: bool,
-        predicts: bool = True,
-        trusts: bool = False,
-    ) -> None:
-        self._units = [weakref.ref(unit) for unit in units]
-        for index, unit in enumerate(units):
-            unit.index = index
-        self._names, self._executor = names, executor
-        self._can_settle, self._predicts, self._trusts = can_settle, predicts, trusts
-        self.title, self.rank = "the model", 0  # in errors
-        self.window = Window(self._units, policy)
-        # Forward
-        self.num_passes = 0
-        self._running = 0  # forwards of units that have begun and not ended
-        self.has_failed = False  # whether the last pass has ended by an exception, on any rank
-        self._kind: Kind = (0, "", False)
-        self._forwards: dict[Kind, Program] = {}
-        self._forward = Walk(Program())
-        self._versions: list[object] = []  # of the shards when a predicted pass began
-        self._stays: set[int] = set()  # units that the backward would unshard first
-        self._closed: dict[Kind, set[int]] = {}  # units whose inputs want no gradient
-        self._visited: dict[Kind, set[int]] = {}  # units that a backward may come back to
-        self._is_closed: set[int] = set()  # of the pass that runs, on this rank
-        self._is_visited: set[int] = set()
-        # Backward
-        self._last_kind: Kind = (0, "", True)  # of the last pass that wanted gradients
-        self._last_forward = self._forward
-        self._hidden: set[int] = set()  # units that gradients may come to by no call
-        self._ran: set[int] = set()  # on this rank, since the first forward after a backward
-        self._ran_anywhere: set[int] = set()  # in the forward of what was confirmed last
-        self._num_forwards = 0  # with gradients, since the last backward
-        self._has_skipped = False  # whether this rank, or any, has left out units in them
-        self._num_backwards = 0  # since the last of them
-        self._back_kind: _BackKind = (self._last_kind, 0, 0, (), ())
-        self._backwards: dict[_BackKind, Program] = {}
-        self._first_back: dict[Kind, Program] = {}  # of the first backward after each forward
-        self._backward = Walk(Program())
-        self._reductions = self._no_reductions()
-
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether a backward may follow the forward that is running."""
-        return self._kind[2]
-
-    @property
-    def method(self) -> str:
-        """That the outermost forward is a call of."""
-        return self._kind[1]
+class Passes(Walking):
+    """The forwards and backwards of one model on one rank. Arguments are those of `Walking`."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -132,15 +42,12 @@ class Passes:
     @property
     def is_open(self) -> bool:
         """Whether a forward has run, and awaits its backward."""
-        return self.wants_gradients and bool(self._forward.ran) and not self._num_backwards
+        return self.wants_gradients and bool(self._forward.ran) and not self._since.num_backwards
 
     @property
     def reductions(self) -> Reductions:
         """Those of the backward that runs."""
         return self._reductions
-
-    def _alive(self) -> Iterator[Residency]:
-        return (unit for ref in self._units if (unit := ref()) is not None)
 
     # Forward
 
@@ -179,7 +86,7 @@ class Passes:
                 forward again (a checkpoint), or around the outputs.
         """
         if is_hidden:
-            self._hidden.add(unit.index)
+            self._since.hidden.add(unit.index)
         if is_closed:
             self._is_closed.add(unit.index)
         if is_visited or is_hidden:
@@ -208,12 +115,7 @@ class Passes:
         units = (ref() for ref in self._units)
         self._versions = [u.version if u is not None else None for u in units] if is_new else []
         if wants_gradients:
-            self._last_kind, self._last_forward = self._kind, self._forward
-            if self._num_backwards:
-                self._num_forwards, self._has_skipped = 0, False
-                self._ran, self._hidden = set(), set()
-            self._num_forwards += 1
-            self._num_backwards = 0
+            self._since.begin_forward(self._kind, self._forward)
 
     def _begin_walk(self, walk: Walk) -> None:
         if not walk.is_predicted and self._can_settle:
@@ -255,360 +157,10 @@ class Passes:
         if not self.wants_gradients:
             self._executor.end_pass()
 
-    def stays(self, unit: Residency) -> bool:
-        """Whether a unit that has run in the forward under way stays unsharded for the backward.
-
-        As it was told to, or because the backward would unshard it again at once: then it counts as
-        unsharded ahead. The same on all ranks, whatever they have run: where they can settle a
-        program, and not in a recomputation, which only some may make.
-        """
-        if unit.keeps_after_forward(self.wants_gradients):
-            return True
-        comes_again = self._forward.find(unit.index) is not None
-        if unit.index not in self._stays or comes_again or not unit.unshard_in_backward:
-            return False
-        unit.leases.add(Lease.AHEAD)
-        return True
-
-    # Walking along a program, forward or backward
-
-    def _unshard(self, unit: Residency, walk: Walk, recomputes: bool = False) -> None:
-        """Have ``unit`` unsharded, and those under way that come after it in the program."""
-        index, is_forward = unit.index, walk is self._forward
-        has_run = index in walk.ran
-        walk.ran.setdefault(index)
-        if is_forward and self.wants_gradients:
-            self._ran.add(index)
-        if not unit.sizes:  # it has no place in any program
-            self._start(unit, walk)
-            return
-        is_needed = unit.is_sharded or Lease.AHEAD in unit.leases
-        is_held = Lease.HELD in unit.leases
-        if recomputes and walk.is_predicted:  # also where it is there, and needs no all-gather
-            walk.recomputed.add(index)
-        unit.leases.discard(Lease.HELD)
-        if is_forward and self._versions and self._versions[index] != unit.version:
-            walk.program.written.add(index)
-        repeats = has_run and is_forward and not self.wants_gradients
-        if not is_needed and (has_run or is_held or self._is_kept(unit, walk)):
-            pass  # it is there: what the program has of it is for a later use
-        elif (place := walk.find(index)) is not None:
-            self._seek(place, walk)
-            walk.place = place + 1
-        elif not is_needed:
-            pass
-        elif walk.is_predicted:
-            self._settle(index, walk, recomputes=recomputes)
-        elif repeats:  # it has stayed, and may have been written to since
-            unit.refresh()
-            walk.wrap(index)
-        elif (
-            has_run and not is_forward
-        ):  # once more than was confirmed: after all that other ranks may still want
-            self._seek(len(walk.program.unshards), walk)
-            walk.insert(index)
-        else:
-            # All ranks may have gone another way. If only some have, the others do not come here.
-            what = f"{self.name(index)}, which is new at place {walk.place} of {self._step(walk)}"
-            self._executor.compare([what], unit)
-            unit.refresh()
-            walk.insert(index)
-            if is_forward:  # what backwards after it have confirmed is without this unit
-                for kind in [kind for kind in self._backwards if kind[0] == self._kind]:
-                    del self._backwards[kind]
-        if is_needed or is_held or (not has_run and (is_forward or index in walk.joined)):
-            walk.use(index)
-        self._start(unit, walk)
-        self._wait(unit, walk)
-
-    def _is_kept(self, unit: Residency, walk: Walk) -> bool:
-        """Whether a setting has kept it for the backward: programs do not have that use of it."""
-        by_hand = Lease.USER in unit.leases or Lease.PINNED in unit.leases
-        return walk is self._backward and unit.keeps_after_forward(True) and not by_hand
-
-    def _start(self, unit: Residency, walk: Walk) -> None:
-        """Start the all-gather of ``unit``, and those that are to be under way beside it."""
-        if walk is self._forward and unit.is_stale:
-            # It was unsharded ahead, and then written to: on all ranks, if they run the same code.
-            what = f"another gather of {self.name(unit.index)}, which was written to"
-            self._executor.compare([f"{what} in {self._step(walk)}"], unit)
-            unit.refresh()
-            walk.program.written.add(unit.index)
-        self.window.start(unit, walk, self._reductions if walk is self._backward else None)
-
-    def _wait(self, unit: Residency, walk: Walk) -> None:
-        if walk.is_predicted and self._can_settle:
-            while not unit.has_arrived():
-                if self._executor.is_elsewhere(self._step(walk)):  # and does not come here
-                    self._say_together(Record(self._step(walk)), walk)
-        unit.wait_for_unshard()
-
-    def _seek(self, place: int, walk: Walk) -> None:
-        """Move to ``place``, and join the all-gathers before it that are not for this rank."""
-        again = walk.is_predicted or walk is self._backward or self.wants_gradients
-        for index in walk.seek(place, again=again):
-            self._join(index, walk)
-        if walk is self._backward:
-            self._reductions.proceed()
-
-    def _join(self, index: int, walk: Walk, *, is_settled: bool = False) -> None:
-        """Unshard a unit that this rank skips, for the others, and free it."""
-        unit, in_backward = self._units[index](), walk is self._backward
-        walk.joined.add(index)
-        self._has_skipped = True
-        if unit is None or not unit.sizes:
-            return
-        if in_backward and not (unit.unshard_in_backward or index in walk.program.recomputed):
-            return
-        if unit.is_busy and not unit.is_sharded:
-            if in_backward or not unit.keeps_after_forward(self.wants_gradients):
-                unit.join_unshard()  # else it is there on all ranks
-            return
-        if Lease.USER in unit.leases and not in_backward:  # by hand, on all ranks
-            if is_settled:  # they have used it, and some of them again
-                unit.join_unshard()
-            self._end_forward_of(unit)
-            return
-        if in_backward and not unit.is_sharded and Lease.AHEAD not in unit.leases:
-            unit.release(to_part=True)  # this rank alone has kept it
-        self._start(unit, walk)
-        if in_backward:  # also to say, before this rank waits, that it is behind
-            self._reductions.proceed()
-        self._wait(unit, walk)
-        if not in_backward:
-            self._end_forward_of(unit)
-        elif index in self._ran and index not in walk.ran and not self._gets_nothing(unit):
-            # Its own backward is still to come here, in another order: where forwards run again,
-            # the order depends on which units a rank has run.
-            unit.leases.add(Lease.HELD)
-        else:
-            if unit.reshard_after_backward:
-                unit.release_after_backward()
-            if not unit.awaits_backward:
-                self._reductions.complete(unit, has_run=False)
-
-    def _gets_nothing(self, unit: Residency) -> bool:
-        """Whether no gradient of a unit can come any more: it has not run, or its graph is gone."""
-        index = unit.index
-        if unit.awaits_backward:
-            return False
-        if index not in self._ran and index not in self._backward.ran:
-            return True
-        if self._num_backwards:  # of one graph: no call is open before it is reached
-            return False
-        containers = self._names.containers[index]
-        around = (self._units[each]() for each in containers if each in self._ran)
-        return index not in self._hidden or any(
-            unit is not None and unit.index not in self._hidden and not unit.awaits_backward
-            for unit in around
-        )
-
-    def _end_forward_of(self, unit: Residency) -> None:
-        """Do with a unit that other ranks have run what they do after it."""
-        unit.leases.discard(Lease.USER)
-        unit.end_forward(self.stays(unit), self.wants_gradients)
-
-    # Predictions that do not hold, and what the ranks make of them
-
-    def _settle(
-        self,
-        wanted: int | None,
-        walk: Walk,
-        *,
-        recomputes: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Come to what was not predicted: join what other ranks want first, until it is our turn.
-
-        Args:
-            wanted: a unit; None: there is nothing more to run here in this pass.
-            recomputes: whether for running its forward again.
-        """
-        while True:
-            place = None if wanted is None else walk.find(wanted)
-            self._seek(len(walk.program.unshards) if place is None else place, walk)
-            if place is not None:
-                walk.place = place + 1
-                return
-            mine = self._record(walk, wanted)
-            if wanted is not None:
-                mine.wants = [(wanted, recomputes)]
-            said = self._say_together(mine, walk, timeout_s)
-            if not said.wants:
-                self._confirm(said, walk)
-                return
-            walk.program.recomputed.update(unit for unit, again in said.wants if again)
-            precedence = self._precedence(walk)
-            unit = min((unit for unit, _ in said.wants), key=precedence)
-            walk.program.append(unit)
-            walk.place += 1
-            if walk is self._forward and self._predicts:
-                for each in self._continued(unit, said):
-                    walk.program.append(each)
-            if unit == wanted:
-                return
-            self._join(unit, walk, is_settled=True)
-
-    def _continued(self, unit: int, said: Record) -> list[int]:
-        """What is predicted after ``unit``, which the prediction did not have here."""
-        so_far = merged(said.used, lambda each: [each], holds=True)[0]
-        if unit not in so_far:
-            return continued(self._names, self._kind[0], unit, {*said.ran})
-        again = so_far[so_far.index(unit) :]
-        if self.wants_gradients:
-            return again[1:]
-        # The tokens of `generate`: some more at each round, for few rounds.
-        self._num_repeats = min(2 * self._num_repeats, _MAX_REPEATS)
-        return (again * self._num_repeats)[1:]
-
-    def _say_together(self, mine: Record, walk: Walk, timeout_s: float | None = None) -> Record:
-        if self._can_settle:
-            return self._executor.settle(mine, timeout_s)
-        # With units on several meshes: all ranks have to use and want the same.
-        if mine.wants:
-            ((wanted, _),) = mine.wants
-            what = f"the gather of {self.name(wanted)} in {mine.step}"
-            self._executor.compare([what], self._units[wanted]())
-        else:
-            used = [f"{self.name(unit)} in {mine.step}" for unit in mine.used[0][0]]
-            self._executor.compare([*used, f"the end of {mine.step}"], None)
-        return mine
-
-    def _record(self, walk: Walk, wanted: int | None) -> Record:
-        """What to tell the other ranks."""
-        step = self._step(walk)
-        if walk is self._forward:
-            said = Record(step, used=[(walk.used, [], self.rank)], failed=self.has_failed)
-            said.ran = [unit for unit in walk.ran if unit != wanted or unit in walk.used]
-            said.closed, said.visited = list(self._is_closed), list(self._is_visited)
-        else:
-            reductions = self._reductions
-            said = Record(step, used=[(walk.used, reductions.completed, self.rank)])
-            said.late, said.again = reductions.late, reductions.reduced_too_early
-            said.ran = list(self._last_forward.ran)
-        said.recomputed, said.written = list(walk.recomputed), list(walk.program.written)
-        said.skips = self._has_skipped
-        return said
-
-    def _release_used_elsewhere(self, walk: Walk) -> None:
-        """Free what was unsharded by hand and has run on other ranks, as they have done."""
-        for index in self._ran_anywhere - walk.ran.keys():
-            unit = self._units[index]()
-            if unit is not None and Lease.USER in unit.leases:
-                self._end_forward_of(unit)
-
-    def _confirm(self, said: Record, walk: Walk) -> None:
-        """From what the ranks have said: the program for passes of this kind."""
-        in_backward = walk is self._backward
-        self._reductions.again, self._has_skipped = said.again, said.skips
-        self._ran_anywhere, self.has_failed = set(said.ran), said.failed
-        due = [item.number for item in self._reductions.due] if in_backward else []
-        walk.program.recomputed.update(said.recomputed)
-        try:
-            program = program_of(said, due, self._precedence(walk), holds=in_backward)
-        except CrossedError as error:
-            first, second = map(self.name, error.units)
-            one, other = error.ranks
-            raise RankMismatchError(
-                f"ranks disagree about the next step: rank {other} runs {first} after {second} in "
-                f"{said.step}, rank {one} before it. Run the same passes with the same order of "
-                "units on every rank; a rank may leave units out"
-            ) from None
-        if self._can_settle:
-            if in_backward:
-                units = filter(
-                    self._may_come_back, dict.fromkeys(self._last_forward.program.unshards)
-                )
-                precedence = self._precedence(walk)
-                insert_by(precedence, program, units)
-                unit_of = {item.number: item.unit.index for item in self._reductions.due}
-                forward = self._last_forward.program
-                reduce_not_before(precedence, program, unit_of, self._names, forward)
-            else:
-                self._release_used_elsewhere(walk)
-                fill(program, self._names, self._may_run)
-        elif in_backward:
-            program.reductions = [(number, 0) for number in due]
-        self._num_filled = len(program.unshards) - len(set(said.used[0][0]))
-        walk.program, walk.place = program, len(program.unshards)
-        if not in_backward:
-            self._closed[self._kind] = set(said.closed)
-            self._visited[self._kind] = set(said.visited)
-
-    def _catch_up(self, walk: Walk, timeout_s: float | None = None) -> None:
-        """At the end of a pass: join what other ranks have run."""
-        if walk is self._backward:
-            self._reductions.complete_rest()
-        if walk.is_predicted:
-            self._settle(None, walk, timeout_s=timeout_s)
-        else:
-            self._seek(len(walk.program.unshards), walk)
-
-    def _may_run(self, index: int, known: set[int]) -> bool:
-        """Whether a later forward of this kind, that has the ``known`` units, may run another."""
-        known = known | self._ran_anywhere  # some were kept, and needed no all-gather
-        if index in known:
-            return True
-        if self.method == "forward" or self.wants_gradients:
-            around = self._names.around(index)
-            return around is None or around in known
-        return self._names.is_like(index, known)  # a method for a part of the model
-
-    def _may_come_back(self, index: int) -> bool:
-        """Whether a later backward may unshard a unit that this one did not need."""
-        # A frozen one that has run, and that no backward asked for: its inputs want no gradient.
-        # They may where ranks leave out what comes before it.
-        return self._is_unsharded_again(index) and (
-            self._is_trainable(index) or self._has_skipped or index not in self._ran_anywhere
-        )
-
-    def _is_unsharded_again(self, index: int) -> bool:
-        unit = self._units[index]()
-        if unit is None or self._last_forward.program.last(index) is None:
-            return False
-        is_kept = unit.keeps_after_forward(True) and not self._num_backwards  # the first frees it
-        return unit.unshard_in_backward and not is_kept
-
-    def _is_trainable(self, index: int) -> bool:
-        unit = self._units[index]()
-        return unit is not None and unit.trainable
-
-    def _comes_back(self, index: int) -> bool:
-        """Whether the backward is predicted to unshard a unit of its forward."""
-        if not self._is_unsharded_again(index):
-            return False
-        visited = self._visited.get(self._last_kind)
-        return visited is None or index in visited or self._is_trainable(index)
-
-    def _precedence(self, walk: Walk) -> Precedence:
-        """Which of several wishes is first: the lowest."""
-        if walk is self._forward:
-            return lambda unit: [unit]
-        recomputed = self._names.like(walk.program.recomputed)
-        return backward_precedence(self._names, self._last_forward.program, recomputed)
-
-    def fqn(self, index: int) -> str:
-        """The name of a unit in its model."""
-        return self._names.names[index]
-
-    def name(self, index: int) -> str:
-        """Of a unit, in errors."""
-        return self._names.names[index] or "the root"
-
-    def _step(self, walk: Walk) -> str:
-        if walk is self._backward:
-            return f"backward of {self.title}"
-        first, method, wants_gradients = self._kind
-        how = "" if wants_gradients else " without gradients"
-        return f"{method} of {self.name(first)} of {self.title}{how}"
-
     @property
     def step_of_backward(self) -> str:
         """The backward that runs, in words."""
         return self._step(self._backward)
-
-    def _say(self, when: str, walk: Walk) -> None:
-        self._executor.enter(f"{when} {self._step(walk)} (pass {self.num_passes})")
 
     # Backward
 
@@ -616,20 +168,21 @@ class Passes:
         """A backward begins."""
         due = self._executor.due()
         indices = tuple(item.number for item in due)
-        forwards = min(self._num_forwards, _MAX_FORWARDS)
-        backwards = min(self._num_backwards, _MAX_BACKWARDS)
-        kept = tuple(unit.index for unit in self._alive() if unit.keeps_after_forward(True))
-        self._back_kind = (self._last_kind, forwards, backwards, indices, kept)
+        self._back_kind = self._since.kind_of_backward(indices)
         program = self._backwards.get(self._back_kind) if self._predicts else None
         self._backward = walk = Walk(program or self._program_of_backward(due))
         self._say("in", walk)
         policy = self.window.policy
         self._begin_walk(walk)
         may_stall = walk.is_predicted and self._can_settle
+
+        def gets_nothing(unit: Residency) -> bool:
+            return self._since.gets_nothing(unit, walk)
+
         self._reductions = Reductions(
             due,
             walk,
-            self._gets_nothing if self._can_settle else None,
+            gets_nothing if self._can_settle else None,
             self._executor.start_reductions,
             self._executor.stall if may_stall else None,
             policy.reductions if due else 1,
@@ -637,18 +190,19 @@ class Passes:
         )
 
     def _program_of_backward(self, due: Sequence[Reduction]) -> Program:
-        forward = self._last_forward.program if self._predicts else Program()
+        forward = self._since.forward.program if self._predicts else Program()
         groups = [(item.number, item.unit.index) for item in due]
-        closed = self._closed.get(self._last_kind, set())
-        program = predicted_backward(self._names, forward, self._comes_back, groups, closed)
+        closed = self._closed.get(self._since.kind, set())
+        visited = self._visited.get(self._since.kind)
+
+        def comes_back(unit: int) -> bool:
+            return self._since.comes_back(unit, visited)
+
+        program = predicted_backward(self._names, forward, comes_back, groups, closed)
         if not self._can_settle:
             program.reductions = [(group, 0) for group, _ in groups]
         program.is_confirmed = self._trusts
         return program
-
-    def _no_reductions(self) -> Reductions:
-        nothing = self._executor.start_reductions
-        return Reductions([], self._backward, None, nothing, None, 1, 1)
 
     def before_backward(self, unit: Residency) -> None:
         """Unshard ``unit`` and start on the units whose backward comes after it."""
@@ -681,12 +235,12 @@ class Passes:
         self._executor.end_backward()
         # Of units that ranks have left out, and that run again: no other backward tells how often.
         program = walk.program
-        is_unsure = self._num_filled > 0 or (bool(program.recomputed) and self._has_skipped)
-        if not (was_predicted and self._num_forwards > 1 and is_unsure):
+        is_unsure = self._num_filled > 0 or (bool(program.recomputed) and self._since.has_skipped)
+        if not (was_predicted and self._since.num_forwards > 1 and is_unsure):
             self._backwards[self._back_kind] = program
-        if not self._num_backwards:
-            self._first_back[self._last_kind] = program
-        self._num_backwards += 1
+        if not self._since.num_backwards:
+            self._first_back[self._since.kind] = program
+        self._since.num_backwards += 1
         self._say("after", walk)
         self._reductions = self._no_reductions()
 
@@ -697,7 +251,7 @@ class Passes:
             # A second use that was not there before, on all ranks if they run the same.
             reductions.again = reductions.reduced_too_early
             if reductions.again and self._can_settle:
-                names = [self.name(unit) for unit in reductions.units_of(reductions.again)]
+                names = [self._names.title(unit) for unit in reductions.units_of(reductions.again)]
                 what = f"a second reduction of {', '.join(names)} in {self._step(self._backward)}"
                 self._executor.compare([what], None)
         if self._can_settle:
@@ -710,8 +264,8 @@ class Passes:
 
     def forget(self) -> None:
         """Forget a step that was broken off. Its gradients are lost."""
-        self._running, self._num_forwards, self._has_skipped = 0, 0, False
-        self._ran, self._hidden = set(), set()
+        self._running = 0
+        self._since.forget()
         self._executor.end_walk()
         self.window.drop()
         self._forward, self._backward = Walk(Program()), Walk(Program())

@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.state import rng, tensors, values
 from vescale_fsdp.checkpoint.state.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.engine.feedback import ErrorFeedback
+from vescale_fsdp.engine.residuals import Residuals
 from vescale_fsdp.engine.unfilled import blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -441,7 +442,7 @@ class FeedbackTarget:
         self.live: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.Tensor] = {}
         self._feedback, self._saved = ErrorFeedback(model), saved
-        self._before: list[torch.Tensor | None] | None = None
+        self._before: list[Residuals] | None = None
         self._found: dict[str, torch.Tensor] = {}
         self._lost = ""  # why it is forgotten
         num_saved = saved.manifest.world_size
