@@ -17,7 +17,13 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_single", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        # On a GPU small units are not copied into messages, as they are on a CPU.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "VESCALE_FSDP_SMALL_BYTES": "0",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

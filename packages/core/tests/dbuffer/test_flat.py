@@ -38,7 +38,6 @@ def test_storage_is_empty_after_release_where_memory_is_resized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "CAN_MAP", False)
-    monkeypatch.setattr(memory, "_SMALLEST_FREED", 0)
     buffer = make_buffer()
     sizes = [buffer.flat.untyped_storage().size()]
     for change in (buffer.materialize, buffer.release):

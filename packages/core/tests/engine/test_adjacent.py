@@ -55,6 +55,14 @@ def test_neighbours_of_other_dtypes_or_storages_are_left_apart() -> None:
     assert lists([first, second]) == [[1, 1], [1, 1]]
 
 
+def test_neighbours_by_chance_do_not_keep_others_apart() -> None:
+    parts = torch.arange(6.0).numpy().reshape(3, 2)
+    first = torch.from_numpy(parts[:2].reshape(-1))
+    chance = torch.from_numpy(parts[2])
+    assert first.data_ptr() + 16 == chance.data_ptr()
+    assert lists([*first.split(2), chance]) == [[0, 1, 2, 3], [4, 5]]
+
+
 class Kernels(TorchDispatchMode):
     """How many tensors the norms and the scaling get."""
 

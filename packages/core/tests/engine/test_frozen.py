@@ -114,6 +114,7 @@ def count_bytes() -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.usefixtures("each_alone")
 def test_frozen_parameters_have_no_memory_and_are_not_sent(world_size: int) -> None:
     everything = 2 * 4 * WIDTH * WIDTH + 5 * WIDTH
     for full, biases, two, full_again, biases_again in run_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -86,6 +87,7 @@ def test_fp32_sends_what_fsdp2_has_to_send() -> None:
     assert check(MixedPrecisionPolicy(), 4, 4, 4) < 1.02  # padding of tiny tensors
 
 
+@pytest.mark.usefixtures("each_alone")
 def test_bf16_with_fp32_sums_sends_three_quarters_of_what_fsdp2_sends() -> None:
     # Blocks: 2 + 2 + 2 bytes against 2 + 2 + 4; the root, gathered once: 2 + 2 against 2 + 4.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

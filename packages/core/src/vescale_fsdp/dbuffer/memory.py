@@ -9,9 +9,8 @@ saved by autograd.
   (`mapped`). Through malloc the same buffers would fragment the heap without bound: glibc serves
   them from the heap as soon as one of them was freed, and the aligned requests of torch do not
   fit the holes that they leave.
+  What is smaller than 16 KiB keeps its pages: to move them costs more than to copy it.
 * Elsewhere the size goes to 0 and back through malloc.
-* What is smaller than 16 KiB keeps its memory on a CPU: to take it away and give it back costs more
-  than to copy it.
 * With ``VESCALE_FSDP_CHECK_MEMORY=1`` nothing is freed: what is released is filled with NaN (bytes
   of ones), so that whoever reads it shows.
 
@@ -32,7 +31,7 @@ from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped
 
 __all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
 
-_SMALLEST_FREED = 1 << 14  # bytes of a region on a CPU
+_SMALLEST_FREED = 1 << 14  # bytes of a mapped region
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
 
@@ -50,32 +49,21 @@ class Region(Protocol):
         """Take the memory away. Does nothing if it is gone."""
 
 
-def _is_host(device: torch.device) -> bool:
-    return device.type == "cpu" and not devices.has_streams(device)
-
-
-def _is_mapped(num_bytes: int, device: torch.device) -> bool:
-    return CAN_MAP and num_bytes >= _SMALLEST_FREED and _is_host(device)
+def _is_mapped(device: torch.device) -> bool:
+    return CAN_MAP and device.type == "cpu" and not devices.has_streams(device)
 
 
 def make_region(num_bytes: int, device: torch.device) -> Region:
     """A region on ``device``, without memory at first."""
     if is_checked():
         return _Poisoned(num_bytes, device)
-    if _is_mapped(num_bytes, device):
-        return Mapped(num_bytes)
-    if num_bytes < _SMALLEST_FREED and _is_host(device):
-        return _Kept(num_bytes, device)
+    if _is_mapped(device) and num_bytes:
+        return Mapped(num_bytes) if num_bytes >= _SMALLEST_FREED else _Kept(num_bytes)
     return _Resized(num_bytes, device)
 
 
-class _Kept:
-    """So small that it keeps its memory."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-        self.is_materialized = False
+class _Kept(Mapped):
+    """So small that it keeps its pages."""
 
     def materialize(self) -> None:
         self.is_materialized = True
@@ -134,7 +122,7 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.
     For what is written at once: its memory is there when this returns.
     """
     num_bytes = num_elements * dtype.itemsize
-    if not _is_mapped(num_bytes, device) or is_checked():
+    if not _is_mapped(device) or not num_bytes or is_checked():
         return torch.empty(num_elements, dtype=dtype, device=device)
     tensor = torch.empty(0, dtype=dtype)
     mapped = Mapped(num_bytes)

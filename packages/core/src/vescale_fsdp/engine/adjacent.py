@@ -41,7 +41,7 @@ def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _joined(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    # Those of another storage are neighbours by chance, in one run of a program and not in the next.
+    # Those of another storage are neighbours by chance: in one process, and not in the next.
     found = []
     for _, each in groupby(run, lambda tensor: tensor.untyped_storage()._cdata):
         first, *others = each
