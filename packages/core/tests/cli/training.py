@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
-from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory
+from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory, pending
 from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
 from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.program.window import Window
@@ -180,6 +180,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(memory.SlabPool, "take", counted_take),
         mock.patch.object(memory.SlabPool, "give", counted_give),
         mock.patch.object(collectives, "empty", counted_empty),
+        mock.patch.object(pending, "empty", counted_empty),
         mock.patch.object(codec, "empty", counted_empty),
         mock.patch.object(gradients.GradientBuffer, "add", counted_add),
         mock.patch.object(dist, gather.__name__, counted_gather),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import QuantizedReduce, RankMismatchError, clip_grad_norm_, fully_shard
-from vescale_fsdp.engine import engine
+from vescale_fsdp.engine import reducing
 from vescale_fsdp.engine.feedback import ErrorFeedback
 from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import RankError, run_ranks
@@ -266,13 +266,13 @@ def test_ranks_that_freeze_different_parameters_are_told() -> None:
 def count_exchanges() -> list[int]:
     """How often ranks compare flags: after a change, and not while micro-batches wait."""
     calls: list[list[str]] = []
-    original = engine.agree_on_frozen
+    original = reducing.agree_on_frozen
 
     def counting(changed: list[str], *args: Any) -> None:
         calls.append(changed)
         original(changed, *args)
 
-    engine.agree_on_frozen = counting
+    reducing.agree_on_frozen = counting
     try:
         model, found = sharded(made(5)), []
         for step, plan in enumerate((is_any, is_bias, is_bias, not_first, is_any, is_any)):
@@ -282,7 +282,7 @@ def count_exchanges() -> list[int]:
                 backward(model, step)
             found.append(len(calls))
     finally:
-        engine.agree_on_frozen = original
+        reducing.agree_on_frozen = original
     return found
 
 

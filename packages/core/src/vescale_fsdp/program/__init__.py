@@ -3,6 +3,7 @@
 `order` is the sequence of a pass and a rank's way along it, `predict` says it before anybody has
 run, `record` is what ranks tell each other to correct it, `names` fills in what nobody ran,
 `policy` how much may be under way, `residency` why a unit is unsharded, `window` what is unsharded
-ahead, `bundles` what is sent together, `reductions` when gradients are reduced, `passes` puts them
-together (docs/design/engine.md).
+ahead, `bundles` what is sent together, `reductions` when gradients are reduced. `walking` is what a
+rank does to follow a program, `since` what it has done since the last backward, and `passes` the
+events that begin and end both (docs/design/engine.md).
 """
