@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard, unsharded
+from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
 
 from .recorders import Recorder
@@ -223,6 +224,47 @@ def accumulate_and_fail() -> None:
             with pytest.raises(ZeroDivisionError):
                 model(batch(0))
             handle.remove()
+
+
+def fail_in_evaluation_and_in_backward() -> None:
+    plain, model = Stack(), sharded(Stack())
+    engine: Any = None
+    for step in range(8):
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch(step)), plain(batch(step)))
+        engine = engine or unit_of(model).engine  # type: ignore[union-attr]
+        if step in (3, 4):
+            handle = model.layers[3].register_forward_pre_hook(_raise)
+            with torch.no_grad(), pytest.raises(ZeroDivisionError):
+                model(batch(0))
+            handle.remove()
+            assert engine._mail is None, "the pass is over"
+        if step == 5:
+            output = model.layers[3].register_forward_hook(_raise_in_backward)
+            with pytest.raises(ZeroDivisionError):
+                model(batch(0)).sum().backward()
+            output.remove()
+            model.reset_iter_state()  # type: ignore[operator]
+            assert engine._mail is None
+        model(batch(step)).square().mean().backward()
+        plain(batch(step)).square().mean().backward()
+        for own, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+            assert own.grad is not None
+            assert theirs.grad is not None
+            dist.all_reduce(own.grad)
+            full = theirs.grad.full_tensor()
+            torch.testing.assert_close(full, own.grad / dist.get_world_size())
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def test_an_evaluation_and_a_backward_that_raise() -> None:
+    run_ranks(fail_in_evaluation_and_in_backward, 2)
+
+
+def _raise_in_backward(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    output.register_hook(_raise)
+    return output
 
 
 def _raise(*_: Any) -> None:

@@ -146,6 +146,7 @@ class Passes(Walking):
         if has_failed:  # elsewhere, perhaps: other ranks wait for us until they get there
             with contextlib.suppress(Exception):  # the one that is on its way says more
                 self._catch_up(self._forward)
+                self._executor.end_walk()
         else:
             self._catch_up(self._forward)
             self._executor.end_walk()
