@@ -15,16 +15,6 @@ import torch.distributed as dist
 
 from vescale_fsdp import devices
 
-__all__ = [
-    "Detour",
-    "backend_name",
-    "backend_of",
-    "backends_of",
-    "collective_device",
-    "is_fake",
-    "spelling_of",
-]
-
 
 def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> Any:
     """What runs the collectives of a group on tensors of a device; None if there is nothing.

@@ -38,41 +38,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "Arrival",
-    "Lane",
-    "Staging",
-    "Users",
-    "Waitable",
-    "accelerator_type",
-    "brought_to",
-    "capability",
-    "copy_async",
-    "current_device",
-    "current_stream",
-    "default_generator",
-    "describe_all",
-    "empty",
-    "from_host",
-    "generator_state",
-    "has_accelerator",
-    "has_streams",
-    "is_pinned",
-    "is_same",
-    "made_current",
-    "module_of",
-    "moved_to_host",
-    "on_host",
-    "on_stream",
-    "pinned",
-    "private_memory",
-    "set_generator_state",
-    "stand_in",
-    "start_beside",
-    "symmetric_memory",
-    "wait_event",
-]
-
 _HIGH_PRIORITY = -1  # a few short kernels that a gather waits for: before the blocks of a long one
 _NOTHING = nullcontext()
 _STAND_INS: dict[str, Any] = {}

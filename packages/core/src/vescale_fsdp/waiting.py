@@ -42,28 +42,6 @@ from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name, backend_of, backends_of
 from vescale_fsdp.errors import RankMismatchError
 
-__all__ = [
-    "Bounded",
-    "Ending",
-    "Named",
-    "bounded",
-    "close",
-    "deadline_for",
-    "enter",
-    "failure",
-    "finish",
-    "is_closed",
-    "limit_s",
-    "register",
-    "report",
-    "store_wait",
-    "timeout_of",
-    "wait",
-    "wait_until",
-    "watch",
-    "where",
-]
-
 VARIABLE = "VESCALE_FSDP_TIMEOUT_S"
 _ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
 _LONG_S = 15.0  # after this, or a quarter of the limit, a wait is worth a note

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vescale_fsdp.dbuffer import hand_back, mapped
-from vescale_fsdp.dbuffer.memory import Region, SlabPool, empty, make_region
+from vescale_fsdp.dbuffer.memory import Region, SlabPool, make_region, mapped_empty
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -28,7 +28,7 @@ def num_faults() -> int:
 @pytest.mark.parametrize("num_bytes", [1, 100_000, 2 * MIB, 5 * MIB + 3])
 def test_region_keeps_its_address_and_takes_any_size(num_bytes: int) -> None:
     region = make_region(num_bytes, CPU)
-    view = torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
+    view = torch.mapped_empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
     address = view.data_ptr()
     for value in (1, 2):
         region.materialize()
@@ -48,7 +48,7 @@ def test_region_of_no_bytes_does_nothing() -> None:
 
 def region_and_view(num_bytes: int = 64 * MIB) -> tuple[Region, torch.Tensor]:
     region = make_region(num_bytes, CPU)
-    return region, torch.empty(0).set_(region.storage, 0, (num_bytes // 4,), (1,))
+    return region, torch.mapped_empty(0).set_(region.storage, 0, (num_bytes // 4,), (1,))
 
 
 def is_all(tensor: torch.Tensor, value: float) -> bool:
@@ -124,7 +124,7 @@ def test_a_kernel_that_moves_no_pages_costs_only_time(monkeypatch: pytest.Monkey
 
 def test_tensor_of_its_own_mapping_gives_its_memory_back_when_it_dies() -> None:
     before = resident_bytes()
-    tensor = empty(16 * MIB, torch.float32, CPU).fill_(1.0)
+    tensor = mapped_empty(16 * MIB, torch.float32, CPU).fill_(1.0)
     view = tensor[5:]
     del tensor
     assert resident_bytes() - before > 60 * MIB
@@ -139,7 +139,7 @@ def test_tensor_of_its_own_mapping_is_there_in_one_call() -> None:
         mmap.mmap(-1, mmap.PAGESIZE).madvise(mapped._MADV_POPULATE_WRITE)
     except OSError:
         pytest.skip("needs Linux 5.14")
-    tensor = empty(1_000_000 // 4, torch.float32, CPU)
+    tensor = mapped_empty(1_000_000 // 4, torch.float32, CPU)
     faults = num_faults()
     tensor.fill_(1.0)
     assert num_faults() - faults < 1_000_000 // 4096 // 4
@@ -181,7 +181,7 @@ def test_checked_memory_is_nan_before_it_is_written_and_after_it_is_released(
 ) -> None:
     monkeypatch.setenv("VESCALE_FSDP_CHECK_MEMORY", "1")
     region = make_region(4 * dtype.itemsize, torch.device("cpu"))
-    view = torch.empty(0, dtype=dtype).set_(region.storage, 0, (4,), (1,))
+    view = torch.mapped_empty(0, dtype=dtype).set_(region.storage, 0, (4,), (1,))
     region.materialize()
     assert view.isnan().all()
     view.fill_(1.0)
@@ -194,7 +194,7 @@ def test_a_small_region_keeps_its_memory_and_a_large_one_does_not() -> None:
     for num_bytes, stays in ((1 << 10, True), (1 << 16, False)):
         region = make_region(num_bytes, torch.device("cpu"))
         region.materialize()
-        tensor = torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
+        tensor = torch.mapped_empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
         tensor.fill_(7)
         region.release()
         hand_back()

@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.sealed.save import SaveHandle, save
 from vescale_fsdp.checkpoint.sealed.verify import verify
 from vescale_fsdp.checkpoint.state import full
 from vescale_fsdp.checkpoint.stop import StopOnSignal
-from vescale_fsdp.engine.attempts import init_process_group
+from vescale_fsdp.engine import init_process_group
 
 __all__ = [
     "LoadedNames",

@@ -39,8 +39,6 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
 )
 
-__all__ = ["convert"]
-
 Progress = Callable[[int, int], None]
 
 

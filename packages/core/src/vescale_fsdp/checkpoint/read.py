@@ -13,8 +13,6 @@ from vescale_fsdp.checkpoint.sources import Source, open_source
 from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.errors import CheckpointIncompleteError
 
-__all__ = ["read"]
-
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """All that a checkpoint holds, to look into it or to write it otherwise. Not collective.

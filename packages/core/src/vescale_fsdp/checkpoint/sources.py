@@ -26,8 +26,6 @@ from vescale_fsdp.checkpoint.sealed.latest import read_manifest
 from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
-__all__ = ["Source", "open_source"]
-
 _PIECE = 1 << 28  # bytes of the largest chunk that is made of a tensor
 
 

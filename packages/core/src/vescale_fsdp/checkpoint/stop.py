@@ -27,11 +27,8 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
-from vescale_fsdp.engine.attempts import store_for
+from vescale_fsdp.engine import LONG_TIMEOUT_S, store_for
 from vescale_fsdp.errors import RankMismatchError
-
-__all__ = ["StopOnSignal", "Tally"]
 
 _CLOSED = "closed"
 _DAY_S = 86_400.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["binary", "bits_per_s", "count", "difference", "duration", "percent", "plain", "several"]
-
 
 def count(number: float) -> str:
     """Elements or parameters: 3_232_931_520 is "3.23 bn". Not B, which is bytes here."""

@@ -28,8 +28,6 @@ from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.errors import VeScaleError
 
-__all__ = ["PLUGINS", "make_app", "run"]
-
 PLUGINS = "vescale_fsdp.cli"
 
 _SIGPIPE = 141  # the exit code of tools whose reader, such as head, has left

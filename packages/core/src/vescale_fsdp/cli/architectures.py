@@ -16,8 +16,6 @@ from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Model
 from vescale_fsdp.cli.modules import model_of_module, reason
 
-__all__ = ["model_of_architecture", "model_of_config"]
-
 # The first of these that knows a config builds it, unless the config names a class itself.
 _TASKS = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),  # not for those with an encoder

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Tensor
 
-__all__ = ["BlockRules"]
-
 _HELP = "elements:256, rows:128, tile:32x32 or whole, after an optional PATTERN="
 _SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
 

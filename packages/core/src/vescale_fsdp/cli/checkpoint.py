@@ -12,8 +12,6 @@ import typer
 from vescale_fsdp.cli.amounts import binary, plain, several
 from vescale_fsdp.cli.errors import InputError
 
-__all__ = ["app"]
-
 _SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
 
 _Dir = Annotated[

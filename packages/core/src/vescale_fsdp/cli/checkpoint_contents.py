@@ -16,8 +16,6 @@ from vescale_fsdp.checkpoint.disk.manifest import Manifest, TensorEntry, Variant
 from vescale_fsdp.checkpoint.state.contents import PER_RANK
 from vescale_fsdp.cli.amounts import binary, count, plain, several
 
-__all__ = ["Manifests", "as_json", "list_as_json", "show", "show_list"]
-
 # With the manifest, or what is wrong with it.
 Manifests = list[tuple[Path, Manifest | str]]
 

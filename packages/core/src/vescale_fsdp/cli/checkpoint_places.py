@@ -12,8 +12,6 @@ from vescale_fsdp.checkpoint.disk.manifest import NAME
 from vescale_fsdp.checkpoint.sealed.latest import sealed
 from vescale_fsdp.cli.errors import InputError
 
-__all__ = ["Found", "check_source", "find"]
-
 _DCP = "a directory of torch.distributed.checkpoint"
 _SAFETENSORS = "safetensors"
 _DATA = re.compile(r"rank-[0-9]{5,}\.bin")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vescale_fsdp.dbuffer import Coding
     from vescale_fsdp.planner import TensorSpec
 
-__all__ = ["AS_THEY_ARE", "Code", "Codes", "parse_code"]
-
 _CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
 
 
@@ -52,8 +50,8 @@ class Codes:
         if (self.gather is None and self.reduce is None) or not group.dtype.floating:
             return None, None
         from vescale_fsdp.dbuffer import Coding  # loads torch
-        from vescale_fsdp.engine.quantized import is_matrix
-        from vescale_fsdp.ragged.blocks import Blocks
+        from vescale_fsdp.engine import is_matrix
+        from vescale_fsdp.ragged import Blocks
 
         def coding(code: Code | None, is_chosen: bool) -> Coding | None:
             if code is None or not is_chosen or not code.fits(tensor):
@@ -76,7 +74,7 @@ class Codes:
         gather, reduce = self.of(tensor, group)
         if gather is None and reduce is None:
             return TensorSpec(tensor.name, tensor.shape, 1 if asked is None else asked)
-        from vescale_fsdp.engine.quantized import checked_block
+        from vescale_fsdp.engine import checked_block
 
         try:
             block = checked_block(tensor.name, tensor.shape, asked, gather, reduce)

@@ -13,8 +13,6 @@ import typer
 if TYPE_CHECKING:
     from vescale_fsdp.cli.checkup.findings import Section
 
-__all__ = ["doctor"]
-
 _Json = Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")]
 _NoSelfTest = Annotated[bool, typer.Option("--no-self-test", help="Only look.")]
 

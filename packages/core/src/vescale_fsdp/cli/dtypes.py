@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from vescale_fsdp.cli.errors import InputError
 
-__all__ = ["BF16", "FP32", "Dtype", "parse_dtype"]
-
 
 @dataclass(frozen=True)
 class Dtype:

@@ -26,8 +26,6 @@ from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.cli.sizes import GroupMemory, UnitMemory
 from vescale_fsdp.cli.timeline import Peak, Step, run_step
 
-__all__ = ["Figures", "Traffic", "figures_of", "figures_of_others", "state_bytes"]
-
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
 _LEAST_CODED = 4096  # smaller tensors keep full states
 

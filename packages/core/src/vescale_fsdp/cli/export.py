@@ -9,8 +9,6 @@ from vescale_fsdp.cli.estimate import Figures
 from vescale_fsdp.cli.layouts import PlannedGroup
 from vescale_fsdp.cli.result import FSDP2, MEGATRON, OURS, Report
 
-__all__ = ["SCHEMA_VERSION", "as_json"]
-
 SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
 
 _KEYS = {OURS: "vescale_fsdp", FSDP2: "fsdp2", MEGATRON: "megatron_fsdp_v2"}

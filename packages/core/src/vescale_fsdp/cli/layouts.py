@@ -14,8 +14,6 @@ from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
 from vescale_fsdp.planner.advice import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size
 
-__all__ = ["ALIGNMENT_BYTES", "PlannedGroup", "Track", "lay_out_model"]
-
 ALIGNMENT_BYTES = 16  # of tensors in the narrowest dtype that travels, as the engine has it
 
 Track = Callable[[list[tuple[Unit, Group]]], Iterable[tuple[Unit, Group]]]

@@ -17,8 +17,6 @@ from itertools import groupby
 
 from vescale_fsdp.cli.dtypes import Dtype
 
-__all__ = ["Group", "Model", "Tensor", "Unit", "joined", "kinds", "make_model"]
-
 
 @dataclass(frozen=True)
 class Tensor:

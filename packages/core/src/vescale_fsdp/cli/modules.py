@@ -19,9 +19,7 @@ from vescale_fsdp import repeated_blocks
 from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Group, Model, Tensor, make_model
-from vescale_fsdp.engine.roles import Roles
-
-__all__ = ["build", "model_of_module", "reason"]
+from vescale_fsdp.engine import Roles
 
 _ROOT = -1  # among the indices of blocks
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vescale_fsdp.cli.picture import PictureGroup
     from vescale_fsdp.cli.result import Report
 
-__all__ = ["plan"]
-
 _Model = Annotated[
     str,
     typer.Argument(

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-__all__ = ["color_system", "track", "track_bytes"]
-
 _PATIENCE_S = 1.0
 
 T = TypeVar("T")

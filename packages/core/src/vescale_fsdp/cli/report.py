@@ -30,8 +30,6 @@ from vescale_fsdp.cli.result import FSDP2, OURS, Report
 from vescale_fsdp.cli.suggest import Suggestion
 from vescale_fsdp.cli.timeline import KINDS
 
-__all__ = ["facts", "print_report"]
-
 _MOST_LINES = 4  # of one kind, about different groups
 
 # A row of the table of figures: label, value, and how it is written.

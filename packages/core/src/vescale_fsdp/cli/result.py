@@ -12,8 +12,6 @@ from vescale_fsdp.cli.model import Model
 from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.cli.suggest import Suggestion, suggest
 
-__all__ = ["FSDP2", "MEGATRON", "OURS", "Report", "make_report"]
-
 OURS, FSDP2, MEGATRON = "veScale-FSDP", "FSDP2", "Megatron-FSDP v2"
 
 

@@ -10,8 +10,6 @@ from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
 from vescale_fsdp.cli.dtypes import BF16, FP32, Dtype
 from vescale_fsdp.cli.errors import InputError
 
-__all__ = ["Backend", "Settings", "parse_bandwidth"]
-
 Backend = Literal["nccl", "gloo"]
 
 

@@ -20,8 +20,6 @@ from vescale_fsdp.cli.dtypes import Dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Group, Model, Tensor, make_model
 
-__all__ = ["model_from_shapes"]
-
 _KEYS = ("model", "note", "total_params", "groups")
 _GROUP_KEYS = ("name", "count", "tensors")
 

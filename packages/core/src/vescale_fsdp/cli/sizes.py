@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from vescale_fsdp.cli.dtypes import Dtype
 
-__all__ = ["GroupMemory", "UnitMemory"]
-
 
 @dataclass(frozen=True)
 class GroupMemory:

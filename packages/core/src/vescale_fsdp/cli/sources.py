@@ -11,8 +11,6 @@ from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.model import Model
 from vescale_fsdp.cli.shapes import model_from_shapes
 
-__all__ = ["load"]
-
 _KINDS = (
     "a shapes file, a transformers config.json, its folder, an architecture, or module:function"
 )

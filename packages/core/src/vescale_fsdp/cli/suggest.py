@@ -20,8 +20,6 @@ from vescale_fsdp.cli.model import Model, kinds
 from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.planner import Advice
 
-__all__ = ["Alternative", "Suggestion", "suggest"]
-
 # Group sizes that are tried, from the one that suits all groups by themselves downwards.
 _MAX_SIZES = 8
 

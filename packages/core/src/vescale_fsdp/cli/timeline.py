@@ -49,15 +49,7 @@ from typing import NamedTuple
 
 from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.cli.sizes import GroupMemory, UnitMemory
-from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.names import Names
-from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.policy import policy_of
-from vescale_fsdp.program.record import Record
-from vescale_fsdp.program.reductions import Reduction
-from vescale_fsdp.program.residency import Residency
-
-__all__ = ["KINDS", "Peak", "Step", "run_step"]
+from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
 GATHERED = "gathered parameters"
 LOCAL = "gradients on their way"

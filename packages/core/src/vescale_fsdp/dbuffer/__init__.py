@@ -15,18 +15,20 @@ from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, is_offered
+from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES, Exchange
 from vescale_fsdp.dbuffer.flags import Flags
 from vescale_fsdp.dbuffer.flat import FlatBuffer, plain_tensors
 from vescale_fsdp.dbuffer.gradients import GradientBuffer
 from vescale_fsdp.dbuffer.kept_codes import KeptCodes
 from vescale_fsdp.dbuffer.mapped import hand_back
-from vescale_fsdp.dbuffer.memory import SlabPool, pool_for
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty, pool_for
 from vescale_fsdp.dbuffer.message import GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
 from vescale_fsdp.dbuffer.pending import PendingReduce
 from vescale_fsdp.dbuffer.threads import let_ranks_go_first
 
 __all__ = [
+    "SHORTEST_BYTES",
     "BlockCodec",
     "Cast",
     "CodeDtype",
@@ -34,6 +36,7 @@ __all__ = [
     "Coding",
     "Comm",
     "DBuffer",
+    "Exchange",
     "Flags",
     "FlatBuffer",
     "GatherMessage",
@@ -51,6 +54,7 @@ __all__ = [
     "hand_back",
     "is_offered",
     "let_ranks_go_first",
+    "mapped_empty",
     "plain_tensors",
     "pool_for",
     "shard_view",

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from vescale_fsdp import compat, devices
 from vescale_fsdp.devices import Waitable
 
-__all__ = ["Batch"]
-
 
 class Batch:
     """Collectives that are issued together.

@@ -28,8 +28,6 @@ from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
 
-__all__ = ["BlockCodec", "Coding", "decode_blocks", "encode_blocks"]
-
 _ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
 _SCALE_BYTES = 4
 # Elements that are coded at once: on a CPU what lies in its cache, elsewhere what keeps a device

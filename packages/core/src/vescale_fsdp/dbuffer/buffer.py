@@ -24,8 +24,6 @@ from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.flat import FlatBuffer
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["DBuffer", "shard_view"]
-
 
 class DBuffer:
     """The parameter memory of one group on one rank.

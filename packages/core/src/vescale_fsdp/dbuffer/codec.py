@@ -25,11 +25,9 @@ import torch
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.custom import ThenCopy
-from vescale_fsdp.dbuffer.memory import SlabPool, empty
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
-
-__all__ = ["Cast", "Codec", "Outbox", "decoded_sum", "encode_parts", "start_encoded_gather"]
 
 
 class Codec(Protocol):
@@ -124,7 +122,7 @@ class Outbox:
         """The message, and whether it is written."""
         is_written = self._message is not None and self._message.device == device
         if not is_written:
-            self._message = empty(num_bytes, torch.uint8, device)
+            self._message = mapped_empty(num_bytes, torch.uint8, device)
         assert self._message is not None, "there is one now"
         return self._message, is_written
 
@@ -250,7 +248,7 @@ def decoded_sum(
         for k, (message, part) in enumerate(pairs):
             codec.decode(layout, rank * num_parts + k, message, part)
 
-    total = empty(numel, torch.float32, first.device)
+    total = mapped_empty(numel, torch.float32, first.device)
     at_once = _at_once(codec, first.device, torch.float32)
     if at_once is not None and at_once.add_all(rank, messages, total):
         return total

@@ -19,8 +19,6 @@ import torch
 from vescale_fsdp.dbuffer import codec_tables as tables
 from vescale_fsdp.dbuffer import eight_bits
 
-__all__ = ["takes_kernels"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ import triton.language as tl
 
 from vescale_fsdp.dbuffer import codec_tables as tables
 
-__all__ = ["OPTIONS", "decode_kernel", "encode_kernel"]
-
 # Of a launch. The compiler would else make one operation of a product and a sum.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 

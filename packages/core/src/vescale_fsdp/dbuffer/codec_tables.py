@@ -16,8 +16,6 @@ import torch
 
 from vescale_fsdp import devices
 
-__all__ = ["DTYPES", "Mail", "Row", "Table", "decode", "encode", "make_table"]
-
 # What a row is of.
 GAP, RAW, INT8, E4M3 = 0, 1, 2, 3
 # The numbers of a row, as the kernels read them: kind, first program, rank, start, numel, byte,

@@ -42,12 +42,10 @@ from vescale_fsdp.dbuffer.codec import (
 from vescale_fsdp.dbuffer.custom import memory_for, start_custom_gather, start_custom_reduce
 from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
 from vescale_fsdp.dbuffer.issued import Issued
-from vescale_fsdp.dbuffer.memory import SlabPool, empty
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
 from vescale_fsdp.dbuffer.pending import PendingReduce
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
-
-__all__ = ["Comm", "choose_reduction"]
 
 Reduction = Literal["native", "all_to_all"]
 
@@ -289,7 +287,7 @@ class Comm:
             sent = torch.mul(full, 1 / before, out=pending.borrow(full.numel(), reduce_dtype))
         elif full.dtype != reduce_dtype:
             sent = pending.borrow(full.numel(), reduce_dtype).copy_(full)
-        pending.done = empty(full.numel() // self.size, reduce_dtype, full.device)
+        pending.done = mapped_empty(full.numel() // self.size, reduce_dtype, full.device)
         if self._batch is not None:
             pending.work = self._batch.reduce(pending.done, sent, op)
         else:

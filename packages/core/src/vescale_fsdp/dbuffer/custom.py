@@ -18,8 +18,6 @@ import torch.distributed as dist
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.devices import Waitable
 
-__all__ = ["ThenCopy", "memory_for", "start_custom_gather", "start_custom_reduce"]
-
 
 class ThenCopy:
     """A collective under way, and what is left to do when it has ended. Waits like a ``Work``."""

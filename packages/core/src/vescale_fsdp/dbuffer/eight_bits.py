@@ -23,8 +23,6 @@ import torch.nn.functional as F
 
 from vescale_fsdp.ragged.blocks import BlockSize
 
-__all__ = ["TOP", "CodeDtype", "decode", "encode", "is_offered"]
-
 CodeDtype = Literal["int8", "e4m3"]
 
 TOP = {"int8": 127.0, "e4m3": 448.0}

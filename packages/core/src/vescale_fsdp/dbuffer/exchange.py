@@ -18,8 +18,6 @@ import torch.distributed as dist
 from vescale_fsdp import waiting
 from vescale_fsdp.backends import backend_name
 
-__all__ = ["Exchange", "is_worthwhile"]
-
 # Of the part for each rank. For shorter ones one call of a collective is enough.
 SHORTEST_BYTES = 1 << 13
 _NUM_TAGS = 1 << 22

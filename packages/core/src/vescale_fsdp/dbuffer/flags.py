@@ -10,8 +10,6 @@ from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.exchange import Exchange
 from vescale_fsdp.devices import Waitable
 
-__all__ = ["Flags"]
-
 _MOST_PEERS = 8  # that each rank writes to itself; beyond, a collective needs fewer messages
 
 

@@ -18,8 +18,6 @@ from vescale_fsdp.dbuffer.memory import make_region
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides
 
-__all__ = ["FlatBuffer", "plain_tensors"]
-
 
 class FlatBuffer:
     """``layout.total_size`` elements, of which tensor i is a view at ``layout.offsets[i]``.

@@ -17,8 +17,6 @@ import torch
 from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.dbuffer.packing import Packing, Stretch
 
-__all__ = ["GradientBuffer"]
-
 
 class GradientBuffer:
     """Local, not yet reduced gradients of one group, from its first gradient to `release`.

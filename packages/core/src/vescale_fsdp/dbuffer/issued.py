@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Issued"]
-
 
 class Issued:
     """What this rank has issued on one axis: how many collectives, and a digest of their sizes.

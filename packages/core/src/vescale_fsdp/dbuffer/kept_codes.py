@@ -19,8 +19,6 @@ from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, Piece
 from vescale_fsdp.dbuffer.codec_tables import Mail
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["KeptCodes"]
-
 _ALIGNMENT = 128  # scales: products of codes on CUDA want theirs from a multiple of some bytes on
 
 

@@ -22,8 +22,6 @@ import weakref
 
 import torch
 
-__all__ = ["CAN_MAP", "Mapped", "hand_back"]
-
 CAN_MAP = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 _HUGE_PAGE = 2 << 20
 

@@ -29,8 +29,6 @@ import torch
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.mapped import CAN_MAP, Mapped
 
-__all__ = ["Region", "SlabPool", "empty", "make_region", "pool_for"]
-
 _SMALLEST_FREED = 1 << 14  # bytes of a mapped region
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
@@ -116,7 +114,7 @@ def is_checked() -> bool:
     return os.environ.get("VESCALE_FSDP_CHECK_MEMORY", "0") == "1"
 
 
-def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def mapped_empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat, uninitialised tensor whose memory goes back to the system when it dies.
 
     For what is written at once: its memory is there when this returns.

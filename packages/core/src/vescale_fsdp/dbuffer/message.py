@@ -23,8 +23,6 @@ from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.dbuffer.pending import PendingReduce
 
-__all__ = ["GatherMessage", "SharedReduce", "start_reduce_together"]
-
 _ALIGNMENT = 16  # bytes
 
 

@@ -22,8 +22,6 @@ import torch
 
 from vescale_fsdp.planner import ShardLayout, TensorSpec
 
-__all__ = ["Packing", "Stretch"]
-
 T = TypeVar("T")
 
 

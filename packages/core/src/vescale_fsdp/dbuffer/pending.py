@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vescale_fsdp import devices, waiting
-from vescale_fsdp.dbuffer.memory import SlabPool, empty
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
-
-__all__ = ["PendingReduce"]
 
 
 @dataclass
@@ -72,7 +70,7 @@ class PendingReduce:
 def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """In ``dtype`` and in rank order, so that the sum is the same on every run."""
     first, second, *others = parts
-    result = empty(first.numel(), dtype, first.device)
+    result = mapped_empty(first.numel(), dtype, first.device)
     if first.dtype == dtype:
         torch.add(first, second, out=result)
     else:

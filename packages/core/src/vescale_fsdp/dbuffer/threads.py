@@ -13,8 +13,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["let_ranks_go_first"]
-
 _NAME = "gloo_tcp_loop"
 _THREADS = Path("/proc/self/task")
 

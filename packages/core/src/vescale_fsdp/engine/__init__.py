@@ -25,20 +25,29 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
+from vescale_fsdp.engine.attempts import init_process_group, store_for
 from vescale_fsdp.engine.blocks import repeated_blocks
 from vescale_fsdp.engine.clip import clip_grad_norm_
+from vescale_fsdp.engine.feedback import ErrorFeedback
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, unsharded
 from vescale_fsdp.engine.pipelining import share_comm_ctx
-from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
+from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce, checked_block, is_matrix
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
+from vescale_fsdp.engine.residuals import Residuals
+from vescale_fsdp.engine.roles import HEADS, Roles, may_be_hidden
+from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 
 __all__ = [
+    "HEADS",
+    "LONG_TIMEOUT_S",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "ErrorFeedback",
     "FSDPModule",
     "Granularity",
     "GranularityPolicy",
@@ -47,13 +56,22 @@ __all__ = [
     "QuantizedGather",
     "QuantizedReduce",
     "QuantizedWeight",
+    "Residuals",
+    "Roles",
     "UnshardHandle",
+    "blank_tensors",
     "check_gradients",
+    "checked_block",
     "clip_grad_norm_",
     "combine",
     "fully_shard",
+    "init_process_group",
+    "is_matrix",
+    "mark_blank",
+    "may_be_hidden",
     "register_fsdp_forward_method",
     "repeated_blocks",
     "share_comm_ctx",
+    "store_for",
     "unsharded",
 ]

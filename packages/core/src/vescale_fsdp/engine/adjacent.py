@@ -11,8 +11,6 @@ from itertools import groupby
 
 import torch
 
-__all__ = ["join_adjacent"]
-
 
 def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same elements in few tensors, which are views of those given. Empty ones are left out.

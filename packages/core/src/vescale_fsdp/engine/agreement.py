@@ -26,8 +26,6 @@ from vescale_fsdp.engine.attempts import AbsentError, store_for
 from vescale_fsdp.engine.rounds import MAX_NAMED, Finish, Merge, Rounds, first_and_other
 from vescale_fsdp.errors import RankMismatchError
 
-__all__ = ["LONG_TIMEOUT_S", "Digests", "Subject", "agree", "agree_on", "exchange"]
-
 LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
 _ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Rounds]]
 _ROUNDS = weakref.WeakKeyDictionary()

@@ -39,8 +39,6 @@ from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.zero_table import row_of
 
-__all__ = ["fully_shard"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
 

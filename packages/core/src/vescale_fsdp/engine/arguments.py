@@ -14,8 +14,6 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import unit_of
 
-__all__ = ["axes_of", "check_arguments", "check_engine_arguments", "checked_modules"]
-
 
 def checked_modules(module: object) -> list[nn.Module]:
     """The modules of one unit: ``module`` itself, or those of a list that lie in no other.

@@ -34,8 +34,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from vescale_fsdp import compat
 from vescale_fsdp.engine.merge_tree import MergeTree
 
-__all__ = ["AbsentError", "agree_on_name", "init_process_group", "store_for"]
-
 _PLACE = "vescale_fsdp/attempt"
 _POLL_S, _LONGEST_POLL_S = 0.001, 0.05  # at first, and after some that were in vain
 _TIMEOUT = datetime.timedelta(minutes=30)  # torch's, for gloo

@@ -22,8 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.engine.zero_table import Row
 
-__all__ = ["Axes"]
-
 
 @dataclass(frozen=True)
 class Axes:

@@ -6,8 +6,6 @@ from collections import Counter
 
 from torch import nn
 
-__all__ = ["repeated_blocks"]
-
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model: what most people would call ``fully_shard`` on.

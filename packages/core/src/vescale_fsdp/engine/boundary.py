@@ -26,8 +26,6 @@ import torch
 from vescale_fsdp import compat
 from vescale_fsdp.engine.tree import replace_tensors, tensors_requiring_grad
 
-__all__ = ["Call", "enter", "leave"]
-
 
 class Call(ABC):
     """One forward of a unit that a backward may come back to.

@@ -18,8 +18,6 @@ from vescale_fsdp import compat
 if TYPE_CHECKING:
     from vescale_fsdp.engine.axes import Axes
 
-__all__ = ["broadcast_buffers", "plain_buffers"]
-
 
 def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module by names, without those that are DTensors or empty."""

@@ -30,8 +30,6 @@ from vescale_fsdp.engine.tree import map_tensors
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.program.residency import Lease
 
-__all__ = ["post_forward", "pre_forward"]
-
 
 class _Call(boundary.Call):
     """One forward of a unit that a backward may come back to."""

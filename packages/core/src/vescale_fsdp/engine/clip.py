@@ -17,8 +17,6 @@ from vescale_fsdp.engine.finite import what_is_not_finite
 from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
-__all__ = ["clip_grad_norm_"]
-
 _Axes: TypeAlias = tuple[dist.ProcessGroup, ...]  # the groups over which a gradient is cut
 _Kind: TypeAlias = tuple[_Axes, torch.device]  # and where it is: some units may be offloaded
 

@@ -16,8 +16,6 @@ from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 
-__all__ = ["CodedGroup"]
-
 
 class CodedGroup(Group):
     """A group of which every parameter travels in 8 bits, and is computed with so.

@@ -11,8 +11,6 @@ from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
 from vescale_fsdp.engine.axes import Axes
 
-__all__ = ["comm_for"]
-
 # By the ranks of the axes and their backends. With each the world it belongs to: after a restart of
 # torch.distributed it is of no use.
 _COMMS: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Comm]] = {}

@@ -10,8 +10,6 @@ from torch import nn
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit
 
-__all__ = ["copied", "join"]
-
 
 def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
     """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.

@@ -38,8 +38,6 @@ from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
 
-__all__ = ["MEETING_TIMEOUT_S", "Engine", "engine_of"]
-
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
 _SAME_ORDER = (

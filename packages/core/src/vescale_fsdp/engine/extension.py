@@ -46,8 +46,6 @@ from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import contiguous_strides
 
-__all__ = ["ExtensionGroup", "gathers_itself"]
-
 
 def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
     """Whether a parameter has to be a group of its own that gathers itself.

@@ -18,8 +18,6 @@ from vescale_fsdp.engine.residuals import Residuals
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import units_in
 
-__all__ = ["ErrorFeedback"]
-
 
 class ErrorFeedback:
     """That of one model on this rank.

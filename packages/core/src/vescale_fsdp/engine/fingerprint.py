@@ -13,8 +13,6 @@ from vescale_fsdp.errors import RankMismatchError
 if TYPE_CHECKING:
     from vescale_fsdp.engine.unit import Unit
 
-__all__ = ["agree_on_frozen", "fingerprint_of"]
-
 _SAME_FLAGS = "Call requires_grad_ with the same values on every rank, before the same backward"
 
 

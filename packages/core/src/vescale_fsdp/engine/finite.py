@@ -25,8 +25,6 @@ from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
 
-__all__ = ["Policy", "check_gradients", "what_is_not_finite"]
-
 Policy = Literal["raise", "skip", "ignore"]
 
 _MAX_NAMED = 8  # parameters in a message; the rest are counted

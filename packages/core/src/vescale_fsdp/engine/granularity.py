@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["Granularity", "GranularityPolicy", "asked_block", "block_of", "combine"]
-
 _Part = tuple[str, int]
 
 

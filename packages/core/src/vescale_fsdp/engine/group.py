@@ -32,8 +32,6 @@ from vescale_fsdp.engine.slot import (
 )
 from vescale_fsdp.program.residency import State
 
-__all__ = ["Group", "together"]
-
 
 class Group(Parameters):
     """Parameters with the collectives on them. Arguments are those of `Parameters`."""

@@ -17,8 +17,6 @@ import torch
 
 from vescale_fsdp import compat
 
-__all__ = ["FREED", "Guard"]
-
 FREED = 1 << 30  # added to the versions of parameters that have no memory
 
 

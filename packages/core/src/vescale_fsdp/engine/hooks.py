@@ -18,8 +18,6 @@ from torch import nn
 from vescale_fsdp.engine import calls
 from vescale_fsdp.engine.unit import unit_of
 
-__all__ = ["register_fsdp_forward_method", "register_hooks"]
-
 
 def register_hooks(module: nn.Module) -> None:
     """Hooks that find the unit through the module, and so keep neither alive."""

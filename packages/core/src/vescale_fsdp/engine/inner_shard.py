@@ -24,8 +24,6 @@ from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
 
-__all__ = ["InnerShard"]
-
 
 class InnerShard:
     """The inner shard of one group, in the dtype that it computes in, or as messages."""

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["on_lane"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

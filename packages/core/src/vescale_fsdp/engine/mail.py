@@ -11,8 +11,6 @@ from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.program.bundles import Bundles, Parcel
 from vescale_fsdp.program.order import Program
 
-__all__ = ["Mail"]
-
 
 class _Letter(NamedTuple):
     """A unit's part of a message."""

@@ -8,8 +8,6 @@ from torch import nn
 
 from vescale_fsdp.engine.slot import Slot
 
-__all__ = ["check_materialized"]
-
 
 def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
     """Raise if a parameter of a unit, which has these modules, is still on meta."""

@@ -26,8 +26,6 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.rounds import first_and_other
 from vescale_fsdp.errors import RankMismatchError
 
-__all__ = ["MEETING_TIMEOUT_S", "meet"]
-
 MEETING_TIMEOUT_S = 10.0  # ranks that have caught an exception in the same step come soon
 _WAY_OUT = (
     "Let the exception end the process, and start all again from a checkpoint; or agree before the "

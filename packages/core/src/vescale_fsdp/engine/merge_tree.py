@@ -12,8 +12,6 @@ ranks, with a fan-in of two::
 
 from __future__ import annotations
 
-__all__ = ["FAN_IN", "MergeTree"]
-
 FAN_IN = 16
 
 

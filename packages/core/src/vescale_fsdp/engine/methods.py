@@ -15,14 +15,13 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.copies import copied, join
-from vescale_fsdp.engine.engine import MEETING_TIMEOUT_S, engine_of
+from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
+from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.pipelining import State, register_state
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
 from vescale_fsdp.program.residency import Lease
-
-__all__ = ["FSDPModule", "UnshardHandle", "swap_class"]
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -164,7 +163,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.rebind(may_wait=len(unit.module_refs) > 1)
-        unfilled.mark(getattr(owner, name) for owner, name in from_meta)
+        unfilled.mark_blank(getattr(owner, name) for owner, name in from_meta)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:

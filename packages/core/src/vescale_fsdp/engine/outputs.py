@@ -12,8 +12,6 @@ from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy
 from vescale_fsdp.dbuffer.memory import Region, make_region
 from vescale_fsdp.ragged import contiguous_strides
 
-__all__ = ["Kind", "Outputs"]
-
 _MESSAGE_ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
 
 Kind = tuple[torch.Size, torch.dtype]  # of an input

@@ -28,8 +28,6 @@ from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.ragged import RaggedTensor
 
-__all__ = ["mark_taken", "own_modules", "params_to_shard"]
-
 _OWNER = "_vescale_fsdp_owner"  # on an original parameter: a weak reference to its unit
 
 

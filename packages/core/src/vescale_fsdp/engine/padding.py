@@ -6,8 +6,6 @@ import warnings
 
 from vescale_fsdp.planner import PaddingWarning, ShardLayout, advise
 
-__all__ = ["warn_of_padding"]
-
 _LEAST_BYTES = 1 << 20  # of padding in the whole buffer: toy models pad a lot, and nobody minds
 
 

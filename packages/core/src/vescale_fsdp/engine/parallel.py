@@ -27,17 +27,6 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.ragged import RaggedShard, contiguous_strides
 from vescale_fsdp.ragged.tensor import make_spec
 
-__all__ = [
-    "as_gathered",
-    "given_spec",
-    "inner_spec",
-    "local_data",
-    "local_gradient",
-    "mesh_at_rest",
-    "placements_of",
-    "spec_at_rest",
-]
-
 
 def given_spec(param: torch.Tensor) -> DTensorSpec | None:
     """The spec of a parameter that is a DTensor, as the user has made it; None for a plain one."""

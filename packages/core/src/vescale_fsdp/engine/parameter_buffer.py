@@ -8,8 +8,6 @@ import torch
 
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["ParameterBuffer"]
-
 
 class ParameterBuffer(Protocol):
     """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""

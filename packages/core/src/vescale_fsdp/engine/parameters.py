@@ -52,8 +52,6 @@ from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
-__all__ = ["Parameters"]
-
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
 _ALIGNMENT_BYTES = 16

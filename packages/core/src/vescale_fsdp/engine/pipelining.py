@@ -20,8 +20,6 @@ from vescale_fsdp.engine import calls
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.unit import Unit, unit_of
 
-__all__ = ["State", "register_state", "share_comm_ctx", "state_of"]
-
 
 class _ParamGroup:
     """Stands for the groups of a unit."""

@@ -12,8 +12,6 @@ from vescale_fsdp import compat
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import ShardLayout, TensorSpec
 
-__all__ = ["even_chunks", "placement_of"]
-
 
 def placement_of(
     choose: Callable[[nn.Parameter], Any] | None, param: nn.Parameter, axes: Axes, fqn: str

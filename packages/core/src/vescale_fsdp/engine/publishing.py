@@ -9,8 +9,6 @@ import torch
 from vescale_fsdp import compat
 from vescale_fsdp.engine.slot import Slot, local_of
 
-__all__ = ["publish", "zero"]
-
 
 def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterable[bool]) -> None:
     """Set, or add to, the gradients of those that get one, and call the hooks on them.

@@ -23,15 +23,6 @@ from vescale_fsdp.engine.slot import Site
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
 
-__all__ = [
-    "Choice",
-    "QuantizedGather",
-    "QuantizedReduce",
-    "check_quantized",
-    "checked_block",
-    "is_matrix",
-]
-
 _ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
 
 

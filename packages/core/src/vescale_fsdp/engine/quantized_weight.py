@@ -26,8 +26,6 @@ from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Coding, decode_blocks
 from vescale_fsdp.dbuffer.eight_bits import encode
 
-__all__ = ["QuantizedWeight", "scaled_linear"]
-
 _aten = torch.ops.aten
 
 

@@ -35,8 +35,6 @@ from vescale_fsdp.engine.residuals import Residuals
 from vescale_fsdp.engine.slot import Slot, flags_of
 from vescale_fsdp.program.bundles import Parcel
 
-__all__ = ["Gradients"]
-
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 
 

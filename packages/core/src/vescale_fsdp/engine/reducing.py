@@ -13,8 +13,6 @@ from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.usage import Usage
 from vescale_fsdp.program.reductions import Reduction
 
-__all__ = ["Reducing"]
-
 
 class Reducing:
     """The reductions of one model, backward by backward.

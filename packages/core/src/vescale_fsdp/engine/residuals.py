@@ -11,8 +11,6 @@ import torch
 
 from vescale_fsdp.dbuffer import Packing
 
-__all__ = ["Residuals"]
-
 
 class Residuals:
     """Of this rank's own gradients, float32.

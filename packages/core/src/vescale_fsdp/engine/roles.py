@@ -13,8 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-__all__ = ["HEADS", "Roles", "is_hidden_name", "may_be_hidden"]
-
 # Names of modules that map hidden vectors to tokens or classes.
 HEADS = frozenset(("classifier", "head", "lm_head", "logits", "output", "score", "unembed"))
 _NOT_HIDDEN = (

@@ -10,8 +10,6 @@ from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.ragged.assignment import NAME
 
-__all__ = ["make_root"]
-
 
 def make_root(unit: Unit) -> Engine:
     """Make ``unit`` the root of one engine with all units below it. Within `plain_tensors`.

@@ -26,8 +26,6 @@ from vescale_fsdp import compat, waiting
 from vescale_fsdp.engine.attempts import AbsentError
 from vescale_fsdp.engine.merge_tree import FAN_IN, MergeTree
 
-__all__ = ["MAX_NAMED", "Finish", "Merge", "Rounds", "first_and_other"]
-
 Merge: TypeAlias = Callable[[list[str]], str]
 Finish: TypeAlias = Callable[[str], str]
 _Pair = TypeVar("_Pair", bound=Sequence[Any])

@@ -19,8 +19,6 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.record import Record, merge
 
-__all__ = ["is_elsewhere", "is_stalled", "settle", "stall"]
-
 _STORE_S = 60.0  # for the store's name, which the ranks have agreed on before
 _ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()

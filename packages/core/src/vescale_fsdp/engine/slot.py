@@ -33,19 +33,6 @@ from vescale_fsdp.engine.parallel import (
 from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
-__all__ = [
-    "ParamToShard",
-    "Site",
-    "Slot",
-    "checked_local",
-    "flags_of",
-    "local_of",
-    "refuse_methods",
-    "register",
-    "resting_spec",
-    "same_memory",
-]
-
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 
 

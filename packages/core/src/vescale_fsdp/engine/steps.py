@@ -12,8 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["num_steps"]
-
 _num_steps = 0
 
 

@@ -6,8 +6,6 @@ from torch import nn
 
 from vescale_fsdp.engine.slot import Site
 
-__all__ = ["refuse_waiting", "stop_waiting", "wait_at", "waiting_sites"]
-
 _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "replace_tensors", "tensors_requiring_grad"]
-
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to each tensor in it."""

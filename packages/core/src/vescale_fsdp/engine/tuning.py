@@ -14,8 +14,6 @@ from vescale_fsdp.engine.comms import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
-__all__ = ["TuningMethods", "units_of"]
-
 
 class TuningMethods:
     """Mixed into ``FSDPModule``. None of these changes what is computed, unless it says so."""

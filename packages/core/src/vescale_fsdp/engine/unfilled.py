@@ -14,8 +14,6 @@ from torch import nn
 from vescale_fsdp import compat
 from vescale_fsdp.ragged import RaggedTensor
 
-__all__ = ["blank_tensors", "mark", "on_meta"]
-
 # Of a tensor: which it is, as copies take over its attributes, and its version. Weak references in
 # a dictionary would be in the way of `torch.utils.swap_tensors`.
 _MARK = "_vescale_fsdp_blank"
@@ -31,7 +29,7 @@ def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def mark(tensors: Iterable[torch.Tensor]) -> None:
+def mark_blank(tensors: Iterable[torch.Tensor]) -> None:
     """These tensors have no values."""
     for tensor in tensors:
         if not tensor.is_meta:

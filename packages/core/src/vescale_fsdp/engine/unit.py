@@ -25,8 +25,6 @@ from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.zero_table import Row
 from vescale_fsdp.program.residency import Lease, Residency
 
-__all__ = ["UNIT_ATTRIBUTE", "Owner", "Running", "Unit", "unit_of", "units_in"]
-
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
 

@@ -15,8 +15,6 @@ from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Comm, Flags
 from vescale_fsdp.engine.group import Group
 
-__all__ = ["Usage"]
-
 
 class Usage:
     """The flags of the groups that one backward reduces, over the ranks of one mesh.

@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-__all__ = ["ZERO_TABLE", "Row", "row_of"]
-
 
 class _Kept(Enum):
     CUT = auto()  # each rank holds its part

@@ -39,10 +39,7 @@ from vescale_fsdp.optim.base import (
 )
 from vescale_fsdp.optim.quantized.batches import Batch, Entry, batches
 from vescale_fsdp.optim.quantized.codes import SMALLEST_SCALE, Codebook, codebook
-from vescale_fsdp.ragged.blocks import Blocks, BlockSize
-from vescale_fsdp.ragged.holdings import remaining_box
-
-__all__ = ["AdamW8bit"]
+from vescale_fsdp.ragged import Blocks, BlockSize, remaining_box
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # with whether it has a sign
 _SCALE = "_scale"

@@ -17,21 +17,14 @@ from torch.optim import Optimizer
 
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.optim.cuts import LiveShards, live_shards, refuse_cut
-from vescale_fsdp.ragged import RaggedTensor, contiguous_strides
-from vescale_fsdp.ragged.holdings import holding_of, ragged_axis_of
-from vescale_fsdp.ragged.pending import PendingTensor
-from vescale_fsdp.ragged.tensor import wrap
-
-__all__ = [
-    "Group",
-    "Params",
-    "ShardedOptimizer",
-    "State",
-    "assign",
-    "gradient_of",
-    "local_of",
-    "zeros_placed",
-]
+from vescale_fsdp.ragged import (
+    PendingTensor,
+    RaggedTensor,
+    contiguous_strides,
+    holding_of,
+    ragged_axis_of,
+    wrap,
+)
 
 Group = dict[str, Any]
 State = dict[str, Any]

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from vescale_fsdp import compat
 from vescale_fsdp.ragged import RaggedShard
 
-__all__ = ["LiveShards", "live_shards", "refuse_cut"]
-
 LiveShards = Mapping[int, DTensor]  # by the ``_cdata`` of the storage that a local part lies in
 
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from vescale_fsdp import compat
 
-__all__ = ["OptimizerGroup"]
-
 
 class OptimizerGroup(Optimizer):
     """Several optimizers that step together, each on parameters of its own.

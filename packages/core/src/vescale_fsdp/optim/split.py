@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from vescale_fsdp.engine.roles import HEADS, may_be_hidden
-
-__all__ = ["split_named_params"]
+from vescale_fsdp.engine import HEADS, may_be_hidden
 
 NamedParams = list[tuple[str, nn.Parameter]]
 

@@ -25,8 +25,6 @@ from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item, units
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["PADDING_LIMIT", "Advice", "PaddingWarning", "advise", "is_forced"]
-
 PADDING_LIMIT = 0.05
 
 # Kinds of tensors that are told apart when looking for those that force the padding.

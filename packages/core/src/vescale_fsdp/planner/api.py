@@ -12,8 +12,6 @@ from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item, earliest_start, units
 from vescale_fsdp.planner.spec import TensorSpec, checked_int
 
-__all__ = ["lay_out", "plan"]
-
 
 def plan(
     specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1, order: str = "auto"

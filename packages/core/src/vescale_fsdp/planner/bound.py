@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.planner.search import Item, Search
 
-__all__ = ["Bound", "lower_bound"]
-
 # Looked-at (size, block) pairs before the search is broken off: some 10 ms in CPython.
 _WORK_LIMIT = 50_000
 

@@ -30,8 +30,6 @@ from dataclasses import dataclass
 
 from vescale_fsdp.planner.search import Item, earliest_start
 
-__all__ = ["best_fit"]
-
 
 @dataclass
 class _Kind:

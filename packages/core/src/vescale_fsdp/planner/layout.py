@@ -25,8 +25,6 @@ from functools import cached_property
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["ShardLayout"]
-
 
 @dataclass(frozen=True)
 class ShardLayout:

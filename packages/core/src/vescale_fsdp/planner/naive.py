@@ -11,8 +11,6 @@ from itertools import permutations
 
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["is_legal_start", "least_in_any_order", "least_shard_size", "naive_fits"]
-
 
 def is_legal_start(start: int, numel: int, block: int, shard_size: int) -> bool:
     """Whether every cut strictly inside ``[start, start + numel)`` is on a block boundary."""

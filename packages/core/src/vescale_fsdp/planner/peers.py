@@ -21,8 +21,6 @@ from collections.abc import Iterable
 
 from vescale_fsdp.planner.spec import TensorSpec
 
-__all__ = ["fsdp2_shard_size", "megatron_shard_size"]
-
 
 def fsdp2_shard_size(specs: Iterable[TensorSpec], num_shards: int) -> int:
     """Elements per rank, padding included, if each tensor is sharded evenly on dimension 0.

@@ -47,8 +47,6 @@ from collections.abc import Sequence, Set
 from itertools import count
 from typing import NamedTuple
 
-__all__ = ["Item", "Node", "Search", "earliest_start", "units"]
-
 _NONE: frozenset[int] = frozenset()
 
 

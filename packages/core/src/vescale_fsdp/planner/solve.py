@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.planner.search import Item, Node, Search, earliest_start
 
-__all__ = ["WORK_LIMIT", "Solution", "prefix_shard_size", "solve", "solve_below"]
-
 # Tensors placed before the exact search gives up: a tenth of a second or so in CPython. Counted
 # in work, not time, because all ranks must come to the same plan.
 WORK_LIMIT = 1_000_000

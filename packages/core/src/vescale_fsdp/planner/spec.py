@@ -17,8 +17,6 @@ from functools import cached_property
 
 from vescale_fsdp.errors import PlanError
 
-__all__ = ["TensorSpec", "checked_int"]
-
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -20,8 +20,6 @@ from typing import NamedTuple, TypeVar
 
 from vescale_fsdp.program.order import Program
 
-__all__ = ["MOST_BYTES", "Bundles", "Parcel", "bundled"]
-
 MOST_BYTES = 1 << 16  # of one message, for each rank
 
 T = TypeVar("T", bound=Hashable)

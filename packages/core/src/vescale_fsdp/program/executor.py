@@ -10,8 +10,6 @@ from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
 
-__all__ = ["Executor"]
-
 
 class Executor(ABC):
     """What `passes.Passes` needs beside units (`Residency`) and groups (`Reduction`)."""

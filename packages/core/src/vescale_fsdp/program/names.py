@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence, Set
 
 from vescale_fsdp.program.order import Program
 
-__all__ = ["Names", "fill"]
-
 _NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 

@@ -21,8 +21,6 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["AT_THE_END", "Program", "Walk"]
-
 AT_THE_END = 1 << 60  # a place after all all-gathers
 
 

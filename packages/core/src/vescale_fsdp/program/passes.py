@@ -28,8 +28,6 @@ from vescale_fsdp.program.reductions import Reduction, Reductions
 from vescale_fsdp.program.residency import Residency
 from vescale_fsdp.program.walking import Walking
 
-__all__ = ["Passes"]
-
 
 class Passes(Walking):
     """The forwards and backwards of one model on one rank. Arguments are those of `Walking`."""

@@ -13,14 +13,6 @@ from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.order import AT_THE_END, Program
 from vescale_fsdp.program.record import Precedence
 
-__all__ = [
-    "backward_precedence",
-    "continued",
-    "insert_by",
-    "predicted_backward",
-    "reduce_not_before",
-]
-
 
 def continued(names: Names, first: int, unit: int, used: Set[int]) -> list[int]:
     """What comes after ``unit``, which was not predicted, in a forward that has used others."""

@@ -19,8 +19,6 @@ from typing import TypeAlias
 
 from vescale_fsdp.program.order import AT_THE_END, Program
 
-__all__ = ["Precedence", "Record", "Used", "merge", "merged", "program_of"]
-
 Precedence: TypeAlias = Callable[[int], list[int]]  # of a unit, among those wanted at once
 # The all-gathers that a rank needed, in order; groups whose gradients are all there, each with
 # after how many of those; and the rank.

@@ -11,8 +11,6 @@ from vescale_fsdp.program.bundles import Parcel, bundled
 from vescale_fsdp.program.order import AT_THE_END, Walk
 from vescale_fsdp.program.residency import Residency
 
-__all__ = ["Reduction", "Reductions"]
-
 
 class Reduction(ABC):
     """A group of parameters that is to be reduced in a backward.

@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
-__all__ = ["TRANSITIONS", "Lease", "Residency", "State"]
-
 
 class State(Enum):
     """Where the parameters of a unit are."""

@@ -14,8 +14,6 @@ from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.order import Program, Walk
 from vescale_fsdp.program.residency import Residency
 
-__all__ = ["BackKind", "Kind", "Since"]
-
 Kind: TypeAlias = tuple[int, str, bool]  # first unit, its method, whether gradients are wanted
 # Of the last forward; forwards since the last backward; backwards since; groups due; units kept.
 BackKind: TypeAlias = tuple[Kind, int, int, tuple[int, ...], tuple[int, ...]]

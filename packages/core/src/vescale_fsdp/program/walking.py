@@ -32,8 +32,6 @@ from vescale_fsdp.program.residency import Lease, Residency
 from vescale_fsdp.program.since import BackKind, Kind, Since
 from vescale_fsdp.program.window import Window
 
-__all__ = ["Walking"]
-
 _MAX_REPEATS = 64  # that are predicted at a time of what repeats without gradients
 
 

@@ -27,8 +27,6 @@ from vescale_fsdp.program.policy import Policy
 from vescale_fsdp.program.reductions import Reductions
 from vescale_fsdp.program.residency import Lease, Residency
 
-__all__ = ["Window"]
-
 _MAX_KEPT = 8  # units that need no all-gather, and are passed over in looking for some that do
 
 

@@ -10,19 +10,32 @@ Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DT
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
+from vescale_fsdp.ragged.exchange import as_bytes
+from vescale_fsdp.ragged.holdings import holding_of, ragged_axis_of, remaining_box
+from vescale_fsdp.ragged.pending import PendingTensor
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.regions import Box, contiguous_strides, flat_range_to_boxes
 from vescale_fsdp.ragged.saving import allow_loading
-from vescale_fsdp.ragged.tensor import RaggedTensor
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap
 
 __all__ = [
+    "BlockSize",
+    "Blocks",
     "Box",
+    "PendingTensor",
     "RaggedShard",
     "RaggedTensor",
+    "Region",
+    "as_bytes",
     "contiguous_strides",
     "flat_range_to_boxes",
+    "holding_of",
     "max_over_ranks",
+    "ragged_axis_of",
+    "remaining_box",
+    "wrap",
 ]
 
 allow_loading()

@@ -23,8 +23,6 @@ from vescale_fsdp.ragged.reductions import Kind, is_number, layout_of_slices, re
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
 
-__all__ = ["AGGREGATES"]
-
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA
 
-__all__ = ["NAME", "assign"]
-
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
 

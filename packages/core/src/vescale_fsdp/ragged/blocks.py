@@ -30,10 +30,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.ragged.holdings import check_placements, normalized
-
-__all__ = ["BlockSize", "Blocks", "CutBlockError", "Region"]
+from vescale_fsdp.ragged.placement import RaggedShard
 
 BlockSize = int | tuple[int, int]
 _Run = tuple[int, int]  # (number of consecutive ranks, elements or blocks that each of them holds)

@@ -40,8 +40,6 @@ from vescale_fsdp.ragged.scaling import SCALING
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 from vescale_fsdp.ragged.views import VIEWS
 
-__all__ = ["dispatch"]
-
 aten = torch.ops.aten
 
 _NEW = {

@@ -37,9 +37,6 @@ from vescale_fsdp.ragged.mixing import (
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
-__all__ = ["run_elementwise", "run_new"]
-
-
 _NUMBERS = (float, int, bool)
 
 

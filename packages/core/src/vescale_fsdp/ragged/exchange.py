@@ -29,8 +29,6 @@ from vescale_fsdp import compat
 from vescale_fsdp.ragged.holdings import Holding
 from vescale_fsdp.ragged.regions import Box, contiguous_strides, intersection
 
-__all__ = ["Combination", "InFlight", "as_bytes", "done", "exchange", "pieces"]
-
 
 @dataclass
 class InFlight:

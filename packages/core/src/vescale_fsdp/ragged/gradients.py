@@ -35,8 +35,6 @@ from vescale_fsdp.ragged.mixing import local_part
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
-__all__ = ["keep_layout", "layout_of_whole", "remember_layout", "running_node"]
-
 _SPEC = "vescale_fsdp spec of output"
 _NOWHERE = object()  # None is the node of a leaf
 

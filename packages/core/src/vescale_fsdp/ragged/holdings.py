@@ -24,15 +24,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.regions import Box, flat_range_to_boxes
 
-__all__ = [
-    "Holding",
-    "check_placements",
-    "holding_of",
-    "normalized",
-    "ragged_axis_of",
-    "remaining_box",
-]
-
 
 class Holding(NamedTuple):
     """What one coordinate of the mesh holds of a tensor."""

@@ -21,8 +21,6 @@ from torch.distributed.tensor import Partial
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.tensor import RaggedTensor
 
-__all__ = ["check_linear", "is_partial", "refuse_partial"]
-
 aten = torch.ops.aten
 
 _COPIES = {

@@ -39,19 +39,6 @@ from vescale_fsdp.ragged.recuts import (
 from vescale_fsdp.ragged.redistribute import move
 from vescale_fsdp.ragged.tensor import RaggedTensor
 
-__all__ = [
-    "broadcasts_to",
-    "cut_differently",
-    "expanded_spec",
-    "local_beside",
-    "local_expanded",
-    "local_of_ragged",
-    "local_part",
-    "may_move",
-    "start_move",
-    "wider",
-]
-
 
 def local_part(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's elements, flat, of a tensor that every rank has.

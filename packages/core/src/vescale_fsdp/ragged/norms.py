@@ -20,8 +20,6 @@ from vescale_fsdp.ragged.reductions import Kind, is_number, reduce, reduce_each
 from vescale_fsdp.ragged.tensor import RaggedTensor
 from vescale_fsdp.ragged.views import dim_of
 
-__all__ = ["NORMS"]
-
 aten = torch.ops.aten
 
 

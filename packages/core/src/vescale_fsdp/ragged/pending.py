@@ -10,8 +10,6 @@ import torch
 from vescale_fsdp.compat import AsyncCollectiveTensor
 from vescale_fsdp.ragged.exchange import InFlight
 
-__all__ = ["PendingTensor"]
-
 
 class PendingTensor(AsyncCollectiveTensor):
     """What ``redistribute(async_op=True)`` puts inside of its result.

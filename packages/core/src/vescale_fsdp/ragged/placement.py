@@ -36,8 +36,6 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["RaggedShard"]
-
 # (number of consecutive ranks, units that each of them holds)
 _Run = tuple[int, int]
 

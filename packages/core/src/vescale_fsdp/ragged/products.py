@@ -23,8 +23,6 @@ from vescale_fsdp.ragged.linear import refuse_partial
 from vescale_fsdp.ragged.regions import contiguous_strides
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
-__all__ = ["PRODUCTS", "permuted"]
-
 aten = torch.ops.aten
 
 

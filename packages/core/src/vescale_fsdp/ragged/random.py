@@ -27,8 +27,6 @@ from vescale_fsdp.ragged.mixing import local_part, start_move
 from vescale_fsdp.ragged.recuts import coordinate_of, respecified_as
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
-__all__ = ["RANDOM"]
-
 aten = torch.ops.aten
 
 

@@ -28,18 +28,6 @@ from vescale_fsdp.ragged.holdings import ragged_axis_of, remaining_box
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.regions import contiguous_strides
 
-__all__ = [
-    "coordinate_of",
-    "ragged_in",
-    "range_here",
-    "rescaled",
-    "reshaped",
-    "respecified_as",
-    "same_layout",
-    "sizes_here",
-    "sliced",
-]
-
 
 def ragged_in(spec: DTensorSpec) -> tuple[int, RaggedShard]:
     """The axis of the RaggedShard of a spec that has one, and the RaggedShard."""

@@ -48,8 +48,6 @@ from vescale_fsdp.ragged.holdings import (
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.regions import contiguous_strides
 
-__all__ = ["move", "respecified", "scatter"]
-
 # Broadcasts send the least, but each is a collective; beyond this many, one padded all-gather.
 _MOST_BROADCASTS = 16
 

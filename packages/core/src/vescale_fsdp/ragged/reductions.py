@@ -44,16 +44,6 @@ from vescale_fsdp.ragged.recuts import (
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
 
-__all__ = [
-    "Kind",
-    "is_number",
-    "layout_of_slices",
-    "max_over_ranks",
-    "number",
-    "reduce",
-    "reduce_each",
-]
-
 
 class Kind(NamedTuple):
     """One way to reduce, apart from the dimensions."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Box", "contiguous_strides", "flat_range_to_boxes", "intersection"]
-
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of ``shape``, in elements."""

@@ -13,8 +13,6 @@ from vescale_fsdp.compat import NormPartial
 from vescale_fsdp.ragged.placement import RaggedShard, _rebuild_placement
 from vescale_fsdp.ragged.tensor import RaggedTensor, _rebuild
 
-__all__ = ["allow_loading"]
-
 
 def allow_loading() -> None:
     """Put on torch's list what rebuilds ragged tensors and the norms of tensors."""

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 
-__all__ = ["SCALING"]
-
 
 def _unscale(
     func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor

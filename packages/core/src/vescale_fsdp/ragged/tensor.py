@@ -41,9 +41,6 @@ from vescale_fsdp.ragged.recuts import coordinate_of, range_here, respecified_as
 from vescale_fsdp.ragged.redistribute import move, respecified, scatter
 from vescale_fsdp.ragged.regions import Box, contiguous_strides
 
-__all__ = ["WAYS_OUT", "RaggedTensor"]
-
-
 WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "

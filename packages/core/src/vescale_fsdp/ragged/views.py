@@ -42,8 +42,6 @@ from vescale_fsdp.ragged.recuts import (
 )
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
 
-__all__ = ["VIEWS", "bounds", "dim_of"]
-
 aten = torch.ops.aten
 
 

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from .helpers import assert_equal_across_ranks, free_port
-from .ranks import RankError, RankFailure, run_ranks
+from .pool import RankFailure
+from .ranks import RankError, run_ranks
 
 __all__ = ["RankError", "RankFailure", "assert_equal_across_ranks", "free_port", "run_ranks"]

@@ -19,8 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from vescale_fsdp.dbuffer import memory
 
-__all__ = ["Block", "peak_of", "through_the_allocator", "traced"]
-
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 

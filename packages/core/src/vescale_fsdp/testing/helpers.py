@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-__all__ = ["assert_equal_across_ranks", "free_port"]
-
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
     """Assert, inside a rank, that ``value`` is the same on all ranks; tensors bit for bit.

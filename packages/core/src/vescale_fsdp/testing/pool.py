@@ -25,8 +25,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .sources import ModuleSource
 from .worker import STORE_HOST, Call, Raised, rank_main
 
-__all__ = ["GRACE_S", "Pool", "RankFailure"]
-
 PRELOADED = [
     "torch",
     "torch._dynamo",  # loaded by the first forward of a sharded module: a second for each rank

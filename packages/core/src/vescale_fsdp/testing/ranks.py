@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from .pool import Pool, RankFailure
 from .sources import dump
 
-__all__ = ["RankError", "RankFailure", "close_pools", "run_ranks"]
-
 Result = TypeVar("Result")
 
 _pools: dict[int, Pool] = {}

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["ModuleSource", "dump", "load"]
-
 
 @dataclass(frozen=True)
 class ModuleSource:

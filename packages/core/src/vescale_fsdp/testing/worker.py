@@ -27,8 +27,6 @@ from vescale_fsdp import compat
 
 from .sources import ModuleSource, load
 
-__all__ = ["Call", "Raised", "rank_main"]
-
 STORE_HOST = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 # Collectives give up later than the caller does: it then reports where every rank stood.

@@ -44,8 +44,6 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
 )
 
-__all__ = ["METADATA", "MetadataUnpickler", "StockDirectory"]
-
 METADATA = ".metadata"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 

@@ -30,8 +30,6 @@ from vescale_fsdp.checkpoint.disk.files import DataWriter, write_file
 from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Span, TensorEntry
 from vescale_fsdp.checkpoint.state import tensors
 
-__all__ = ["StockWriter", "write_metadata"]
-
 
 class StockWriter:
     """The data file of one rank."""

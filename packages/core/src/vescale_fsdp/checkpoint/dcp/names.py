@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.disk.manifest import TensorEntry
 from vescale_fsdp.checkpoint.state import values
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
-__all__ = ["StockNames", "put"]
-
 _MODELS = ("model", "app.model", "state_dict.model", "")
 _OPTIMIZERS = ("optimizer", "optim", "app.optimizer", "app.optim")
 

@@ -24,8 +24,6 @@ from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.checkpoint.transfer.reading import Arrival, parts_of
 from vescale_fsdp.errors import CheckpointCorruptError
 
-__all__ = ["import_dcp", "plain_values"]
-
 Texts = dict[str, list[tuple[tuple[int, ...], Any]]]
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,6 @@ from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task
 from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["export_dcp", "flat_state", "merged", "nest"]
-
 
 def export_dcp(
     path: str | os.PathLike[str],

@@ -19,14 +19,12 @@ import torch
 
 from vescale_fsdp.checkpoint.disk.manifest import Span
 from vescale_fsdp.checkpoint.disk.regular import open_regular
-from vescale_fsdp.dbuffer import memory
+from vescale_fsdp.dbuffer import mapped_empty
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointWriteError,
 )
-
-__all__ = ["DataReader", "DataWriter", "bytes_of", "flush_folder", "write_errors", "write_file"]
 
 Progress = Callable[[int], None]  # is told of bytes that have been read
 _HUGE = 1 << 24  # bytes; below it malloc has memory to use again
@@ -48,7 +46,7 @@ def _memory(num_bytes: int) -> torch.Tensor:
     """uint8, [num_bytes]. In huge pages where it is large: small ones cost more than the read."""
     if num_bytes < _HUGE:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    return memory.empty(num_bytes, torch.uint8, torch.device("cpu"))
+    return mapped_empty(num_bytes, torch.uint8, torch.device("cpu"))
 
 
 class DataWriter:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Protocol
 
-__all__ = ["boxes_fault", "runs_of", "spans_fault", "spans_tile"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 

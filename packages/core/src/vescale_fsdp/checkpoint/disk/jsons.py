@@ -12,8 +12,6 @@ from collections.abc import Callable
 from json.decoder import scanstring  # type: ignore[attr-defined]  # what JSONDecoder uses
 from typing import Any, TypeVar
 
-__all__ = ["Walk", "dump", "load"]
-
 T = TypeVar("T")
 _OPEN, _CLOSE, _COLON, _COMMA = (
     re.compile(rf"[ \t\n\r]*{sign}[ \t\n\r]*") for sign in [r"\{", r"\}", r":", r","]

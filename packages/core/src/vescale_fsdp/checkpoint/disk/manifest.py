@@ -32,8 +32,6 @@ from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.geometry import boxes_fault, spans_fault, spans_tile
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointWriteError
 
-__all__ = ["DTYPES", "NAME", "Chunk", "Manifest", "Seal", "Span", "TensorEntry", "Variant"]
-
 NAME = "manifest.json"
 FORMAT, VERSION = "vescale-fsdp checkpoint", 1
 DTYPES: dict[str, torch.dtype] = {

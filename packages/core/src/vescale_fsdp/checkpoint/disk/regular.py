@@ -12,8 +12,6 @@ from pathlib import Path
 
 from vescale_fsdp.errors import CheckpointCorruptError
 
-__all__ = ["open_regular", "read_regular", "size_of"]
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

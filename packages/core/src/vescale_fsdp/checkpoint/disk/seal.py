@@ -31,8 +31,6 @@ from vescale_fsdp.checkpoint.disk import manifest
 from vescale_fsdp.checkpoint.disk.files import flush_folder, write_errors, write_file
 from vescale_fsdp.errors import CheckpointExistsError, CheckpointWriteError
 
-__all__ = ["Stage", "clean", "data_name", "is_stage", "remove", "stages_of"]
-
 _STAGE = re.compile(r"(?s)(.+)\.tmp-[0-9a-f]{32}")
 _UNLOCKED = re.compile(r"(?s)\..+\.new-[0-9a-f]{32}")
 _DATA = re.compile(

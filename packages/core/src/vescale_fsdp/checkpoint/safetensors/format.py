@@ -39,8 +39,6 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
 )
 
-__all__ = ["INDEX", "SINGLE", "Entry", "File", "index_of", "is_weights", "lay_out", "read_files"]
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package, here of an index too
 _DTYPES: dict[str, torch.dtype] = {

@@ -27,8 +27,6 @@ from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.checkpoint.transfer.reading import Arrival, Part, parts_of
 from vescale_fsdp.errors import CheckpointIncompleteError, CheckpointMismatchError
 
-__all__ = ["LoadedNames", "load_safetensors", "manifest_of"]
-
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 

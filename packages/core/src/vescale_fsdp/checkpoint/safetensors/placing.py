@@ -19,8 +19,6 @@ from vescale_fsdp.checkpoint.disk.geometry import runs_of
 from vescale_fsdp.checkpoint.safetensors.format import File
 from vescale_fsdp.checkpoint.state import tensors
 
-__all__ = ["Place", "PlacedWriter", "make_files"]
-
 _PIECE = 1 << 25  # bytes that are converted and moved to the host at once
 
 

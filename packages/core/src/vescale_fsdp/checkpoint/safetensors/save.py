@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.state.contents import Contents
 from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task
 from vescale_fsdp.errors import CheckpointExistsError, CheckpointValueError, CheckpointWriteError
 
-__all__ = ["MAX_FILE_BYTES", "check_no_weights", "finish_files", "save_safetensors"]
-
 MAX_FILE_BYTES = 5 * 10**9
 
 

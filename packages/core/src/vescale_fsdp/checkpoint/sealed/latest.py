@@ -17,8 +17,6 @@ from vescale_fsdp.checkpoint.disk.manifest import NAME, SEAL_BYTES, Manifest, Se
 from vescale_fsdp.checkpoint.disk.regular import open_regular, size_of
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
-__all__ = ["latest", "next_sequence", "prune", "read_manifest", "sealed"]
-
 FEWEST = 2  # checkpoints that `prune` leaves
 _log = logging.getLogger(__name__)
 

@@ -33,8 +33,6 @@ from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.checkpoint.transfer.reading import read
 from vescale_fsdp.errors import CheckpointCorruptError
 
-__all__ = ["load"]
-
 
 def load(
     path: str | os.PathLike[str],

@@ -24,8 +24,6 @@ from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task, divide
 from vescale_fsdp.checkpoint.transfer.ranks import Ranks, all_ranks
 from vescale_fsdp.errors import CheckpointWriteError
 
-__all__ = ["SaveHandle", "finish_saves", "save", "software"]
-
 
 class SaveHandle:
     """A save that has been started.

@@ -17,8 +17,6 @@ from vescale_fsdp.checkpoint.transfer.planning import LocalPlan, Task, divide
 from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
-__all__ = ["export"]
-
 
 def export(
     target: Path,

@@ -11,8 +11,6 @@ from vescale_fsdp.checkpoint.disk.manifest import Manifest, Span
 from vescale_fsdp.checkpoint.sealed.latest import read_manifest
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
-__all__ = ["verify"]
-
 _MOST_SHOWN = 20
 
 

@@ -27,20 +27,8 @@ from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.files import bytes_of
 from vescale_fsdp.checkpoint.state import rng, tensors, values
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer
-from vescale_fsdp.engine.feedback import ErrorFeedback
+from vescale_fsdp.engine import ErrorFeedback
 from vescale_fsdp.errors import CheckpointValueError
-
-__all__ = [
-    "PER_RANK",
-    "Contents",
-    "OwnItem",
-    "Stateful",
-    "Weights",
-    "collect",
-    "named",
-    "read_stateful",
-    "weights_of",
-]
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 Weights = Literal["all", "trained", "none"]  # of the model; "trained": what is frozen is left out

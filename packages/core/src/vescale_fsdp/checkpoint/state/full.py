@@ -25,18 +25,6 @@ from vescale_fsdp.checkpoint.state.contents import weights_of
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.errors import CheckpointMismatchError
 
-__all__ = [
-    "by_number",
-    "gathered",
-    "load_model",
-    "load_optimizer",
-    "model_state",
-    "optimizer_state",
-    "owner",
-    "parameters",
-    "part_of",
-]
-
 Models = nn.Module | Sequence[nn.Module]
 
 

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from vescale_fsdp import compat
 from vescale_fsdp.errors import CheckpointIncompleteError, CheckpointMismatchError
 
-__all__ = ["NamedOptimizer", "Snapshot"]
-
 State = dict[str, Any]
 
 

@@ -12,8 +12,6 @@ import torch
 
 from vescale_fsdp import devices
 
-__all__ = ["capture", "restore", "restorer", "seed_for"]
-
 
 def capture() -> dict[str, Any]:
     """The states now, as `values.encode` takes them. CUDA's is that of the current device."""

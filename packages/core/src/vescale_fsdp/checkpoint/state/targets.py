@@ -25,26 +25,12 @@ from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Manifest
 from vescale_fsdp.checkpoint.state import rng, tensors, values
 from vescale_fsdp.checkpoint.state.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
-from vescale_fsdp.engine.feedback import ErrorFeedback
-from vescale_fsdp.engine.residuals import Residuals
-from vescale_fsdp.engine.unfilled import blank_tensors
+from vescale_fsdp.engine import ErrorFeedback, Residuals, blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointMismatchError,
 )
-
-__all__ = [
-    "FeedbackTarget",
-    "ModelTarget",
-    "OptimizerTarget",
-    "RngTarget",
-    "Saved",
-    "StatefulTarget",
-    "Target",
-    "ValueTarget",
-    "optimizer_targets",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,6 @@ from vescale_fsdp import compat, devices
 from vescale_fsdp.checkpoint.disk.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointValueError
 
-__all__ = ["check", "dtype_name", "exchange", "is_float", "on_host", "plain", "staged", "ties_of"]
-
-
 _PIECE = 1 << 16  # elements: at most 1 MiB, and so in the processor's cache
 
 

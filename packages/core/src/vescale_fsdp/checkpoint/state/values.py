@@ -26,8 +26,6 @@ import torch
 from vescale_fsdp.checkpoint.disk.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, VeScaleError
 
-__all__ = ["Json", "decode", "encode"]
-
 Json = Any  # None, bool, int, float, str, list or dict of these
 Tensors = dict[str, torch.Tensor]
 _DEEPEST = 100

@@ -16,10 +16,8 @@ import torch
 from vescale_fsdp.checkpoint.state.targets import ModelTarget, OptimizerTarget, Target
 from vescale_fsdp.checkpoint.transfer.ranks import Ranks
 from vescale_fsdp.checkpoint.transfer.reading import Arrival
-from vescale_fsdp.engine import unfilled
+from vescale_fsdp.engine import mark_blank
 from vescale_fsdp.errors import RankMismatchError
-
-__all__ = ["Change"]
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ class Change:
 
     def _undo(self) -> None:
         """Put back what was there, as far as it was changed."""
-        unfilled.mark(self._blank().values())
+        mark_blank(self._blank().values())
         for arrival in reversed(self.arrived):
             arrival.put_back()
         applied = self.targets[: self._num_applied]

@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.state import tensors
 from vescale_fsdp.checkpoint.state.contents import Contents
 from vescale_fsdp.errors import CheckpointMismatchError
 
-__all__ = ["LocalPlan", "divide"]
-
 # What a rank brings: its boxes as [name, offsets, sizes, dtype, shape, is a shard], and what
 # values it has, as {name: digest}. What it gets: the numbers of the boxes that it writes, and the
 # values that it writes, as {name: ranks that have the same}.

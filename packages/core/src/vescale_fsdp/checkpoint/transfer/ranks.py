@@ -26,8 +26,6 @@ from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.disk import jsons
 from vescale_fsdp.checkpoint.disk.files import bytes_of
 
-__all__ = ["Ranks", "all_ranks"]
-
 _TAG = 7_651  # apart from the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
     each.__name__: each

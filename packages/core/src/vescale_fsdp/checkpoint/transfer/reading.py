@@ -27,8 +27,6 @@ from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Chunk, Manifest, Span
 from vescale_fsdp.checkpoint.disk.seal import data_name
 from vescale_fsdp.checkpoint.state import tensors
 
-__all__ = ["Arrival", "Part", "parts_of", "read", "shares"]
-
 
 @dataclass
 class Arrival:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryLimit", "cpu_quota", "memory_limit"]
-
 _UNLIMITED = 1 << 60  # version 1 says "no limit" with a number near 2**63
 
 

@@ -10,8 +10,6 @@ from vescale_fsdp.cli.amounts import binary
 from vescale_fsdp.cli.checkup.findings import Section
 from vescale_fsdp.cli.checkup.processes import START, Outcome
 
-__all__ = ["LOOK_CHANGES", "look_at_devices"]
-
 # Here if the NVIDIA driver is loaded, or its devices were given to the container.
 _NVIDIA = ("proc/driver/nvidia/version", "dev/nvidia0", "dev/nvidiactl")
 _TAKEN = 0.1  # of a device's memory

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from vescale_fsdp.cli.checkup.findings import Section
 
-__all__ = ["OURS", "look_at_environment"]
-
 # Ours, with the values that they may have; none: any number that is not negative.
 OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),

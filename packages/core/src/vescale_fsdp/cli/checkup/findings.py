@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Fact", "Finding", "Section", "look"]
-
 # "broken": something does not work. "better": it works, but slower or less safely than it could.
 Level = Literal["broken", "better"]
 

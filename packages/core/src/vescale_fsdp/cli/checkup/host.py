@@ -11,8 +11,6 @@ from vescale_fsdp.cli.amounts import binary
 from vescale_fsdp.cli.checkup.cgroup import cpu_quota, memory_limit
 from vescale_fsdp.cli.checkup.findings import Section
 
-__all__ = ["look_at_host", "usable_cpus"]
-
 _LITTLE_MEMORY_BYTES = 2 << 30
 _LITTLE_SHARED_BYTES = 1 << 30  # Docker's default is 64 MiB
 _FEW_FILES = 4096  # the usual soft limit is 1,024

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMIT_S", "START", "Outcome", "run_steps"]
-
 START = "start"  # what has failed if there are no processes at all
 LIMIT_S = 60.0  # for a step; all take about 5 s, but an import from a cold disk may take half of it
 _GRACE_S = 3.0  # for the others, once one rank has ended

@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from itertools import zip_longest
 
-__all__ = ["Requirement", "contains", "parse_requirement"]
-
 
 @dataclass(frozen=True)
 class Requirement:

@@ -23,8 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAST", "LOOKS", "MESSAGE_BYTES", "STEPS", "Place", "main"]
-
 MESSAGE_BYTES = 16 << 20  # that each rank sends to the other when the bandwidth is measured
 _NUM_MESSAGES = 5
 _CONNECT_TIMEOUT_S = 15.0

@@ -11,8 +11,6 @@ from vescale_fsdp.cli.checkup.findings import Section
 from vescale_fsdp.cli.checkup.processes import LIMIT_S, Outcome, run_steps
 from vescale_fsdp.cli.checkup.rank import LAST, LOOKS, MESSAGE_BYTES, STEPS
 
-__all__ = ["look_at_self_test", "look_at_torch", "self_test"]
-
 _LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 _SLOW_MB_PER_S = 100.0  # two idle cores do ten times that over the loopback
 

@@ -12,8 +12,6 @@ from rich.text import Text
 
 from vescale_fsdp.cli.checkup.findings import Section
 
-__all__ = ["as_json", "show", "works"]
-
 _SCHEMA_VERSION = 1
 
 

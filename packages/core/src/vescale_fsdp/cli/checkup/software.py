@@ -10,8 +10,6 @@ import vescale_fsdp
 from vescale_fsdp.cli.checkup.findings import Section
 from vescale_fsdp.cli.checkup.ranges import contains, parse_requirement
 
-__all__ = ["look_at_software"]
-
 _CORE = "vescale-fsdp"
 _PLUGINS = ("vescale-fsdp-lightning", "vescale-fsdp-accelerate")
 # Shown if they are installed, next to what our packages need.

@@ -20,8 +20,6 @@ from vescale_fsdp.cli.picture.rows import (
 )
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["WIDTH", "Drawing", "draw_group"]
-
 WIDTH = 960  # pixels
 _FEW_RANKS = 32  # up to here every rank has a bar of its own
 _MOST_ROWS = 36  # bars at most; above, some ranks are only in the overview

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from vescale_fsdp.planner import TensorSpec
 
-__all__ = ["Kind", "colours_of", "kind_of", "kinds_of", "style"]
-
 _NUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

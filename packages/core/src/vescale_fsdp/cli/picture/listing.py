@@ -29,8 +29,6 @@ from vescale_fsdp.cli.picture.markup import (
 from vescale_fsdp.cli.picture.rows import Gap, Piece, Row, padding_of
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["Listing", "draw_listing"]
-
 _LEFT = 132  # pixels, for the ranks
 _RIGHT = 148  # for what stands behind a bar
 _LETTER = 6.6  # width of a letter in a bar, on the safe side

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import re
 
-__all__ = ["clean", "count", "element", "number", "percent", "short_count", "shorten"]
-
 # What XML 1.0 allows; a name with anything else would make the whole file unreadable.
 _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

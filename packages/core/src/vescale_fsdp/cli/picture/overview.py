@@ -21,8 +21,6 @@ from vescale_fsdp.cli.picture.markup import clean, count, element, number
 from vescale_fsdp.cli.picture.rows import Segment
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["Overview", "draw_overview"]
-
 _LABEL = 46  # pixels, left of a column
 _GUTTER = 26  # right of it
 _THINNEST = 0.5  # what is less wide or high, in pixels, cannot be seen

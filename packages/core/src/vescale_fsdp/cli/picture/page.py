@@ -15,8 +15,6 @@ from vescale_fsdp.cli.picture.markup import clean, element
 from vescale_fsdp.cli.picture.rows import PictureGroup
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["html"]
-
 _STYLE = """
 :root { color-scheme: light dark; --line: #d0d7de; --soft: #57606a; --strong: #1f2328;
   --page: #ffffff; --card: #f6f8fa; }

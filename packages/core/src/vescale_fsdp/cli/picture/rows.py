@@ -22,18 +22,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = [
-    "Gap",
-    "PictureGroup",
-    "Piece",
-    "Row",
-    "Segment",
-    "choose_rows",
-    "padding_of",
-    "rows_of",
-    "segments_of",
-]
-
 
 @dataclass(frozen=True)
 class PictureGroup:

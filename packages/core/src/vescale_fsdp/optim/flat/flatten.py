@@ -40,9 +40,7 @@ from vescale_fsdp.optim.flat.space import (
     local_of,
     spaces_of,
 )
-from vescale_fsdp.ragged.tensor import wrap
-
-__all__ = ["flatten_"]
+from vescale_fsdp.ragged import wrap
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Group = dict[str, Any]

@@ -27,8 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.optim.flat.space import Member, Space
 
-__all__ = ["Piece", "pieces_of"]
-
 # From here on (elements) kernels of their own cost less than the copies: on a CPU those of AdamW
 # cost about 20 us a tensor, and the copies about 2 ns an element.
 _LONG = 8192

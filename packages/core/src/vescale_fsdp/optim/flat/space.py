@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.ragged.tensor import wrap
-
-__all__ = ["Member", "Members", "Space", "States", "local_of", "spaces_of"]
+from vescale_fsdp.ragged import wrap
 
 States = Mapping[Any, dict[str, Any]]  # of an optimizer, by parameter
 

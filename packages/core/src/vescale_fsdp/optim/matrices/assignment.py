@@ -18,8 +18,6 @@ from vescale_fsdp.optim.matrices.layout import Layout, Matrix, matrices_of
 from vescale_fsdp.optim.matrices.owners import Balance, Job, assign_owners, balance_of
 from vescale_fsdp.optim.matrices.routes import Grid, traffic_of
 
-__all__ = ["Assignment", "CommunicationPlan", "Entry", "assignments_of", "communication_of"]
-
 
 class Entry(NamedTuple):
     """A parameter to assign."""

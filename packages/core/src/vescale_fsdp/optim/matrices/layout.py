@@ -33,20 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.ragged import RaggedShard
-from vescale_fsdp.ragged.holdings import holding_of
-from vescale_fsdp.ragged.regions import Box, contiguous_strides
-
-__all__ = [
-    "Layout",
-    "Matrix",
-    "Part",
-    "Span",
-    "layout_of",
-    "matrices_of",
-    "spans_of",
-    "split_heights",
-]
+from vescale_fsdp.ragged import Box, RaggedShard, contiguous_strides, holding_of
 
 
 class Span(NamedTuple):

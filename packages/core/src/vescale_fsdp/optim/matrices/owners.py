@@ -25,8 +25,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Balance", "Job", "assign_owners", "balance_of"]
-
 
 class Job(NamedTuple):
     """A matrix that one rank computes."""

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.optim.matrices.layout import Matrix, Part
 
-__all__ = ["Bucket", "Grid", "Routes", "Run", "Traffic", "routes_of", "traffic_of"]
-
 # Fewer elements to a rank than this, and a bucket costs more time to start than to send.
 _LEAST_ELEMENTS = 1 << 17
 # So many buckets, if there are elements for them: what is not hidden is the first and the last one.

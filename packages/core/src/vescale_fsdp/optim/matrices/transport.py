@@ -20,12 +20,10 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import backend_name
-from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES, Exchange
+from vescale_fsdp.dbuffer import SHORTEST_BYTES, Exchange
 from vescale_fsdp.optim.matrices.layout import Matrix, Part
 from vescale_fsdp.optim.matrices.routes import Bucket, Routes, Run
-from vescale_fsdp.ragged.exchange import as_bytes
-
-__all__ = ["Compute", "Sink", "Source", "Transport", "from_tensors"]
+from vescale_fsdp.ragged import as_bytes
 
 # The values of a run of a parameter's flat local tensor, [stop - start]. Nobody writes to them.
 Source = Callable[[Run], torch.Tensor]

@@ -19,10 +19,7 @@ from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.optim.base import Group, assign, local_of, zeros_placed
 from vescale_fsdp.optim.matrices.layout import split_heights
 from vescale_fsdp.optim.muon.rule import apply_update, direction, orthogonalized
-from vescale_fsdp.ragged import RaggedShard, contiguous_strides
-from vescale_fsdp.ragged.tensor import wrap
-
-__all__ = ["step_by_redistribution", "step_whole"]
+from vescale_fsdp.ragged import RaggedShard, contiguous_strides, wrap
 
 
 def step_whole(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
+from vescale_fsdp.engine import Granularity, GranularityPolicy
 from vescale_fsdp.optim.base import (
     Group,
     Params,
@@ -31,8 +31,6 @@ from vescale_fsdp.optim.matrices.transport import Transport
 from vescale_fsdp.optim.muon.literal import step_by_redistribution, step_whole
 from vescale_fsdp.optim.muon.plan import Plan, Sharded, key_of
 from vescale_fsdp.optim.muon.rule import apply_update, direction, orthogonalized
-
-__all__ = ["Muon"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_PLANS = 8  # kept; sets of parameters with a gradient that come again

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["newton_schulz", "newton_schulz_cost"]
-
 
 def newton_schulz(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float

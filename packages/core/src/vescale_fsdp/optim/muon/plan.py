@@ -25,8 +25,6 @@ from vescale_fsdp.optim.matrices.routes import routes_of
 from vescale_fsdp.optim.matrices.transport import Transport
 from vescale_fsdp.optim.muon.newton_schulz import newton_schulz_cost
 
-__all__ = ["WIRE_DTYPE", "Plan", "Sharded", "key_of"]
-
 # Newton-Schulz begins with a cast to bf16 and ends in it: nothing is lost on the wire.
 WIRE_DTYPE = torch.bfloat16
 

@@ -13,8 +13,6 @@ import torch
 
 from vescale_fsdp.optim.muon.newton_schulz import newton_schulz
 
-__all__ = ["apply_update", "direction", "orthogonalized"]
-
 Group = dict[str, Any]
 
 

@@ -35,8 +35,6 @@ from vescale_fsdp.optim.preconditioned.resting import (
 )
 from vescale_fsdp.optim.preconditioned.roots import apply_
 
-__all__ = ["MatrixPart", "Preconditioned", "check_options"]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

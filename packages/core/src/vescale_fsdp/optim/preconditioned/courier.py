@@ -15,8 +15,6 @@ from vescale_fsdp.optim.matrices.routes import routes_of
 from vescale_fsdp.optim.matrices.transport import Sink, Transport, from_tensors
 from vescale_fsdp.optim.preconditioned.resting import Line, counts_of
 
-__all__ = ["Courier"]
-
 _BUCKET_ELEMENTS = 1 << 24  # 64 MiB of fp32: two buckets each way are in memory at a time
 _MOST_KEPT = 4  # sets of parameters that step together
 

@@ -25,10 +25,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.optim.base import local_of, zeros_placed
 from vescale_fsdp.optim.matrices.layout import layout_of
-from vescale_fsdp.ragged import RaggedShard, RaggedTensor, contiguous_strides
-from vescale_fsdp.ragged.tensor import wrap
-
-__all__ = ["Line", "counts_of", "held_of", "line_of", "resting_line", "zeros_resting"]
+from vescale_fsdp.ragged import RaggedShard, RaggedTensor, contiguous_strides, wrap
 
 
 class Line(NamedTuple):

@@ -15,19 +15,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = [
-    "accumulate_",
-    "aligned",
-    "apply_",
-    "bias_corrections",
-    "eigenbasis",
-    "first_due",
-    "inverse_root",
-    "is_due",
-    "refined_basis",
-    "update_moments_",
-]
-
 _ALIGNMENT = 64  # bytes; torch's own allocations have at least that
 
 

@@ -36,8 +36,6 @@ from vescale_fsdp.optim.preconditioned.roots import (
     update_moments_,
 )
 
-__all__ = ["Shampoo"]
-
 Mode = Literal["local", "owner"]
 Grafting = Literal["adam", "sgd"]
 

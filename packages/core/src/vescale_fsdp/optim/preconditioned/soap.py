@@ -23,8 +23,6 @@ from vescale_fsdp.optim.preconditioned.roots import (
     update_moments_,
 )
 
-__all__ = ["SOAP"]
-
 _SIDES = ("left", "right")
 
 

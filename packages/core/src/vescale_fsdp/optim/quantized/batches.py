@@ -20,9 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.ragged.blocks import Blocks, Region
-
-__all__ = ["Batch", "Entry", "batches"]
+from vescale_fsdp.ragged import Blocks, Region
 
 
 class Entry(NamedTuple):

@@ -24,8 +24,6 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["SMALLEST_SCALE", "Codebook", "codebook", "dynamic_map"]
-
 SMALLEST_SCALE = 1e-12
 _NUM_DECADES = 7
 _PREFIXES = 1 << 16  # of the bits of a float32
