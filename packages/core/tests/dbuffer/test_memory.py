@@ -28,7 +28,7 @@ def num_faults() -> int:
 @pytest.mark.parametrize("num_bytes", [1, 100_000, 2 * MIB, 5 * MIB + 3])
 def test_region_keeps_its_address_and_takes_any_size(num_bytes: int) -> None:
     region = make_region(num_bytes, CPU)
-    view = torch.mapped_empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
+    view = torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
     address = view.data_ptr()
     for value in (1, 2):
         region.materialize()
@@ -48,7 +48,7 @@ def test_region_of_no_bytes_does_nothing() -> None:
 
 def region_and_view(num_bytes: int = 64 * MIB) -> tuple[Region, torch.Tensor]:
     region = make_region(num_bytes, CPU)
-    return region, torch.mapped_empty(0).set_(region.storage, 0, (num_bytes // 4,), (1,))
+    return region, torch.empty(0).set_(region.storage, 0, (num_bytes // 4,), (1,))
 
 
 def is_all(tensor: torch.Tensor, value: float) -> bool:
@@ -181,7 +181,7 @@ def test_checked_memory_is_nan_before_it_is_written_and_after_it_is_released(
 ) -> None:
     monkeypatch.setenv("VESCALE_FSDP_CHECK_MEMORY", "1")
     region = make_region(4 * dtype.itemsize, torch.device("cpu"))
-    view = torch.mapped_empty(0, dtype=dtype).set_(region.storage, 0, (4,), (1,))
+    view = torch.empty(0, dtype=dtype).set_(region.storage, 0, (4,), (1,))
     region.materialize()
     assert view.isnan().all()
     view.fill_(1.0)
@@ -194,7 +194,7 @@ def test_a_small_region_keeps_its_memory_and_a_large_one_does_not() -> None:
     for num_bytes, stays in ((1 << 10, True), (1 << 16, False)):
         region = make_region(num_bytes, torch.device("cpu"))
         region.materialize()
-        tensor = torch.mapped_empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
+        tensor = torch.empty(0, dtype=torch.uint8).set_(region.storage, 0, (num_bytes,), (1,))
         tensor.fill_(7)
         region.release()
         hand_back()
