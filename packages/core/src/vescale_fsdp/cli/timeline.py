@@ -16,7 +16,7 @@ stays as ``.grad``. For a root ``r`` and blocks 1 to 4::
     backward of 4   F_r F_4 F_3  M_r M_4
       its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
     backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduction of 4 is under way
-      from half on  F_r F_3 F_2  M_r g_4 M_3               it has landed: the gather's turn
+      from half on  F_r F_3 F_2  M_r g_4 M_3               it is complete: the gather's turn
       its end       F_r F_2      M_r g_4 M_3 G_3
     backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         nothing is left to gather
     end                          g_4 g_3 g_2 G_1 R_1 M_r G_r, then R_r in place of M_r
@@ -187,35 +187,22 @@ class _Unit(Residency):
     """A unit's parameters, as bytes."""
 
     version = 0
-    is_stale = False
+    is_stale = has_streams = trainable = all_trainable = False  # the last three: see __init__
 
     def __init__(self, memory: UnitMemory, account: _Account, *, has_streams: bool) -> None:
         super().__init__()
-        self.memory, self._account, self._has_streams = memory, account, has_streams
-        self.sizes = [size for group in memory.groups for size in group.tensors]
-        self.is_root = memory.is_root
+        groups = memory.groups
+        self.memory, self._account, self.has_streams = memory, account, has_streams
+        self.sizes = [size for group in groups for size in group.tensors]
+        self.is_root, self.trainable = memory.is_root, memory.trainable
+        self.all_trainable = all(group.trainable for group in groups)
         self.reshard_after_forward = not memory.keeps
+        self._message_bytes = sum(group.gather_message or 0 for group in groups)
         self._is_there = self._is_decoded = False
 
     @property
     def is_sharded(self) -> bool:
         return not self._is_there
-
-    @property
-    def has_streams(self) -> bool:
-        return self._has_streams
-
-    @property
-    def trainable(self) -> bool:
-        return self.memory.trainable
-
-    @property
-    def all_trainable(self) -> bool:
-        return all(group.trainable for group in self.memory.groups)
-
-    @property
-    def _message_bytes(self) -> int:
-        return sum(group.gather_message or 0 for group in self.memory.groups)
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         if not self._is_there and self.sizes:
@@ -259,6 +246,18 @@ class _Group(Reduction):
     def __init__(self, number: int, unit: _Unit, group: GroupMemory, model: _Model) -> None:
         self.number, self.unit, self._group, self._model = number, unit, group, model
         self._account = model.account
+        message, shards = group.reduce_message, group.num_shards
+        self._sum_bytes = group.shard_elements * group.reduce_dtype.itemsize
+        # On NCCL they are cast as they are copied. One rank alone has nothing to sum there: what
+        # was collected becomes ``.grad`` as it is.
+        self._local_bytes = group.full_bytes if model.by_all_to_all else self._sum_bytes * shards
+        self._hands_over = not model.by_all_to_all and shards == 1
+        self._sums_at_end = shards > 1 and (model.by_all_to_all or message is not None)
+        self._scratch_bytes = 0
+        if shards > 1 and message is not None:
+            self._scratch_bytes = message * shards + _received_bytes(message * shards, shards)
+        elif self._sums_at_end:
+            self._scratch_bytes = _received_bytes(group.full_bytes, shards)
 
     def start(self) -> None:
         group, account = self._group, self._account
@@ -295,38 +294,6 @@ class _Group(Reduction):
         if self._group.shard_dtype != self._group.reduce_dtype:
             self._account.add(REDUCED, self._group.shard_bytes)
             self._account.drop(REDUCED, self._sum_bytes)
-
-    @property
-    def _sums_at_end(self) -> bool:
-        by_all_to_all = self._model.by_all_to_all or self._group.reduce_message is not None
-        return by_all_to_all and self._group.num_shards > 1
-
-    @property
-    def _hands_over(self) -> bool:
-        """Whether there is nothing to sum: what was collected becomes ``.grad`` as it is."""
-        return not self._model.by_all_to_all and self._group.num_shards == 1
-
-    @property
-    def _scratch_bytes(self) -> int:
-        group = self._group
-        if group.num_shards == 1:
-            return 0
-        if group.reduce_message is not None:
-            sent = group.reduce_message * group.num_shards
-            return sent + _received_bytes(sent, group.num_shards)
-        if self._model.by_all_to_all:
-            return _received_bytes(group.full_bytes, group.num_shards)
-        return 0
-
-    @property
-    def _local_bytes(self) -> int:
-        if self._model.by_all_to_all:
-            return self._group.full_bytes
-        return self._sum_bytes * self._group.num_shards  # cast as they are copied
-
-    @property
-    def _sum_bytes(self) -> int:
-        return self._group.shard_elements * self._group.reduce_dtype.itemsize
 
 
 def _received_bytes(sent: int, num_shards: int) -> int:
