@@ -8,7 +8,7 @@ from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.materialized import check_materialized
 from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.unit import Unit, units_in
-from vescale_fsdp.ragged.assignment import NAME
+from vescale_fsdp.ragged.tensor import NAME
 
 
 def make_root(unit: Unit) -> Engine:

@@ -30,8 +30,7 @@ from vescale_fsdp.engine.parallel import (
     placements_of,
     spec_at_rest,
 )
-from vescale_fsdp.ragged.assignment import NAME
-from vescale_fsdp.ragged.tensor import wrap_local
+from vescale_fsdp.ragged.tensor import NAME, wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 

@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.exchange import InFlight
 from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.linear import check_linear
 from vescale_fsdp.ragged.mixing import (
+    check_linear,
     cut_differently,
     local_beside,
     local_of_ragged,
@@ -35,6 +34,7 @@ from vescale_fsdp.ragged.mixing import (
     wider,
 )
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
+from vescale_fsdp.ragged.redistribute import InFlight
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 _NUMBERS = (float, int, bool)

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.regions import contiguous_strides
+from vescale_fsdp.ragged.holdings import contiguous_strides
+from vescale_fsdp.ragged.mixing import refuse_partial
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import permutations
 
-from vescale_fsdp.planner.spec import TensorSpec
+from vescale_fsdp.planner import TensorSpec
 
 
 def is_legal_start(start: int, numel: int, block: int, shard_size: int) -> bool:
