@@ -1,12 +1,22 @@
-"""Muon as the paper writes it: one parameter after another, to one rank and back.
+"""Muon's numbers, for one matrix or a piece of it, and the plain way to step with them.
 
-Algorithm 2 of arXiv 2602.22437: redistribute to the root, Newton-Schulz there, redistribute back,
-update. Slow and obvious; it shares nothing with the packed exchange but the numbers, and the
-packed exchange must give its bits.
+Newton-Schulz gives the nearest (semi-)orthogonal matrix, about, by products of matrices only. With
+X = U S V^T, each step replaces S by a polynomial a S + b S^3 + c S^5 of it. The coefficients that
+Muon uses raise small singular values as fast as they can, and leave the others between about 0.7
+and 1.2: they never reach 1, and training does not mind. The element-wise steps give the same bits
+wherever a tensor is cut: in fp32 torch's kernels do, and half precision is computed in fp32 and
+rounded once.
+
+`step_by_redistribution` is the paper's algorithm word for word: one parameter after another, to one
+rank and back. Slow and obvious; the packed exchange (`muon`) must give its bits.
+
+Source: Keller Jordan's Muon (kellerjordan.github.io/posts/muon), arXiv 2502.16982 for large models,
+arXiv 2602.22437, Algorithm 2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -17,9 +27,79 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.optim.base import Group, assign, local_of, zeros_placed
-from vescale_fsdp.optim.matrices.layout import split_heights
-from vescale_fsdp.optim.muon.rule import apply_update, direction, orthogonalized
+from vescale_fsdp.optim.layout import split_heights
 from vescale_fsdp.ragged import RaggedShard, contiguous_strides, wrap
+
+
+def newton_schulz(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """An orthogonal matrix near ``matrix``, in bf16. The argument stays as it is.
+
+    The bits are those of torch's Muon, which writes into an argument that is bf16 already
+    (pytorch#194664).
+
+    Args:
+        matrix: [rows, cols], any floating dtype.
+        coefficients: a, b and c of the polynomial.
+        steps: how often it is applied.
+        eps: the least norm to divide by.
+
+    Returns:
+        [rows, cols]; where there are more rows than columns, a transposed view. NaN for a matrix
+        with a value that is not finite.
+
+    Cost: `newton_schulz_cost`; about four times the matrix in bf16 in memory.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x  # the products are squares of the short side
+    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def newton_schulz_cost(rows: int, cols: int, steps: int) -> int:
+    """Floating-point operations, for `steps` steps on a matrix."""
+    short, long = min(rows, cols), max(rows, cols)
+    return 2 * steps * short * short * (2 * long + short)
+
+
+def direction(grad: torch.Tensor, momentum: torch.Tensor, group: Group) -> torch.Tensor:
+    """What is to be orthogonalized, of gradient and momentum (this step's). Any shape."""
+    return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def orthogonalized(matrix: torch.Tensor, group: Group) -> torch.Tensor:
+    """[rows, cols] -> [rows, cols] in bf16."""
+    return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def apply_update(
+    param: torch.Tensor, update: torch.Tensor, group: Group, rows: int, cols: int
+) -> None:
+    """Decay and move a piece of a matrix of ``rows`` x ``cols``, in place.
+
+    Args:
+        param: any shape.
+        update: in bf16, of the same shape.
+    """
+    rate = float(group["lr"])
+    decay, step = 1 - rate * group["weight_decay"], -rate * _adjustment(group, rows, cols)
+    if param.dtype.itemsize > 2:
+        param.mul_(decay).add_(update, alpha=step)
+    else:
+        param.copy_(param.float().mul_(decay).add_(update, alpha=step))
+
+
+def _adjustment(group: Group, rows: int, cols: int) -> float:
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1, rows / cols))
 
 
 def step_whole(

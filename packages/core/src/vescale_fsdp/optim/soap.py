@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from vescale_fsdp.optim.base import Group, Params
-from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, check_options
-from vescale_fsdp.optim.preconditioned.roots import (
+from vescale_fsdp.optim.preconditioned import MatrixPart, Preconditioned, check_options
+from vescale_fsdp.optim.roots import (
     accumulate_,
     aligned,
     bias_corrections,

@@ -2,17 +2,31 @@
 
 A rank has *parts*: whole matrices that it owns, or rows of blocks that lie on it anyway. What
 happens to a part does not depend on where it lies, so all layouts give the same bits.
+
+All matrices of a parameter are a stack, and each of its states is one tensor with the stack in
+front. Ranks hold consecutive parts of it, in their order, so that each state is a DTensor with a
+RaggedShard and a checkpoint reshards it. A stack of five matrices of shape (4, 4) on three ranks::
+
+    owner               0   0   2   2   2           counts (2, 0, 3)
+    left  (5, 4, 4)   | 32 elements | | 48 elements |
+
+On a mesh whose other axes hold replicas, each replica holds all of it. If several axes shard,
+the stack is cut over a mesh of one axis that is made of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_fsdp import compat
 from vescale_fsdp.optim.base import (
     Group,
     ShardedOptimizer,
@@ -21,19 +35,184 @@ from vescale_fsdp.optim.base import (
     local_of,
     zeros_placed,
 )
-from vescale_fsdp.optim.matrices.layout import layout_of, matrices_of
-from vescale_fsdp.optim.matrices.owners import Job, assign_owners
-from vescale_fsdp.optim.matrices.routes import Run
-from vescale_fsdp.optim.preconditioned.courier import Courier
-from vescale_fsdp.optim.preconditioned.resting import (
-    Line,
-    counts_of,
-    held_of,
-    line_of,
-    resting_line,
-    zeros_resting,
-)
-from vescale_fsdp.optim.preconditioned.roots import apply_
+from vescale_fsdp.optim.layout import Matrix, layout_of, matrices_of
+from vescale_fsdp.optim.owners import Job, assign_owners
+from vescale_fsdp.optim.roots import apply_
+from vescale_fsdp.optim.routes import Run, routes_of
+from vescale_fsdp.optim.transport import Sink, Transport, from_tensors
+from vescale_fsdp.ragged import RaggedShard, RaggedTensor
+
+
+class Line(NamedTuple):
+    """The ranks over which the matrices of a parameter are given out, one replica of it."""
+
+    mesh: DeviceMesh
+    axis: int  # of the mesh; the others hold replicas
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.mesh.size(self.axis))
+
+
+def line_of(param: torch.Tensor) -> Line | None:
+    """The ranks that hold one replica of a parameter; None if each holds all of it.
+
+    Collective among them, at the first call, if several axes of its mesh shard the parameter.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    axes = [axis for axis, p in enumerate(param.placements) if not p.is_replicate()]
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return Line(param.device_mesh, axes[0])
+    rank = torch.distributed.get_rank()
+    ranks = next(ranks for ranks in layout_of(param).grid() if rank in ranks)
+    return Line(compat.mesh_over(list(ranks), param.device_mesh), 0)
+
+
+def resting_line(state: torch.Tensor) -> Line | None:
+    """The line over which a state is given out; None if every rank holds all of it."""
+    if not isinstance(state, RaggedTensor):
+        return None
+    return Line(state.device_mesh, state.ragged_axis)
+
+
+def zeros_resting(
+    param: torch.Tensor,
+    line: Line | None,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    counts: Sequence[int],
+) -> torch.Tensor:
+    """A state of zeros of which each rank of the line holds its count of equal parts."""
+    if line is None:  # every rank holds all
+        return zeros_placed(param, dtype, shape)
+    part, rest = divmod(math.prod(shape), sum(counts))
+    assert not rest, f"{sum(counts)} equal parts of a state of shape {tuple(shape)}"
+    ragged = RaggedShard.from_runs_of_elements([(1, count * part) for count in counts], shape)
+    axes = range(line.mesh.ndim)
+    placements = [ragged if axis == line.axis else Replicate() for axis in axes]
+    return zeros_placed(param, dtype, shape, placements, line.mesh)
+
+
+def counts_of(state: torch.Tensor, num_parts: int) -> list[int]:
+    """How many of the equal parts of a resting state each rank of its line holds."""
+    assert isinstance(state, RaggedTensor), "states that rest somewhere are ragged"
+    placement = state.ragged_placement
+    scale, rest = divmod(num_parts, placement.total_units)
+    assert not rest, "each rank holds whole parts"
+    return [units * scale for units in placement.local_units]
+
+
+def held_of(state: torch.Tensor, num_parts: int) -> range:
+    """Which of the equal parts of a resting state this rank holds."""
+    if not isinstance(state, RaggedTensor):
+        return range(num_parts)
+    part = math.prod(state.shape) // num_parts
+    start, stop = state.local_range
+    return range(start // part, stop // part)
+
+
+_BUCKET_ELEMENTS = 1 << 24  # 64 MiB of fp32: two buckets each way are in memory at a time
+_MOST_KEPT = 4  # sets of parameters that step together
+
+# The update of a matrix: from the index of its parameter, its number there, and its gradient.
+Compute = Callable[[int, int, torch.Tensor], torch.Tensor]
+
+
+class Courier:
+    """A transport for matrices of parameters on the same line, owned as their states rest.
+
+    Each replica of the parameters (HSDP) has its own: nothing travels between replicas.
+
+    Args:
+        line: of all parameters.
+        params: of at least two dimensions.
+        states: of each, one that rests whole with the owner of each matrix.
+        costs: of a matrix of each.
+        dtype: of the gradients; updates have that of the states.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        params: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        costs: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._key = _key(params, states, dtype)
+        group = compat.mesh_group(line.mesh, line.axis)
+        ranks = compat.axis_ranks(line.mesh, line.axis)
+        self._matrices: list[tuple[int, int]] = []  # (parameter, number)
+        matrices: list[Matrix] = []
+        owners: list[int] = []
+        for index, (param, state) in enumerate(zip(params, states, strict=True)):
+            found = matrices_of(layout_of(param), index)
+            matrices += found
+            self._matrices += [(index, number) for number in range(len(found))]
+            counts = counts_of(state, len(found))
+            owners += [rank for rank, n in zip(ranks, counts, strict=True) for _ in range(n)]
+        routes = routes_of(
+            matrices,
+            owners,
+            [costs[index] for index, _ in self._matrices],
+            [[ranks]] * len(params),
+            dist.get_process_group_ranks(group),
+            dist.get_rank(),
+            _BUCKET_ELEMENTS,
+        )
+        self._transport = Transport(
+            matrices,
+            routes,
+            group,
+            gather_dtype=dtype,
+            scatter_dtype=states[0].dtype,
+            device=local_of(states[0]).device,
+        )
+
+    @staticmethod
+    def known(
+        couriers: list[Courier],
+        params: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> Courier | None:
+        """The courier among ``couriers`` for tensors that lie so. Drops those long not used."""
+        key = _key(params, states, dtype)
+        for courier in couriers:
+            if courier._key == key:
+                couriers.remove(courier)
+                couriers.append(courier)
+                return courier
+        del couriers[: 1 - _MOST_KEPT]
+        return None
+
+    def run(self, grads: Sequence[torch.Tensor], compute: Compute, sink: Sink) -> None:
+        """Compute each matrix on its owner and give the updates to the sink of who holds parts.
+
+        Collective on the line.
+
+        Args:
+            grads: this rank's parts, one per parameter.
+            compute: called for the matrices that rest here.
+            sink: as of `Transport`.
+        """
+
+        def of_index(index: int, grad: torch.Tensor) -> torch.Tensor:
+            return compute(*self._matrices[index], grad)
+
+        self._transport.run(from_tensors(grads), of_index, sink)
+
+
+def _key(
+    params: Sequence[torch.Tensor], states: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[object]:
+    """What the routes depend on; equal for tensors that lie alike."""
+    specs = [each._spec for each in (*params, *states) if isinstance(each, DTensor)]
+    return [dtype, *specs]
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -23,10 +23,15 @@ from torch import nn
 from vescale_fsdp.engine import Granularity, GranularityPolicy
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.optim.base import Group, Params, State
-from vescale_fsdp.optim.matrices.layout import layout_of, spans_of
-from vescale_fsdp.optim.preconditioned.base import MatrixPart, Preconditioned, check_options
-from vescale_fsdp.optim.preconditioned.resting import Line, line_of
-from vescale_fsdp.optim.preconditioned.roots import (
+from vescale_fsdp.optim.layout import layout_of, spans_of
+from vescale_fsdp.optim.preconditioned import (
+    Line,
+    MatrixPart,
+    Preconditioned,
+    check_options,
+    line_of,
+)
+from vescale_fsdp.optim.roots import (
     accumulate_,
     aligned,
     bias_corrections,

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer import SHORTEST_BYTES, Exchange
-from vescale_fsdp.optim.matrices.layout import Matrix, Part
-from vescale_fsdp.optim.matrices.routes import Bucket, Routes, Run
+from vescale_fsdp.optim.layout import Matrix, Part
+from vescale_fsdp.optim.routes import Bucket, Routes, Run
 from vescale_fsdp.ragged import as_bytes
 
 # The values of a run of a parameter's flat local tensor, [stop - start]. Nobody writes to them.

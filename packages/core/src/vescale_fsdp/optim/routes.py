@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from vescale_fsdp.optim.matrices.layout import Matrix, Part
+from vescale_fsdp.optim.layout import Matrix, Part
 
 # Fewer elements to a rank than this, and a bucket costs more time to start than to send.
 _LEAST_ELEMENTS = 1 << 17

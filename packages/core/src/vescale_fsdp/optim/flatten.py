@@ -30,14 +30,15 @@ from torch.optim import (
 )
 
 from vescale_fsdp import compat
-from vescale_fsdp.optim.flat.pieces import Piece, pieces_of
-from vescale_fsdp.optim.flat.space import (
+from vescale_fsdp.optim.flat import (
     SCALARS,
     Member,
     Members,
+    Piece,
     Space,
     States,
     local_of,
+    pieces_of,
     spaces_of,
 )
 from vescale_fsdp.ragged import wrap
