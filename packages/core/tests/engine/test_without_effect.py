@@ -48,14 +48,14 @@ WITHOUT_EFFECT: list[tuple[str, Callable[[Any], None]]] = [
     ("communicators of their own", lambda m: m.set_separate_reduce_scatter_group()),
     ("all-gathers are always asynchronous", lambda m: m._set_unshard_async_op(True)),
     ("parameters are on the CPU", lambda m: m.set_post_optim_event(torch.cpu.Event())),
-    ("are always sums", lambda m: m.set_force_sum_reduction_for_comms(True)),
+    ("are always sums", lambda m: m.layers[0].set_force_sum_reduction_for_comms(True)),
     (
         "not queued on streams",
-        lambda m: m.set_all_reduce_hook(lambda _: None, stream=torch.cpu.Stream()),
+        lambda m: m.layers[0].set_all_reduce_hook(lambda _: None, stream=torch.cpu.Stream()),
     ),
     (
         "allocates no memory",
-        lambda m: m.set_allocate_memory_from_process_group_for_comm(True),
+        lambda m: m.layers[0].set_allocate_memory_from_process_group_for_comm(True),
     ),
 ]
 
@@ -73,7 +73,7 @@ WITH_EFFECT: list[Callable[[Any], None]] = [
     lambda m: m.set_force_sum_reduction_for_comms(False),
     lambda m: m.set_all_reduce_hook(lambda _: None),
     lambda m: m.set_unshard_in_backward(True),
-    lambda m: m.set_allocate_memory_from_process_group_for_comm(False),
+    lambda m: m.layers[0].set_allocate_memory_from_process_group_for_comm(False),
 ]
 
 
