@@ -518,6 +518,11 @@ def process_group_collectives(group: dist.ProcessGroup) -> tuple[Any, Any]:
     return fsdp2.ProcessGroupAllocAllGather(group), fsdp2.ProcessGroupAllocReduceScatter(group)
 
 
+def allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` can allocate memory for its collectives."""
+    return bool(group._get_backend(device).supports_tensor_alloc(device))
+
+
 def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
     """FSDP2's gather through symmetric memory. Collective: it has ``group`` connect."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2
