@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.compat import AsyncCollectiveTensor
+from vescale_fsdp.compat import AsyncCollectiveTensor, pytree
 from vescale_fsdp.ragged.exchange import InFlight
 
 
@@ -55,5 +55,5 @@ class PendingTensor(AsyncCollectiveTensor):
         def arrived(leaf: Any) -> Any:
             return leaf.trigger_wait() if isinstance(leaf, PendingTensor) else leaf
 
-        args, kwargs = torch.utils._pytree.tree_map(arrived, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(arrived, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -70,15 +70,6 @@ class RaggedTensor(DTensor):
     ) -> Any:
         return cls.run_operator(func, args, kwargs or {})
 
-    if compat.DTENSOR_SUBCLASSES_NEED_A_MODE:
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            mode = compat.DispatchMode(RaggedTensor, cls.run_operator)
-            return compat.call_in_mode(mode, func, args, kwargs)
-
     @staticmethod
     def from_local(  # type: ignore[override]  # the shape cannot be guessed from one rank
         local_tensor: torch.Tensor,
