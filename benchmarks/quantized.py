@@ -52,16 +52,16 @@ INT8_TILES, E4M3_TILES = (QuantizedGather(dtype, (128, 128)) for dtype in ("int8
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"mp_policy": BF16},
-    "int8": {"gather": INT8},
-    "e4m3": {"gather": E4M3},
-    "int8 and gradients": {"gather": INT8, "reduce": QuantizedReduce()},
-    "int8 tiles": {"gather": INT8_TILES},
-    "e4m3 tiles": {"gather": E4M3_TILES},
-    "e4m3 tiles in bf16": {"gather": E4M3_TILES, "mp_policy": BF16},
-    "int8 tiles and gradients": {"gather": INT8_TILES, "reduce": QuantizedReduce()},
+    "int8": {"gather_codec": INT8},
+    "e4m3": {"gather_codec": E4M3},
+    "int8 and gradients": {"gather_codec": INT8, "reduce_codec": QuantizedReduce()},
+    "int8 tiles": {"gather_codec": INT8_TILES},
+    "e4m3 tiles": {"gather_codec": E4M3_TILES},
+    "e4m3 tiles in bf16": {"gather_codec": E4M3_TILES, "mp_policy": BF16},
+    "int8 tiles and gradients": {"gather_codec": INT8_TILES, "reduce_codec": QuantizedReduce()},
     "int8 tiles and corrected gradients": {
-        "gather": INT8_TILES,
-        "reduce": QuantizedReduce(error_feedback=True),
+        "gather_codec": INT8_TILES,
+        "reduce_codec": QuantizedReduce(error_feedback=True),
     },
 }
 

@@ -1,4 +1,4 @@
-"""``--gather`` and ``--reduce``: what travels as 8-bit codes, as the engine chooses it.
+"""``--gather-codec`` and ``--reduce-codec``: what travels as 8-bit codes, as the engine chooses it.
 
 ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of the codes, then the block: rows x columns of a
 tile, or consecutive elements.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vescale_fsdp.cli.amounts import plain, several
-from vescale_fsdp.cli.codes import Codes, parse_code
+from vescale_fsdp.cli.codes import Code, Codes, parse_code
 from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.settings import Settings, parse_bandwidth
@@ -64,7 +64,7 @@ _ComputeDtype = Annotated[
 _ReduceDtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="In which gradients are summed over ranks.")
 ]
-_Gather = Annotated[
+_GatherCodec = Annotated[
     str | None,
     typer.Option(
         metavar="CODE[:BLOCK]",
@@ -73,7 +73,7 @@ _Gather = Annotated[
         "int8:32x32, int8:256. Default block: 256.",
     ),
 ]
-_Reduce = Annotated[
+_ReduceCodec = Annotated[
     str | None,
     typer.Option(
         metavar="CODE[:BLOCK]",
@@ -82,6 +82,7 @@ _Reduce = Annotated[
         "256.",
     ),
 ]
+_Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
 _Optimizer = Annotated[
     Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
     typer.Option(help="Whose states are counted (sgd: with momentum)."),
@@ -135,8 +136,10 @@ def plan(
     shard_dtype: _ShardDtype = None,
     compute_dtype: _ComputeDtype = "bf16",
     reduce_dtype: _ReduceDtype = "fp32",
-    gather: _Gather = None,
-    reduce: _Reduce = None,
+    gather_codec: _GatherCodec = None,
+    reduce_codec: _ReduceCodec = None,
+    gather: _Former = None,
+    reduce: _Former = None,
     optimizer: _Optimizer = "adamw",
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
@@ -153,6 +156,8 @@ def plan(
     vescale-fsdp plan llama --ranks 64
     vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
     """
+    gather_codec = _renamed("--gather", gather, "--gather-codec", gather_codec)
+    reduce_codec = _renamed("--reduce", reduce, "--reduce-codec", reduce_codec)
     settings = Settings(
         num_ranks=ranks,
         num_replicas=replicas,
@@ -164,8 +169,8 @@ def plan(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         order=order,
         codes=Codes(
-            None if gather is None else parse_code(gather, "--gather", _GATHERED, 256),
-            None if reduce is None else parse_code(reduce, "--reduce", _REDUCED, 256),
+            _code(gather_codec, "--gather-codec", _GATHERED),
+            _code(reduce_codec, "--reduce-codec", _REDUCED),
         ),
     )
     files = {"--json": json_file, "--html": html, "--svg": svg}
@@ -190,6 +195,24 @@ def plan(
     from vescale_fsdp.cli.report import print_report
 
     print_report(report, Console(color_system=color_system()))
+
+
+def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
+    """The value of an option that may be given by its former name."""
+    if old is None:
+        return new
+    if new is not None:
+        raise InputError(f"{old_name} is the former name of {new_name}; leave it out")
+    print(
+        f"vescale-fsdp: warning: {old_name} is now called {new_name}; the former name works until "
+        "version 1.0",
+        file=sys.stderr,
+    )
+    return old
+
+
+def _code(text: str | None, option: str, dtypes: tuple[str, ...]) -> Code | None:
+    return None if text is None else parse_code(text, option, dtypes, 256)
 
 
 def _refuse_same(files: Mapping[str, str | None]) -> None:

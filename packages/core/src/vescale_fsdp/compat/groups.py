@@ -94,6 +94,11 @@ def reduce_scatter_many(
     return several
 
 
+def allocates(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` can allocate memory for its collectives."""
+    return bool(backends.backend_of(group, device).supports_tensor_alloc(device))
+
+
 def symmetric_memory(device: torch.device) -> AbstractContextManager[None]:
     """A context in which this thread allocates memory that all ranks can reach."""
     from torch.distributed import _symmetric_memory as symmetric

@@ -54,6 +54,10 @@ class Slot:
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
 
+    def __post_init__(self) -> None:
+        # Whether a gradient of the gathered parameter is what the buffer wants.
+        self.lies_plainly = self.given is None and not self.dim
+
     def wrap(self, part: torch.Tensor) -> DTensor:
         """The sharded tensor around this rank's part, which is flat or has dimensions already."""
         if self.axes.shard is None:

@@ -190,7 +190,7 @@ class _Operands:
             raise ValueError(
                 f"{self.func} got lists of {len(self.positions)} and of {len(specs)} tensors"
             )
-        elif not all(map(operator.is_, self.positions, specs)):
+        elif any(specs) and not all(map(operator.is_, self.positions, specs)):
             both = zip(self.positions, specs, strict=True)
             self.positions = [self._joined(a, b) for a, b in both]
 
