@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -235,8 +235,8 @@ class TuningMethods:
                         "the backend of the process group allocates no memory for communication, "
                         "and each collective costs a copy more; leave the call out",
                     )
-                gather, _ = compat.process_group_collectives(comm.gather_group)
-                _, reduce = compat.process_group_collectives(comm.reduce_group)
+                gather = compat.ProcessGroupAllocAllGather(comm.gather_group)
+                reduce = compat.ProcessGroupAllocReduceScatter(comm.reduce_group)
             group.custom_gather, group.gradients.custom = gather, reduce
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -253,7 +253,7 @@ class TuningMethods:
             _refuse_custom(group, "set_symm_mem")
             _refuse_coded(group, "set_symm_mem_for_comm")
             gather_group = comm_for(group.axes).gather_group
-            group.custom_gather = compat.symmetric_memory_gather(gather_group, backend)
+            group.custom_gather = compat.SymmMemAllGather(gather_group, cast(Any, backend))
 
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.mixing import (
@@ -79,7 +78,7 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if signature.counts_first:
         locals_ = _locals_of_one_spec(args, kwargs)
         if locals_ is not None:
-            compat.increment_versions(locals_[:1])
+            torch.autograd.graph.increment_version(locals_[:1])
             func(*locals_, **kwargs)
             return args[0]
     # It describes the global tensor, and means nothing for a flat local part.
@@ -142,7 +141,7 @@ def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, 
     for i, name in signature.counted:
         arg = args[i] if i < len(args) else kwargs.get(name)
         if arg is not None:
-            compat.increment_versions((arg,) if isinstance(arg, torch.Tensor) else arg)
+            torch.autograd.graph.increment_version((arg,) if isinstance(arg, torch.Tensor) else arg)
 
 
 def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
 from vescale_fsdp.backends import collective_device
-from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, pytree
 from vescale_fsdp.ragged.holdings import (
     Box,
     Holding,
@@ -137,7 +137,7 @@ class PendingTensor(AsyncCollectiveTensor):
         def arrived(leaf: Any) -> Any:
             return leaf.trigger_wait() if isinstance(leaf, PendingTensor) else leaf
 
-        args, kwargs = torch.utils._pytree.tree_map(arrived, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(arrived, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

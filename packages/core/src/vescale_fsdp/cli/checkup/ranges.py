@@ -12,11 +12,11 @@ class Requirement:
     """A line of a distribution's dependencies."""
 
     name: str
-    range: str  # such as ">=2.11,<2.14"; empty for any
+    range: str  # such as ">=2.13,<2.15"; empty for any
 
 
 def parse_requirement(line: str) -> Requirement:
-    """``torch<2.14,>=2.11; extra == "x"`` is a name and a range. Markers are left out."""
+    """``torch<2.15,>=2.13; extra == "x"`` is a name and a range. Markers are left out."""
     found = re.match(r"\s*(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*\(?(?P<range>[^;)]*)", line)
     if found is None:
         return Requirement(line.strip(), "")
