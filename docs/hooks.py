@@ -57,9 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return f"{config.repo_url.rstrip('/')}/{kind}/main/{found}{anchor}"
 
     parts = FENCE.split(markdown)
-    return "".join(
-        part if place % 2 else LINK.sub(moved, part) for place, part in enumerate(parts)
-    )
+    return "".join(part if place % 2 else LINK.sub(moved, part) for place, part in enumerate(parts))
 
 
 def on_post_page(output: str, page: Page, config: Any) -> str:
