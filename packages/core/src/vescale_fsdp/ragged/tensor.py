@@ -323,10 +323,8 @@ def make_spec(
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> RaggedTensor:
     """A RaggedTensor around ``local``, unchecked. Several tensors may share one spec."""
     # DTensor's ``__init__`` does nothing, and takes as long as all else by telling Dynamo.
-    made: RaggedTensor = RaggedTensor.__new__(
-        RaggedTensor, local, spec, requires_grad=requires_grad
-    )
-    return made
+    made = RaggedTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
+    return cast(RaggedTensor, made)
 
 
 def _rebuild(
