@@ -48,9 +48,9 @@ class Case(NamedTuple):
         """For ``fully_shard``, of what travels in 8 bits."""
         found: dict[str, Any] = {}
         if self.gather is not None:
-            found["gather"] = QuantizedGather(self.gather.dtype, self.gather.block)
+            found["gather_codec"] = QuantizedGather(self.gather.dtype, self.gather.block)
         if self.reduce is not None:
-            found["reduce"] = QuantizedReduce(self.reduce.block)
+            found["reduce_codec"] = QuantizedReduce(self.reduce.block)
         return found
 
 

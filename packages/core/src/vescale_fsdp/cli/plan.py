@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vescale_fsdp.cli.model import parse_dtype
-from vescale_fsdp.cli.settings import BlockRules, Codes, Settings, parse_bandwidth, parse_code
+from vescale_fsdp.cli.settings import BlockRules, Code, Codes, Settings, parse_bandwidth, parse_code
 from vescale_fsdp.cli.text import InputError, console, plain, track
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _ComputeDtype = Annotated[
 _ReduceDtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="In which gradients are summed over ranks.")
 ]
-_Gather = Annotated[
+_GatherCodec = Annotated[
     str | None,
     typer.Option(
         metavar="CODE[:BLOCK]",
@@ -69,7 +69,7 @@ _Gather = Annotated[
         "int8:32x32, int8:256. Default block: 256.",
     ),
 ]
-_Reduce = Annotated[
+_ReduceCodec = Annotated[
     str | None,
     typer.Option(
         metavar="CODE[:BLOCK]",
@@ -78,6 +78,7 @@ _Reduce = Annotated[
         "256.",
     ),
 ]
+_Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
 _Optimizer = Annotated[
     Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
     typer.Option(help="Whose states are counted (sgd: with momentum)."),
@@ -128,8 +129,10 @@ def plan(
     shard_dtype: _ShardDtype = None,
     compute_dtype: _ComputeDtype = "bf16",
     reduce_dtype: _ReduceDtype = "fp32",
-    gather: _Gather = None,
-    reduce: _Reduce = None,
+    gather_codec: _GatherCodec = None,
+    reduce_codec: _ReduceCodec = None,
+    gather: _Former = None,
+    reduce: _Former = None,
     optimizer: _Optimizer = "adamw",
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
@@ -146,6 +149,8 @@ def plan(
     vescale-fsdp plan llama --ranks 64
     vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
     """
+    gather_codec = _renamed("--gather", gather, "--gather-codec", gather_codec)
+    reduce_codec = _renamed("--reduce", reduce, "--reduce-codec", reduce_codec)
     settings = Settings(
         num_ranks=ranks,
         num_replicas=replicas,
@@ -157,8 +162,8 @@ def plan(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         order=order,
         codes=Codes(
-            None if gather is None else parse_code(gather, "--gather", _GATHERED, 256),
-            None if reduce is None else parse_code(reduce, "--reduce", _REDUCED, 256),
+            _code(gather_codec, "--gather-codec", _GATHERED),
+            _code(reduce_codec, "--reduce-codec", _REDUCED),
         ),
     )
     files = {"--json": json_file, "--html": html, "--svg": svg}
@@ -176,6 +181,24 @@ def plan(
     _write(report, files)
     if "-" not in files.values():
         print_report(report, console())
+
+
+def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
+    """The value of an option that may be given by its former name."""
+    if old is None:
+        return new
+    if new is not None:
+        raise InputError(f"{old_name} is the former name of {new_name}; leave it out")
+    print(
+        f"vescale-fsdp: warning: {old_name} is now called {new_name}; the former name works until "
+        "version 1.0",
+        file=sys.stderr,
+    )
+    return old
+
+
+def _code(text: str | None, option: str, dtypes: tuple[str, ...]) -> Code | None:
+    return None if text is None else parse_code(text, option, dtypes, 256)
 
 
 def _refuse_same(files: Mapping[str, str | None]) -> None:

@@ -64,7 +64,10 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
 def as_json(report: Report) -> dict[str, Any]:
     """The whole report, in types that JSON has."""
     settings, model = report.settings, report.model
-    codes = settings.codes
+    gather, reduce = (
+        None if code is None else str(code)
+        for code in (settings.codes.gather, settings.codes.reduce)
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "model": {
@@ -80,8 +83,10 @@ def as_json(report: Report) -> dict[str, Any]:
             "granularity_that_fits_nothing": list(report.unmatched_rules),
             "compute_dtype": settings.compute_dtype.name,
             "reduce_dtype": settings.reduce_dtype.name,
-            "gather": None if codes.gather is None else str(codes.gather),
-            "reduce": None if codes.reduce is None else str(codes.reduce),
+            "gather_codec": gather,
+            "reduce_codec": reduce,
+            "gather": gather,  # the former names of the two
+            "reduce": reduce,
             "optimizer": settings.optimizer,
             "reshard_after_forward": settings.reshard,
             "backend": settings.backend,

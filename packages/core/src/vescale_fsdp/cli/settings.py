@@ -4,8 +4,8 @@
 ``PATTERN=SPEC`` (for tensors whose name in their unit matches the shell pattern). The last rule
 that fits a tensor holds; where none does, it may be cut anywhere.
 
-``--gather`` and ``--reduce`` are ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of the codes,
-then the block, rows x columns of a tile or consecutive elements.
+``--gather-codec`` and ``--reduce-codec`` are ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of
+the codes, then the block, rows x columns of a tile or consecutive elements.
 """
 
 from __future__ import annotations

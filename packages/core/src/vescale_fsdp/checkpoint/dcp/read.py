@@ -67,7 +67,8 @@ def import_dcp(
         CheckpointCorruptError: it holds something that is not of this format or could run code,
             or an item cannot be read.
         CheckpointMismatchError: an entry has another shape.
-        Nothing has changed then, on any rank.
+
+    After an error nothing has changed, on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()

@@ -73,7 +73,8 @@ def export_dcp(
         CheckpointMismatchError: ranks hold different models.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     exporting = _Export(model, optimizer, extra, model_key, optimizer_key, weights)
     export(

@@ -72,7 +72,8 @@ def load_safetensors(
         CheckpointMismatchError: a name is unexpected, or has another shape or kind of dtype.
         CheckpointCorruptError: a file or the index is not what the format allows, or cannot be
             read.
-        Nothing has changed then, on any rank.
+
+    After an error nothing has changed, on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()

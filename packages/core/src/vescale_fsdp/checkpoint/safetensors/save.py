@@ -62,7 +62,8 @@ def save_safetensors(
         RankMismatchError: ranks were given different arguments.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}, expected at least 1")

@@ -45,7 +45,8 @@ def export(
         CheckpointExistsError, CheckpointWriteError: as `seal.Stage` does.
         CheckpointMismatchError: ranks hold different models.
         RankMismatchError: ranks have other options, or another target.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     check_last = finish_saves()  # it talks over the same group
     ranks, title = all_ranks(), f"the export to {target}"
