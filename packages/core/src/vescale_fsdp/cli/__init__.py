@@ -1,12 +1,11 @@
 """The command line ``vescale-fsdp``.
 
-`app` has the commands, and those that plug-ins add; `plan` is the first. What to plan comes from
-`sources` (`shapes`, `architectures`, `modules` -> `model`), how from `settings` and `blocks`;
-`layouts` asks the planner, `estimate` and `timeline` count bytes, `suggest` looks for something
-better, `result` is all of that; `report` (with `amounts`) and `export` show it, `picture` draws it.
-`checkpoint` has commands of its own; `checkpoint_places` finds what they are about, and
-`checkpoint_contents` shows it. Importing this package loads nothing of that, and ``vescale-fsdp
---help`` no torch.
+`app` has the commands, and those that plug-ins add. `plan`: what to plan comes from `sources`
+(`modules` -> `model`), how from `settings`; `layouts` asks the planner, `estimate` and `timeline`
+count bytes, `suggest` looks for something better, `report` is all of that and its JSON; `tables`
+and `picture` show it. `checkpoint` has commands of its own, whose tables are in
+`checkpoint_contents`; `doctor` shows what `checkup` finds. `text` has amounts, tables and errors.
+Importing this package loads nothing of that, and ``vescale-fsdp --help`` no torch.
 """
 
 from __future__ import annotations
