@@ -127,7 +127,7 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
     _check_exists(directory)
     from rich.console import Console
 
-    from vescale_fsdp.checkpoint.sealed.latest import read_manifest
+    from vescale_fsdp.checkpoint.sealed import read_manifest
     from vescale_fsdp.cli import checkpoint_contents as contents
     from vescale_fsdp.cli.checkpoint_places import find
     from vescale_fsdp.cli.progress import color_system

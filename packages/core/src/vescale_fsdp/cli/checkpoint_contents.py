@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vescale_fsdp.checkpoint.disk.manifest import Manifest, TensorEntry, Variant
-from vescale_fsdp.checkpoint.state.contents import PER_RANK
+from vescale_fsdp.checkpoint.contents import PER_RANK
+from vescale_fsdp.checkpoint.manifest import Manifest, TensorEntry, Variant
 from vescale_fsdp.cli.amounts import binary, count, plain, several
 
 # With the manifest, or what is wrong with it.

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from vescale_fsdp.checkpoint.disk import seal
-from vescale_fsdp.checkpoint.disk.manifest import NAME
-from vescale_fsdp.checkpoint.sealed.latest import sealed
+from vescale_fsdp.checkpoint import seal
+from vescale_fsdp.checkpoint.manifest import NAME
+from vescale_fsdp.checkpoint.sealed import sealed
 from vescale_fsdp.cli.errors import InputError
 
 _DCP = "a directory of torch.distributed.checkpoint"
