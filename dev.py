@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -19,8 +20,10 @@ ROOT = Path(__file__).resolve().parent
 DEV = ROOT / ".dev"
 REPORTS = DEV / "reports"
 PYTHON = DEV / "venv" / "bin" / "python"
+PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
-TESTED = ["lint", "core", "lightning", "accelerate", "integration", "wheels", *CLIENTS]
+TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels", *CLIENTS]
+NEWEST = "2.14.1"  # of torch; constraints.txt has the oldest that is supported
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
@@ -30,7 +33,13 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
+  core-newest
+          the core's tests on torch {NEWEST}, an environment of 5.5 GB
+  nightly core-newest, fuzz and faults
   gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
+  docs    the documentation site, strictly, into .dev/site, and the tests of what it says
+  release [TAG] [--dry-run]
+          build, check and test the wheels and sdists of the tag, into dist/; then publish them
   test    all of: {", ".join(TESTED)}
   clean   remove the environments and caches
   {", ".join(TESTED)}
@@ -48,8 +57,14 @@ def main() -> int:
     if command == "clients":
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
+    if command == "core-newest":
+        return core_newest(arguments)
+    if command == "nightly":
+        return max(core_newest([]), *(run_environment(name, []) for name in ("fuzz", "faults")))
     if command == "gpu":
         return gpu(arguments)
+    if command == "release":
+        return release(arguments)
     if command in [*TESTED, "demo", "bench", "faults", "fuzz"]:
         return run_environment(command, arguments)
     print(USAGE)
@@ -65,6 +80,47 @@ def gpu(arguments: list[str]) -> int:
         return run_environment("gpu", arguments)
     print(f"There is no GPU on this machine. On one that has a GPU, this would run:\n{plan()}")
     return 0
+
+
+def core_newest(arguments: list[str]) -> int:
+    """Run the core's tests on the newest torch. All other pins hold, but for what torch brings."""
+    install_tox()
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    others = [pin for pin in pins if not pin.startswith(("torch==", "triton=="))]
+    newest = DEV / "constraints-newest.txt"
+    newest.write_text("\n".join([f"torch=={NEWEST}", *others, ""]))
+    return run_environment("core-newest", arguments)
+
+
+def release(arguments: list[str]) -> int:
+    """Build, check and test what a tag would publish; publish it, if this is no dry run."""
+    is_dry = "--dry-run" in arguments
+    tags = [argument for argument in arguments if argument != "--dry-run"]
+    projects = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
+    versions = sorted({project["version"] for project in projects})
+    faults = []
+    if len(versions) != 1:
+        faults.append(f"the distributions have versions {', '.join(versions)}; expected one")
+    is_checked = bool(tags) or not is_dry  # else: what it would be with the version of now
+    if is_checked and (len(tags) != 1 or "dev" in versions[0]):
+        faults.append("a release needs one tag, and a version without .dev")
+    if tags and tags != [f"v{versions[0]}"]:
+        faults.append(f"the tag is {' '.join(tags)}; expected v{versions[0]}")
+    if is_checked and f"## [{versions[0]}]" not in (ROOT / "CHANGELOG.md").read_text():
+        faults.append(f"CHANGELOG.md has no section [{versions[0]}]")
+    if faults:
+        print("\n".join(faults))
+        return 2
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    code = run_environment("wheels", [])
+    if code:
+        return code
+    shutil.copytree(ROOT / ".tox" / "wheels" / "tmp" / "dist", ROOT / "dist")
+    files = sorted(path.name for path in (ROOT / "dist").iterdir())
+    print(f"{'would publish' if is_dry else 'publishing'} from dist/:", *files, sep="\n  ")
+    if is_dry:
+        return 0
+    return run_environment("publish", [])
 
 
 def test() -> int:
@@ -110,7 +166,7 @@ def read_report(path: Path) -> tuple[int, int, int]:
 
 def install_tox() -> None:
     """Make ``.dev/venv`` with the pinned tox. Start over when a pin or a dependency has changed."""
-    sources = [ROOT / "constraints.txt", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    sources = [ROOT / "constraints.txt", *PROJECTS]
     wanted, stamp = "".join(path.read_text() for path in sources), DEV / "made_from.txt"
     if stamp.exists() and stamp.read_text() == wanted:
         return

@@ -164,10 +164,10 @@ ENGINES = {
     "vescale": _sharded(fully_shard),
     "vescale-tuned": _sharded(fully_shard, **TUNED),
     "vescale-lean": _sharded(fully_shard, in_flight=1),
-    "vescale-int8": _sharded(fully_shard, gather=QuantizedGather("int8")),
-    "vescale-e4m3": _sharded(fully_shard, gather=QuantizedGather("e4m3")),
+    "vescale-int8": _sharded(fully_shard, gather_codec=QuantizedGather("int8")),
+    "vescale-e4m3": _sharded(fully_shard, gather_codec=QuantizedGather("e4m3")),
     "vescale-int8-grads": _sharded(
-        fully_shard, gather=QuantizedGather("int8"), reduce=QuantizedReduce()
+        fully_shard, gather_codec=QuantizedGather("int8"), reduce_codec=QuantizedReduce()
     ),
     "fsdp2": _sharded(torch_fully_shard),
     "fsdp2-tuned": _sharded(torch_fully_shard, num_kept=4),

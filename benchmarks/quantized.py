@@ -1,14 +1,14 @@
 """Loss curves of a small GPT over characters whose weights and gradients travel in 8 bits.
 
     python -m benchmarks.quantized
-    python -m benchmarks.quantized --ways fp32 "e4m3 tiles"
+    python -m benchmarks.quantized --ways fp32 e4m3-tiles
 
 Text, model, batches and schedule are those of `benchmarks.optimizers.curves`, with AdamW at the
 learning rate that was best there for float32. Each way of communication trains on 2 ranks from
 seeds 0, 1 and 2. What a way costs is the difference of validation losses to fp32 within a seed;
 what is to be expected from the seed alone is their spread.
 
-256 consecutive numbers share a scale; in "tiles" 128 x 128 do. The model's matrices are 128 wide,
+256 consecutive numbers share a scale; in tiles 128 x 128 do. The model's matrices are 128 wide,
 of 1 to 12 tiles: a scale is as rough as in a large model, whose outliers are what is not there.
 
 What is measured is written after each run; start it again to go on.
@@ -52,16 +52,16 @@ INT8_TILES, E4M3_TILES = (QuantizedGather(dtype, (128, 128)) for dtype in ("int8
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"mp_policy": BF16},
-    "int8": {"gather": INT8},
-    "e4m3": {"gather": E4M3},
-    "int8 and gradients": {"gather": INT8, "reduce": QuantizedReduce()},
-    "int8 tiles": {"gather": INT8_TILES},
-    "e4m3 tiles": {"gather": E4M3_TILES},
-    "e4m3 tiles in bf16": {"gather": E4M3_TILES, "mp_policy": BF16},
-    "int8 tiles and gradients": {"gather": INT8_TILES, "reduce": QuantizedReduce()},
-    "int8 tiles and corrected gradients": {
-        "gather": INT8_TILES,
-        "reduce": QuantizedReduce(error_feedback=True),
+    "int8": {"gather_codec": INT8},
+    "e4m3": {"gather_codec": E4M3},
+    "int8-and-gradients": {"gather_codec": INT8, "reduce_codec": QuantizedReduce()},
+    "int8-tiles": {"gather_codec": INT8_TILES},
+    "e4m3-tiles": {"gather_codec": E4M3_TILES},
+    "e4m3-tiles-in-bf16": {"gather_codec": E4M3_TILES, "mp_policy": BF16},
+    "int8-tiles-and-gradients": {"gather_codec": INT8_TILES, "reduce_codec": QuantizedReduce()},
+    "int8-tiles-and-corrected-gradients": {
+        "gather_codec": INT8_TILES,
+        "reduce_codec": QuantizedReduce(error_feedback=True),
     },
 }
 

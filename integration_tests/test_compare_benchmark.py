@@ -164,12 +164,12 @@ def test_the_page_shows_losses_like_wins(tmp_path: Path) -> None:
     fast = made(FAST, vescale=1.0, fsdp2=1.5, ddp=0.5)
     fast.engines["deepspeed"] = Result(left_out="not installed")
     fast.engines["ddp"].sent_bytes = 1e6
-    text = page({FAST: fast}, {}, [tmp_path / "compare-speed.png"], tmp_path)
+    text = page({FAST: fast}, {}, [tmp_path / "compare-speed.svg"], tmp_path)
     assert "veScale-FSDP has 0.50 to 0.50 of the speed of DDP in 1 of 1 cells." in text
     assert "| gpt-7m | 2 | loopback | fp32 | 0.50 (0.50 to 0.50) | 50% | 50% |" in text
     assert "| gpt-7m | 2 | loopback | fp32 | 2.0 |  | 2.0 |  |  | **1.0** |" in text
     assert "- left out: ZeRO-3, tuned in gpt-7m, 2 ranks, loopback, fp32: not installed" in text
-    assert "![Speed over FSDP2's in each cell](compare-speed.png)" in text
+    assert "![Speed over FSDP2's in each cell](compare-speed.svg)" in text
 
 
 class Again(TorchDispatchMode):

@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.optimizers.results import FOLDER, circumstances, write
 
-from vescale_fsdp.optim.matrices.layout import Layout, Matrix, matrices_of
-from vescale_fsdp.optim.matrices.owners import Job, assign_owners, balance_of
-from vescale_fsdp.optim.muon.newton_schulz import newton_schulz_cost
+from vescale_fsdp.optim.layout import Layout, Matrix, matrices_of
+from vescale_fsdp.optim.muon_rule import newton_schulz_cost
+from vescale_fsdp.optim.owners import Job, assign_owners, balance_of
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.ragged import RaggedShard
 

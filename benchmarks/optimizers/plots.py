@@ -140,7 +140,6 @@ def main() -> None:
                 print(f"{name}: not measured yet")
                 continue
             figure.savefig(args.out / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(args.out / f"{name}.png", dpi=110, metadata={"Software": None})
             plt.close(figure)
             print(f"{name}: written")
 

@@ -46,7 +46,7 @@ PADDED = ["GPT-OSS-120B (HF), layer", "DeepSeek-V3-671B, MoE layer", "Llama-3-70
 
 
 def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw what there is; the PNG files that were written."""
+    """Draw what there is; the files that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     makers: dict[str, Callable[[], Figure]] = {}
     if records:
@@ -62,9 +62,8 @@ def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) 
     with mpl.rc_context(STYLE | {"svg.hashsalt": "compare", "hatch.linewidth": 0.4}):
         for name, make in makers.items():
             figure = make()
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=110, metadata={"Software": None})
+            written.append(folder / f"{name}.svg")
+            figure.savefig(written[-1], metadata={"Date": None})
             plt.close(figure)
     return written
 

@@ -8,6 +8,7 @@ Usage: python install.py SCRATCH_DIR
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,10 @@ def run(*args: object) -> None:
 def main() -> None:
     """Build, then install by file name: a package of the same name elsewhere cannot get in."""
     dist = Path(sys.argv[1]) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
     for folder in ("core", "lightning_plugin", "accelerate_plugin"):
         run("build", "--no-isolation", "--outdir", dist, PACKAGES / folder)
+    run("twine", "check", "--strict", *sorted(dist.iterdir()))
     run("pip", "uninstall", "-qq", "--yes", *NAMES)
     wheels = [
         f"{path}[lightning]" if "lightning" in path.name else path for path in dist.glob("*.whl")

@@ -43,6 +43,15 @@ def test_wheel_is_marked_as_typed(distribution: str) -> None:
         assert f"{package}/py.typed" in files
 
 
+@pytest.mark.parametrize("distribution", SHIPPED)
+def test_wheel_has_its_licence(distribution: str) -> None:
+    found = metadata.metadata(distribution)
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE", "NOTICE"]
+    names = [str(path) for path in metadata.files(distribution) or []]
+    assert sum(name.endswith(("licenses/LICENSE", "licenses/NOTICE")) for name in names) == 2
+
+
 @pytest.mark.parametrize("distribution", ["vescale-fsdp-lightning", "vescale-fsdp-accelerate"])
 def test_adapter_pins_the_core_exactly(distribution: str) -> None:
     requirements = metadata.requires(distribution) or []

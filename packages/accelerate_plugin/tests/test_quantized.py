@@ -1,7 +1,8 @@
-"""``fsdp_vescale_gather``, ``fsdp_vescale_reduce``: as with ``fully_shard(gather=, reduce=)``."""
+"""``fsdp_vescale_gather_codec`` and ``reduce_codec``: as with those of ``fully_shard``."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from .helpers import Model, accelerator, full, loss_of, make_model
 
 Run = tuple[list[float], dict[str, torch.Tensor]]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"gather": {"block": [4, 4]}}, {"gather": QuantizedGather("int8", block=(4, 4))}),
+    ({"gather_codec": {"block": [4, 4]}}, {"gather_codec": QuantizedGather("int8", block=(4, 4))}),
     (
-        {"gather": {"dtype": "e4m3", "block": 16}, "reduce": {"block": 8}},
-        {"gather": QuantizedGather("e4m3", block=16), "reduce": QuantizedReduce(8)},
+        {"gather_codec": {"dtype": "e4m3", "block": 16}, "reduce_codec": {"block": 8}},
+        {"gather_codec": QuantizedGather("e4m3", block=16), "reduce_codec": QuantizedReduce(8)},
     ),
     (
-        {"reduce": {"block": 8, "error_feedback": True}, "granularity": "rows:4"},
+        {"reduce_codec": {"block": 8, "error_feedback": True}, "granularity": "rows:4"},
         {
-            "reduce": QuantizedReduce(8, error_feedback=True),
+            "reduce_codec": QuantizedReduce(8, error_feedback=True),
             "granularity": combine(Granularity.rows(4), QuantizedReduce(8).granularity()),
         },
     ),
@@ -85,7 +86,7 @@ def resume(folder: Path) -> tuple[Run, Run]:
     """Sealed checkpoints keep what rounding took from the gradients."""
     runs = []
     for resumes in (False, True):
-        plugin = VeScaleFSDPPlugin(reduce={"block": 8, "error_feedback": True}, sealed=True)
+        plugin = VeScaleFSDPPlugin(reduce_codec={"block": 8, "error_feedback": True}, sealed=True)
         with accelerator(fsdp_plugin=plugin) as acc:
             model: Any = make_model(seed=int(resumes))
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -109,15 +110,15 @@ def test_error_feedback_goes_on_from_a_sealed_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("gather", "int4"),
-        ("gather", True),
-        ("gather", {"dtype": "int4"}),
-        ("gather", {"blocks": 32}),
-        ("gather", {"block": [32, 32, 32]}),
-        ("gather", {"block": 0}),
-        ("reduce", "e4m3"),
-        ("reduce", {"error_feedback": "yes"}),
-        ("reduce", QuantizedGather()),
+        ("gather_codec", "int4"),
+        ("gather_codec", True),
+        ("gather_codec", {"dtype": "int4"}),
+        ("gather_codec", {"blocks": 32}),
+        ("gather_codec", {"block": [32, 32, 32]}),
+        ("gather_codec", {"block": 0}),
+        ("reduce_codec", "e4m3"),
+        ("reduce_codec", {"error_feedback": "yes"}),
+        ("reduce_codec", QuantizedGather()),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any) -> None:
@@ -127,6 +128,33 @@ def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any) -> None:
 
 def test_words_mappings_and_objects_are_accepted() -> None:
     for value in ("int8", "e4m3", {"dtype": "e4m3", "block": [32, 32]}, QuantizedGather()):
-        Options(gather=value).check_options()
+        Options(gather_codec=value).check_options()
     for value in ("int8", {}, {"block": 256, "error_feedback": True}, QuantizedReduce()):
-        Options(reduce=value).check_options()
+        Options(reduce_codec=value).check_options()
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("gather", "gather_codec"), ("reduce", "reduce_codec")]
+)
+def test_former_names_work_and_warn_once(former: str, name: str) -> None:
+    def from_yaml(*names: str) -> Options:
+        return from_config({f"fsdp_vescale_{each}": "int8" for each in names})
+
+    def by_import(*names: str) -> Options:
+        return VeScaleFSDPPlugin(**dict.fromkeys(names, "int8"))
+
+    for make, prefix in (
+        (from_yaml, "fsdp_config: fsdp_vescale_"),
+        (by_import, "VeScaleFSDPPlugin: "),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            made = [make(former) for _ in range(3)]
+        (warning,) = caught
+        assert warning.category is FutureWarning
+        assert warning.filename == __file__
+        assert str(warning.message).startswith(f"{prefix}{former} is now called ")
+        assert made[0].options() == make(name).options()
+        assert made[0].options()[name] == "int8"
+        with pytest.raises(ValueError, match="is the former name of"):
+            make(former, name)

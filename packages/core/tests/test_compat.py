@@ -1,8 +1,11 @@
-"""Communicators that torch would make in another way than we need."""
+"""Private names of torch are in one place; communicators are made in the way that we need."""
 
 from __future__ import annotations
 
+import ast
 import datetime
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import vescale_fsdp
 from vescale_fsdp import compat
+from vescale_fsdp.compat import groups
 from vescale_fsdp.testing import run_ranks
 
 
@@ -45,10 +50,77 @@ def test_nccl_gets_streams_of_high_priority_and_the_configuration_of_the_default
     given.config = "by copy engines"
     world: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
     fake = SimpleNamespace(ProcessGroupNCCL=SimpleNamespace(Options=_Options))
-    with mock.patch.object(compat, "dist", fake):
-        options = compat._nccl_options(datetime.timedelta(seconds=7), world, "cuda")
-        as_it_was = compat._nccl_options(None, world, "cuda")
+    with mock.patch.object(groups, "dist", fake):
+        options = groups.nccl_options(datetime.timedelta(seconds=7), world, "cuda")
+        as_it_was = groups.nccl_options(None, world, "cuda")
     assert options.is_high_priority_stream
     assert options.config == "by copy engines"
     assert options._timeout == datetime.timedelta(seconds=7)
     assert as_it_was._timeout == "default"
+
+
+# --- private names of torch -----------------------------------------------------------------------
+
+SOURCES = Path(vescale_fsdp.__file__).parent
+# Operators (documented, or called by their schema's name), and what a tensor subclass is made with.
+ALLOWED = ("torch._foreach_", "torch.ops.", "torch.Tensor._make_wrapper_subclass")
+NOT_YET = {"checkpoint/dcp/files.py", "checkpoint/state/full.py"}
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """What a file imports of torch, or reaches through what it has imported, by a private name."""
+    known: dict[str, str] = {}
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.partition(".")[0] == "torch":
+                    known[each.asname or "torch"] = each.name if each.asname else "torch"
+                    found.append(each.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for each in node.names:
+                known[each.asname or each.name] = f"{node.module}.{each.name}"
+                found.append(f"{node.module}.{each.name}")
+    for node in ast.walk(tree):
+        path, names = node, []
+        while isinstance(path, ast.Attribute):
+            names.append(path.attr)
+            path = path.value
+        if names and isinstance(path, ast.Name) and path.id in known:
+            found.append(".".join([known[path.id], *reversed(names)]))
+    for name in found:
+        parts = name.split(".")[1:]
+        is_private = any(part.startswith("_") and not part.endswith("__") for part in parts)
+        if is_private and not name.startswith(ALLOWED):
+            yield name
+
+
+def test_private_names_of_torch_are_used_in_compat_only() -> None:
+    found = {
+        f"{file}: {name}"
+        for path in SOURCES.rglob("*.py")
+        if not (file := path.relative_to(SOURCES).as_posix()).startswith("compat/")
+        and file not in NOT_YET
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    assert not found
+
+
+def test_a_private_name_is_seen_however_it_is_reached() -> None:
+    source = """
+import torch, torch._dynamo
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor import DTensor
+torch._C.f(); dist.distributed_c10d._world.x; DTensor._op_dispatcher
+torch._foreach_add_; torch.ops.aten._to_copy; torch.__version__; tensor._local_tensor
+"""
+    assert set(private_names(ast.parse(source))) == {
+        "torch._dynamo",
+        "torch.distributed._functional_collectives",
+        "torch._C",
+        "torch._C.f",
+        "torch.distributed.distributed_c10d._world",
+        "torch.distributed.distributed_c10d._world.x",
+        "torch.distributed.tensor.DTensor._op_dispatcher",
+    }

@@ -117,20 +117,25 @@ def quantized(root: Path, expected: Run) -> None:
     batches = model.batches
     assert by_hand(batches) == plain
     for words, objects in (
-        ({"gather": {"dtype": "e4m3", "block": [4, 4]}}, {"gather": gather}),
-        ({"reduce": {"block": 16}}, {"reduce": reduce}),
-        ({"gather": gather, "reduce": reduce}, {"gather": gather, "reduce": reduce}),
+        ({"gather_codec": {"dtype": "e4m3", "block": [4, 4]}}, {"gather_codec": gather}),
+        ({"reduce_codec": {"block": 16}}, {"reduce_codec": reduce}),
+        (
+            {"gather_codec": gather, "reduce_codec": reduce},
+            {"gather_codec": gather, "reduce_codec": reduce},
+        ),
     ):
         losses, _ = fit(VeScaleFSDPStrategy(**words), root, make_model(Untied))
         assert losses == by_hand(batches, **objects)
         assert losses != plain
         assert losses == pytest.approx(plain, rel=0.05)
     # A head is none of the layers that are rounded, also where it is a unit alone.
-    strategy = VeScaleFSDPStrategy(gather=gather, wrap=lambda model: [*model.blocks, model.head])
+    strategy = VeScaleFSDPStrategy(
+        gather_codec=gather, wrap=lambda model: [*model.blocks, model.head]
+    )
     model = make_model(Untied)
     losses, _ = fit(strategy, root, model)
     assert units_of(model) == ["", "blocks.0", "blocks.1", "head"]
-    assert losses == by_hand(batches, gather=gather)
+    assert losses == by_hand(batches, gather_codec=gather)
 
 
 def dtypes_by_policy(root: Path, expected: Run) -> None:

@@ -146,7 +146,7 @@ def saved_with_weights_alone(root: Path) -> None:
 
 def measured(root: Path) -> None:
     columns = {}
-    in_codes = VeScaleFSDPStrategy(reduce={"block": 16})
+    in_codes = VeScaleFSDPStrategy(reduce_codec={"block": 16})
     for name, strategy in (("vescale_fsdp", "vescale_fsdp"), ("ddp", "ddp"), ("int8", in_codes)):
         logger = CSVLogger(str(root), name=name)
         trainer = make_trainer(

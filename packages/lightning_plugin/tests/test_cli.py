@@ -30,8 +30,8 @@ trainer:
       granularity: rows:32
       activation_checkpointing: true
       device_mesh: [1, 1]
-      gather: int8
-      reduce: {block: 512, error_feedback: true}
+      gather_codec: int8
+      reduce_codec: {block: 512, error_feedback: true}
       mp_policy: {class_path: MixedPrecisionPolicy, init_args: {param_dtype: torch.bfloat16}}
       state_dict_type: full
 """
@@ -58,12 +58,12 @@ def test_the_strategy_and_its_arguments_in_yaml(
     assert strategy.options.state_dict_type == "full"
     assert strategy.options.mp_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     travel = strategy.options.engine_options()
-    assert travel["gather"] == QuantizedGather("int8")
-    assert travel["reduce"] == QuantizedReduce(block=512, error_feedback=True)
-    other = CONFIG.replace("gather: int8", "gather: {dtype: e4m3, block: [32, 32]}")
+    assert travel["gather_codec"] == QuantizedGather("int8")
+    assert travel["reduce_codec"] == QuantizedReduce(block=512, error_feedback=True)
+    other = CONFIG.replace("gather_codec: int8", "gather_codec: {dtype: e4m3, block: [32, 32]}")
     strategy = make_cli(other, tmp_path, monkeypatch).trainer.strategy
     travel = strategy.options.engine_options()
-    assert travel["gather"] == QuantizedGather("e4m3", block=(32, 32))
+    assert travel["gather_codec"] == QuantizedGather("e4m3", block=(32, 32))
 
 
 def test_the_class_by_its_name_alone_before_it_is_imported() -> None:

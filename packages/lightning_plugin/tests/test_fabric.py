@@ -326,7 +326,9 @@ def compiled() -> None:
 
 
 def quantized(expected: list[float]) -> None:
-    strategy = VeScaleFabricStrategy(gather={"dtype": "e4m3", "block": [4, 4]}, reduce="int8")
+    strategy = VeScaleFabricStrategy(
+        gather_codec={"dtype": "e4m3", "block": [4, 4]}, reduce_codec="int8"
+    )
     fabric, model, optimizer = set_up(strategy)
     losses = steps(fabric, model, optimizer, 0, 4)
     assert losses != expected

@@ -23,7 +23,7 @@ from vescale_fsdp import (
     RaggedTensor,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
+from vescale_fsdp_lightning import Throughput, VeScaleFabricStrategy, VeScaleFSDPStrategy
 from vescale_fsdp_lightning.sharding import materialize
 
 from .gan import gan_loader, make_gan
@@ -316,12 +316,15 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatc
         ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),
         ({"reshard_after_forward": "yes"}, "True, False, None"),
         ({"async_save": True, "state_dict_type": "full"}, 'only "sharded"'),
-        ({"gather": "int4"}, r"dtype must be 'int8' or 'e4m3'.*\"int8\", \"e4m3\", a mapping"),
-        ({"gather": {"blocks": 32}}, "a mapping of dtype and block"),
-        ({"gather": {"block": [0, 1]}}, r"block must be a positive int.*accepted are"),
-        ({"gather": QuantizedReduce()}, "a QuantizedGather"),
-        ({"reduce": "e4m3"}, '"int8", a mapping of block and error_feedback'),
-        ({"reduce": {"error_feedback": "yes"}}, '"error_feedback": True'),
+        (
+            {"gather_codec": "int4"},
+            r"dtype must be 'int8' or 'e4m3'.*\"int8\", \"e4m3\", a mapping",
+        ),
+        ({"gather_codec": {"blocks": 32}}, "a mapping of dtype and block"),
+        ({"gather_codec": {"block": [0, 1]}}, r"block must be a positive int.*accepted are"),
+        ({"gather_codec": QuantizedReduce()}, "a QuantizedGather"),
+        ({"reduce_codec": "e4m3"}, '"int8", a mapping of block and error_feedback'),
+        ({"reduce_codec": {"error_feedback": "yes"}}, '"error_feedback": True'),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_accepted_ones(
@@ -341,3 +344,20 @@ def test_half_precision_with_a_scaler_is_refused_on_cpu_instead_of_replaced() ->
         warnings.simplefilter("ignore")
         replaced = pl.Trainer(strategy="ddp", precision="16-mixed", **options)
     assert replaced.precision == "bf16-mixed"  # what happens without us
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("gather", "gather_codec"), ("reduce", "reduce_codec")]
+)
+@pytest.mark.parametrize("strategy", [VeScaleFSDPStrategy, VeScaleFabricStrategy])
+def test_former_names_work_and_warn_once(strategy: Any, former: str, name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        made = [strategy(**{former: "int8"}) for _ in range(3)]
+    (warning,) = caught
+    assert warning.category is FutureWarning
+    assert warning.filename == __file__
+    assert str(warning.message).startswith(f"{strategy.__name__}: {former} is now called {name};")
+    assert made[0].options == strategy(**{name: "int8"}).options
+    with pytest.raises(ValueError, match=f"{former} is the former name of {name}, and both"):
+        strategy(**{former: "int8", name: "int8"})

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from vescale_fsdp.notices import renamed
 from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
 
 __all__ = ["accelerate_config", "add_to"]
@@ -40,9 +41,10 @@ def accelerate_config(
     optimizer: Annotated[
         str | None, typer.Option(help="muon, shampoo, soap or adamw8bit, in the script's place")
     ] = None,
-    gather: Annotated[
+    gather_codec: Annotated[
         str | None, typer.Option(help="Weights travel in 8 bits: int8 or e4m3.")
     ] = None,
+    gather: Annotated[str | None, typer.Option(hidden=True)] = None,
     sealed: Annotated[
         bool, typer.Option("--sealed", help="Checkpoints with a CRC32 of each byte.")
     ] = False,
@@ -61,7 +63,9 @@ def accelerate_config(
             granularity=granularity,
             replicas=replicas,
             optimizer=optimizer,
-            gather=gather,
+            gather_codec=renamed(
+                "accelerate-config", "--gather", gather, "--gather-codec", gather_codec
+            ),
             sealed=sealed,
         )
         options.check_options()

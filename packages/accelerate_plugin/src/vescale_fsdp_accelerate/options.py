@@ -4,7 +4,7 @@ A field ``granularity`` is the key ``fsdp_vescale_granularity`` under ``fsdp_con
 and the argument ``granularity=`` of `VeScaleFSDPPlugin`. What is wrong is refused by name, with
 what would be right; in the launcher, so before a process is started.
 
-Standard library only: the launcher and the command line read it.
+Without torch: the launcher and the command line read it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PREFIX",
     "Options",
     "asked_for",
+    "current_fields",
     "engine_of",
     "from_config",
     "from_environment",
@@ -61,20 +62,24 @@ class Options:
         granularity: what must not be cut: ``rows:32``, ``elements:256``, ``tile:32x32``, ``whole``.
             None: what the optimizer needs.
         sharding: which of parameters, gradients and optimizer states are sharded; a row of
-            `vescale_fsdp.engine.zero_table`.
+            `vescale_fsdp.engine.zero_table`. None: ``zero3``, and ``hsdp`` with replicas.
+        accumulate: how gradients are kept while they accumulate, as of
+            ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
         reduce_dtype: in which gradients are summed under mixed precision.
         unused: as of ``vescale_fsdp.fully_shard``.
-        in_flight: as of ``vescale_fsdp.fully_shard``.
+        in_flight: as of ``vescale_fsdp.fully_shard``: how many units may be gathered, or on their
+            way, at a time.
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer in the place of the script's.
         optimizer_args: arguments of that optimizer.
-        gather: weights travel in 8 bits: ``int8``, ``e4m3``, or the arguments of
+        gather_codec: send weights in 8 bits: ``int8``, ``e4m3``, or the arguments of
             ``vescale_fsdp.QuantizedGather``. By import also one of these itself.
-        reduce: gradients travel in 8 bits: ``int8``, or the arguments of
+        reduce_codec: send gradients in 8 bits: ``int8``, or the arguments of
             ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
         sealed: checkpoints are sealed ones, with a CRC32 of each byte, whatever the state dict
             type is.
+        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -91,6 +96,12 @@ class Options:
         "ddp, zero1, zero2, zero3, hsdp or hsdp_zero1",
         choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"),
     )
+    accumulate: str | None = _option(
+        None,
+        "how gradients are kept while they accumulate; left out: as sharding says (zero2: sharded)",
+        "unsharded (no communication) or sharded (less memory)",
+        choices=("unsharded", "sharded"),
+    )
     replicas: int = _option(
         1, "groups of processes that each hold the whole model (HSDP)", "an int of at least 1"
     )
@@ -106,7 +117,9 @@ class Options:
         "auto or zeros",
         choices=("auto", "zeros"),
     )
-    in_flight: int = _option(2, "units gathered at a time", "an int of at least 1")
+    in_flight: int = _option(
+        2, "how many units may be gathered, or on their way, at a time", "an int of at least 1"
+    )
     sync_init: bool = _option(
         True, "start all processes with the first one's values, as DDP does", "true or false"
     )
@@ -119,14 +132,14 @@ class Options:
     optimizer_args: dict[str, Any] | None = _option(  # noqa: RUF009  # None by default
         None, "arguments of that optimizer, such as {momentum: 0.9}", "names and values"
     )
-    gather: Any = _option(  # noqa: RUF009  # None by default
+    gather_codec: Any = _option(  # noqa: RUF009  # None by default
         None,
         "weights travel in 8 bits; left out: in the dtype of compute",
         "int8, e4m3, or names and values such as {dtype: e4m3, block: [32, 32]}",
         coding="QuantizedGather",
         arguments={"dtype": ("int8", "e4m3"), "block": None},
     )
-    reduce: Any = _option(  # noqa: RUF009  # None by default
+    reduce_codec: Any = _option(  # noqa: RUF009  # None by default
         None,
         "gradients travel in 8 bits; left out: in reduce_dtype",
         "int8, or names and values such as {block: 256, error_feedback: true}",
@@ -138,10 +151,13 @@ class Options:
         "checkpoints with a CRC32 of each byte, in the place of torch's format",
         "true or false",
     )
+    gather: Any = _option(None, "", "", now="gather_codec")  # noqa: RUF009  # None by default
+    reduce: Any = _option(None, "", "", now="reduce_codec")  # noqa: RUF009  # None by default
 
     def check_options(self) -> None:
-        """Raise for a value that is none of the accepted ones."""
-        for each in fields(Options):
+        """Raise for a value that is none of the accepted ones; move those with former names."""
+        self._take_former_names()
+        for each in current_fields():
             value = getattr(self, each.name)
             if value is None and each.default is None:
                 continue
@@ -157,7 +173,26 @@ class Options:
 
     def options(self) -> dict[str, Any]:
         """The options alone, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(Options)}
+        return {each.name: getattr(self, each.name) for each in current_fields()}
+
+    def _take_former_names(self) -> None:
+        from vescale_fsdp.notices import renamed
+
+        where, prefix = type(self).__name__, ""
+        if type(self) is Options:
+            where, prefix = "fsdp_config", PREFIX
+        for each in fields(Options):
+            now = each.metadata.get("now")
+            if now is not None:
+                values = getattr(self, each.name), getattr(self, now)
+                setattr(self, each.name, None)
+                value = renamed(where, prefix + each.name, values[0], prefix + now, values[1])
+                setattr(self, now, value)
+
+
+def current_fields() -> list[Field[Any]]:
+    """The fields of `Options`, without former names of some."""
+    return [each for each in fields(Options) if "now" not in each.metadata]
 
 
 def _fits(each: Any, value: Any) -> bool:
@@ -222,8 +257,9 @@ def from_config(fsdp_config: Mapping[str, Any]) -> Options:
         if not key.startswith(PREFIX):
             continue
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            current = [PREFIX + each.name for each in current_fields()]
+            near = difflib.get_close_matches(key, current, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(current)}"
             raise ValueError(f"fsdp_config has the unknown key {key!r}; {hint}")
         found[known[key]] = value
     options = Options(**found)

@@ -99,11 +99,10 @@ class Sharder:
             **self._codings(),
             "unused": plugin.unused,
             "in_flight": plugin.in_flight,
+            "sharding": plugin.sharding,
+            "accumulate": plugin.accumulate,
+            "reshard_after_forward": None if plugin.reshard_after_forward else False,
         }
-        if plugin.sharding is not None:
-            common["sharding"] = plugin.sharding
-        else:
-            common["reshard_after_forward"] = None if plugin.reshard_after_forward else False
         blocks = [] if units_of(model) else self.blocks(model)
         if plugin.activation_checkpointing:
             for block in blocks or [model]:
@@ -171,7 +170,7 @@ class Sharder:
 
     def _codings(self) -> dict[str, QuantizedGather | QuantizedReduce]:
         """What travels in 8 bits."""
-        kinds = {"gather": QuantizedGather, "reduce": QuantizedReduce}
+        kinds = {"gather_codec": QuantizedGather, "reduce_codec": QuantizedReduce}
         given = {name: getattr(self.plugin, name) for name in kinds}
         return {
             name: _coding(kinds[name], value) for name, value in given.items() if value is not None

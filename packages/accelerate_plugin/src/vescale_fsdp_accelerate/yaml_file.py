@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from vescale_fsdp_accelerate.launching import check_config
-from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
+from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options, current_fields
 
 __all__ = ["check_file", "text_of"]
 
@@ -63,7 +62,7 @@ def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
         **{**settings, "use_cpu": str(settings["use_cpu"]).lower()},
     )
     lines = []
-    for each in fields(Options):
+    for each in current_fields():
         value = getattr(options, each.name)
         lines.append(f"  # {each.metadata['help']} ({each.metadata['accepted']})")
         is_set = value != each.default

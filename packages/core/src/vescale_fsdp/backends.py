@@ -104,7 +104,10 @@ def _device_types(group: dist.ProcessGroup) -> list[str]:
 
 def _configured(group: dist.ProcessGroup) -> dict[str, str]:
     """The backends that torch has made a group with, by device; none if it has not made it."""
-    config = dist.distributed_c10d._world.pg_backend_config.get(group, "")
+    try:
+        config = dist.get_backend_config(group)
+    except (TypeError, ValueError):
+        return {}
     pairs = (pair.partition(":") for pair in config.split(",") if pair)
     return {kind: name.lower() for kind, _, name in pairs}
 

@@ -500,11 +500,11 @@ def private_memory(device: torch.device) -> AbstractContextManager[None]:
         return entered
     if device.type != "cuda":
         return _NOTHING
-    return torch.cuda.use_mem_pool(_memory_pool(device), device)
+    return allocating_in(_memory_pool(device), device)
 
 
-def symmetric_memory(device: torch.device, pool: Any) -> AbstractContextManager[None]:
-    """A context in which this thread allocates in ``pool``, which all ranks can reach."""
+def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which this thread allocates CUDA memory of ``pool``."""
     return torch.cuda.use_mem_pool(pool, device)
 
 

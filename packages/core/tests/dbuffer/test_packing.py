@@ -19,7 +19,7 @@ def test_nothing_frozen_is_the_layout_of_the_parameters() -> None:
     for packing in (Packing(layout), Packing(layout, [True] * 5)):
         assert packing.is_whole
         assert packing.layout is layout
-        assert packing.stretches(1) == [(0, 7, 16)]
+        assert packing.stretches[1] == [(0, 7, 16)]
         assert packing.gaps == [(15, 16), (23, 24), (37, 40)]
 
 
@@ -27,10 +27,10 @@ def test_what_is_cut_lies_in_stretches() -> None:
     packing = Packing(make_layout(2), [False, True, True, False, True])
     # Rank 0 has 4 elements of b; rank 1 the other 3, and all of c.
     assert packing.layout.shard_size == 16
-    assert packing.stretches(1) == [(0, 4, 0), (4, 7, 16)]
-    assert packing.stretches(2) == [(0, 12, 20)]
-    assert packing.stretches(0) == packing.stretches(3) == []
-    assert packing.stretches(4) == [(0, 0, 0)]
+    assert packing.stretches[1] == [(0, 4, 0), (4, 7, 16)]
+    assert packing.stretches[2] == [(0, 12, 20)]
+    assert packing.stretches[0] == packing.stretches[3] == []
+    assert packing.stretches[4] == [(0, 0, 0)]
     assert packing.gaps == [(4, 16), (19, 20)]
     assert packing.of_layout("abcde") == ["b", "b", "c"]
 
@@ -47,7 +47,7 @@ def test_a_part_that_fills_its_section_goes_on_in_the_next_one() -> None:
     packing = Packing(layout, [False, True])
     assert layout.shard_size == packing.layout.shard_size == 12
     assert packing.is_whole
-    assert len(packing.stretches(1)) == 1
+    assert len(packing.stretches[1]) == 1
 
 
 @st.composite

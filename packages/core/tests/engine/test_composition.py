@@ -39,7 +39,7 @@ def results(scenario: Scenario) -> tuple[Any, Any]:
 
 # Dynamo looks for the ``.grad`` of every input; torch loads its forward-mode formulas by a script.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     "scenario",
     [

@@ -36,7 +36,10 @@ from .event_models import (
 from .models import make
 from .recorders import mark
 
-pytestmark = pytest.mark.usefixtures("each_alone")
+pytestmark = [
+    pytest.mark.usefixtures("each_alone"),
+    pytest.mark.filterwarnings("ignore:.* has no effect here"),  # test_without_effect
+]
 
 
 def assert_events(find: Callable[..., Events], expected: str, *args: object) -> None:

@@ -29,7 +29,10 @@ from .event_models import (
 )
 from .models import make
 
-pytestmark = pytest.mark.usefixtures("each_alone")
+pytestmark = [
+    pytest.mark.usefixtures("each_alone"),
+    pytest.mark.filterwarnings("ignore:.* has no effect here"),  # test_without_effect
+]
 
 
 def plain_step(shard: Shard) -> Events:

@@ -344,7 +344,7 @@ def check_eight_bits(options: dict[str, Any]) -> None:
 
 def eight_bit_options(error_feedback: bool) -> dict[str, Any]:
     reduce = QuantizedReduce(block=32, error_feedback=error_feedback)
-    return {"reduce": reduce}
+    return {"reduce_codec": reduce}
 
 
 @pytest.mark.parametrize("error_feedback", [False, True])

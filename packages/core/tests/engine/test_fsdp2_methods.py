@@ -31,6 +31,8 @@ from .libraries import (
 )
 from .recorders import Recorder
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no effect here")  # test_without_effect
+
 WORLD_SIZE = 2
 SEEN: dict[Observe, Any] = {}  # what each function says, with either library
 

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard
 from vescale_fsdp.testing import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has no effect here")  # test_without_effect
+
 Shard = Callable[..., Any]
 Batches = Sequence[Sequence[float]]  # factors of the input, for each rank and micro-batch
 

@@ -149,7 +149,11 @@ def test_so_they_do_where(
 
 
 def check_quantized(shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    options = {"gather": QuantizedGather("int8"), "reduce": QuantizedReduce(), **options}
+    options = {
+        "gather_codec": QuantizedGather("int8"),
+        "reduce_codec": QuantizedReduce(),
+        **options,
+    }
     check_training("adamw", shape, options, {})
 
 

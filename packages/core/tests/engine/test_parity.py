@@ -87,7 +87,7 @@ def test_fifty_steps_on_four_ranks_are_close_to_ddp() -> None:
     for (losses, parameters), (ddp_losses, ddp_parameters) in run_ranks(
         train_ours_and_ddp, 4, "adamw", 50
     ):
-        # Four ranks: the order of a sum of four is not fixed. DESIGN.md, trap 11.
+        # Four ranks: the order of a sum of four is not fixed.
         torch.testing.assert_close(losses, ddp_losses, rtol=0, atol=1e-6)
         torch.testing.assert_close(parameters, ddp_parameters, rtol=0, atol=1e-5)
 

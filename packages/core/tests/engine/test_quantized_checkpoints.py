@@ -30,10 +30,13 @@ from .test_quantized_composition import LowRank
 
 # Of one kind of training: the optimizer, and how weights and gradients travel.
 KINDS: dict[str, dict[str, Any]] = {
-    "AdamW8bit": {"gather": QuantizedGather("int8", (4, 4)), "reduce": QuantizedReduce(16)},
+    "AdamW8bit": {
+        "gather_codec": QuantizedGather("int8", (4, 4)),
+        "reduce_codec": QuantizedReduce(16),
+    },
     "Muon": {
-        "gather": QuantizedGather("e4m3", (4, 5)),
-        "reduce": QuantizedReduce((4, 5), error_feedback=True),
+        "gather_codec": QuantizedGather("e4m3", (4, 5)),
+        "reduce_codec": QuantizedReduce((4, 5), error_feedback=True),
     },
 }
 
@@ -51,7 +54,7 @@ def sharded(kind: str, seed: int) -> tuple[nn.Module, Any]:
     rows = Granularity.rows(chance.randint(1, 4))
     asked = AdamW8bit.granularity(16, min_8bit_size=64) if kind == "AdamW8bit" else None
     options = KINDS[kind]
-    cuts = [options["gather"].granularity(), options["reduce"].granularity(), rows]
+    cuts = [options["gather_codec"].granularity(), options["reduce_codec"].granularity(), rows]
     model = make(TinyGPT, seed=seed)
     shard_units(model, model.blocks, granularity=combine(asked, *cuts), **options)
     return model, optimizer_of(model, kind)
@@ -94,11 +97,11 @@ def check_save(folder: str) -> dict[str, Tensors]:
         train(again, other, range(1))  # has states, and errors, of its own
         load(f"{folder}/{kind}", again, other)
         assert_bit_equal(dict(ErrorFeedback(again).tensors()), dict(feedback))
-        assert bool(feedback) == KINDS[kind]["reduce"].error_feedback
+        assert bool(feedback) == KINDS[kind]["reduce_codec"].error_feedback
         assert train(again, other, range(3, 6)) == losses
         assert_bit_equal(everything(again, other), everything(model, optimizer))
     plain = make(LowRank)
-    shard_units(plain, plain.layers, gather=QuantizedGather(block=(1, 4)))
+    shard_units(plain, plain.layers, gather_codec=QuantizedGather(block=(1, 4)))
     adapters = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
     for step in range(2):
         plain(inputs_of(step, dist.get_rank(), 8)).square().mean().backward()
@@ -152,7 +155,7 @@ def test_resumed_runs_have_the_bits_of_those_that_go_on(tmp_path: Path) -> None:
 def check_failed_load(folder: str) -> None:
     """What a load has changed before it fails is put back: error feedback too."""
     model = make(MLP, 1, 8)
-    shard_units(model, model.layers, reduce=QuantizedReduce(16, error_feedback=True))
+    shard_units(model, model.layers, reduce_codec=QuantizedReduce(16, error_feedback=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         model(inputs_of(step, dist.get_rank(), 8)).square().sum().backward()

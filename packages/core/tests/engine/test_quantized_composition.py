@@ -60,7 +60,7 @@ def check_optimizers() -> None:
         reference = StraightThrough(plain, hidden_matrices(gather.dtype, gather.block))
         asked = AdamW8bit.granularity(16, min_8bit_size=64) if name == "AdamW8bit" else None
         granularity = combine(asked, gather.granularity())
-        shard_units(model, model.blocks, gather=gather, granularity=granularity)
+        shard_units(model, model.blocks, gather_codec=gather, granularity=granularity)
         optimizers = [optimizer_of(each, name) for each in (plain, model)]
         for step in range(3):
             tokens = tokens_of(step, dist.get_rank())
@@ -77,7 +77,7 @@ def check_optimizers() -> None:
 
 def check_checkpoints(folder: str) -> None:
     model = make(TinyGPT)
-    shard_units(model, model.blocks, gather=GATHER)
+    shard_units(model, model.blocks, gather_codec=GATHER)
     stepped(model)
     masters = full_parameters(model)
     assert not torch.equal(
@@ -99,7 +99,7 @@ def check_checkpoints(folder: str) -> None:
 
 def check_written_back() -> None:
     model = make(MLP, 1, 8)
-    fully_shard(model, gather=GATHER)
+    fully_shard(model, gather_codec=GATHER)
     (exact,) = (p for name, p in full_parameters(model).items() if "weight" in name)
     with unsharded(model, writeback=True):
         weight = model.layers[0].weight
@@ -117,7 +117,7 @@ def check_replicas() -> None:
     """Four ranks as 2 x 2 give the bits of themselves as rows of the table of stages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model, plain = make(TinyGPT), make(TinyGPT)
-    shard_units(model, model.blocks, mesh=mesh, gather=GATHER)
+    shard_units(model, model.blocks, mesh=mesh, gather_codec=GATHER)
     reference = StraightThrough(plain, hidden_matrices("e4m3", (4, 5)))
     tokens = tokens_of(0, dist.get_rank())
     loss = gpt_loss(model, tokens)
@@ -136,8 +136,8 @@ def check_cut_outside() -> None:
     for sharding in ("hsdp", "hsdp_zero1"):
         model = make(TinyGPT)
         reduce = QuantizedReduce((4, 5), error_feedback=True)
-        options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "gather": GATHER}
-        shard_units(model, model.blocks, reduce=reduce, **options)
+        options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "gather_codec": GATHER}
+        shard_units(model, model.blocks, reduce_codec=reduce, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(3):
@@ -183,7 +183,7 @@ def check_tensor_parallel() -> None:
     model, plain = make(Pair), make(Pair)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], plan)
-    fully_shard(model, mesh=mesh["data"], gather=QuantizedGather("int8", (4, 4)))
+    fully_shard(model, mesh=mesh["data"], gather_codec=QuantizedGather("int8", (4, 4)))
     with torch.no_grad():
         for param in plain.parameters():
             param.copy_(rounded(param, "int8", (4, 4)))
@@ -231,7 +231,10 @@ class LowRank(nn.Module):
 
 
 def check_packed(folder: str) -> None:
-    for options in ({}, {"gather": QuantizedGather(block=(1, 4)), "reduce": QuantizedReduce(8)}):
+    for options in (
+        {},
+        {"gather_codec": QuantizedGather(block=(1, 4)), "reduce_codec": QuantizedReduce(8)},
+    ):
         plain, model = make(LowRank), make(LowRank)
         shard_units(model, model.layers, **options)
         for k in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from vescale_fsdp import (
     combine,
     fully_shard,
 )
+from vescale_fsdp.engine.fingerprint import fingerprint_of
+from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
 
@@ -51,59 +54,63 @@ def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
             ValueError,
             r"'weight', of shape \(12, 8\), lets cuts go between any two blocks of 16 elements, but"
             r" it travels as int8 in blocks of \(4, 4\): those are whole at multiples of 32",
-            lambda: fully_shard(layer(), gather=GATHER, granularity=Granularity.rows(2)),
+            lambda: fully_shard(layer(), gather_codec=GATHER, granularity=Granularity.rows(2)),
         ),
         (
             ValueError,
             r"combine\(yours, QuantizedReduce.granularity\(\)\)",
             lambda: fully_shard(
-                layer(), reduce=QuantizedReduce(block=3), granularity=Granularity.elements(4)
+                layer(), reduce_codec=QuantizedReduce(block=3), granularity=Granularity.elements(4)
             ),
         ),
         (
             ValueError,
             r"chose 'bias', but its shape \(12,\) has fewer elements than a block of \(4, 4\)",
-            lambda: fully_shard(layer(), gather=all_of(GATHER)),
+            lambda: fully_shard(layer(), gather_codec=all_of(GATHER)),
         ),
         (
             ValueError,
             "chose 'weight', which is of torch.uint8",
-            lambda: fully_shard(uint8(), gather=all_of(GATHER)),
+            lambda: fully_shard(uint8(), gather_codec=all_of(GATHER)),
         ),
         (
             TypeError,
             r"returned 8 for 'weight'; expected a bool, None or a QuantizedGather",
-            lambda: fully_shard(layer(), gather=QuantizedGather(policy=lambda *_: 8)),  # type: ignore[arg-type, return-value]
+            lambda: fully_shard(layer(), gather_codec=QuantizedGather(policy=lambda *_: 8)),  # type: ignore[arg-type, return-value]
         ),
         (
             TypeError,
-            r"gather must be a QuantizedGather, got 'int8'; write gather=QuantizedGather",
-            lambda: fully_shard(layer(), gather="int8"),  # type: ignore[arg-type]
+            r"gather_codec must be a QuantizedGather, got 'int8'; write gather_codec=Quant",
+            lambda: fully_shard(layer(), gather_codec="int8"),  # type: ignore[arg-type]
         ),
         (
             ValueError,
             r"'weight', which gathers itself, cannot travel in blocks",
-            lambda: fully_shard(made(Narrow, 6).layers[0], gather=QuantizedGather(block=4)),
+            lambda: fully_shard(made(Narrow, 6).layers[0], gather_codec=QuantizedGather(block=4)),
         ),
         (
             ValueError,
             r"'weight', which shard_placement_fn wants as Shard\(0\), cannot travel in blocks",
-            lambda: fully_shard(layer(), gather=GATHER, shard_placement_fn=lambda _: Shard(0)),
+            lambda: fully_shard(
+                layer(), gather_codec=GATHER, shard_placement_fn=lambda _: Shard(0)
+            ),
         ),
         (
             ValueError,
             "use sharding='zero1'",
-            lambda: fully_shard(layer(), reduce=QuantizedReduce(), sharding="ddp"),
+            lambda: fully_shard(layer(), reduce_codec=QuantizedReduce(), sharding="ddp"),
         ),
         (
             ValueError,
             "set_custom_all_gather: parameters of this module travel in 8 bits",
-            lambda: fully_shard(layer(), gather=GATHER).set_custom_all_gather(object()),
+            lambda: fully_shard(layer(), gather_codec=GATHER).set_custom_all_gather(object()),
         ),
         (
             ValueError,
             "set_custom_reduce_scatter: parameters of this module travel in 8 bits",
-            lambda: fully_shard(layer(), reduce=QuantizedReduce(8)).set_custom_reduce_scatter(0),
+            lambda: fully_shard(layer(), reduce_codec=QuantizedReduce(8)).set_custom_reduce_scatter(
+                0
+            ),
         ),
     ]
 
@@ -120,7 +127,7 @@ def check_tensor_parallel_cut() -> None:
     model = nn.Sequential(layer(8, 12))
     parallelize_module(model, mesh["tensor"], {"0": RowwiseParallel()})  # columns: 6 and 6
     with Recorder() as recorder, pytest.raises(ValueError, match=r"which cuts blocks of \(4, 4\)"):
-        fully_shard(model, mesh=mesh["data"], gather=GATHER)
+        fully_shard(model, mesh=mesh["data"], gather_codec=GATHER)
     assert not recorder.events
 
 
@@ -130,11 +137,11 @@ def check_device() -> None:
         with pytest.raises(
             ValueError, match=r"cpu does not have .* use QuantizedGather\(dtype='in"
         ):
-            fully_shard(layer(), gather=QuantizedGather("e4m3", 4))
-        fully_shard(layer(), gather=QuantizedGather("int8", 4))
+            fully_shard(layer(), gather_codec=QuantizedGather("e4m3", 4))
+        fully_shard(layer(), gather_codec=QuantizedGather("int8", 4))
         mixed = QuantizedGather("int8", 4, policy=lambda name, _: QuantizedGather("e4m3", 4))
         with pytest.raises(ValueError, match="use QuantizedGather"):
-            fully_shard(layer(), gather=mixed)
+            fully_shard(layer(), gather_codec=mixed)
 
 
 def check_joined() -> None:
@@ -144,7 +151,7 @@ def check_joined() -> None:
         Granularity.rows(8),
         Granularity.whole(),
     ):
-        module = fully_shard(layer(), gather=GATHER, granularity=granularity)
+        module = fully_shard(layer(), gather_codec=GATHER, granularity=granularity)
         module(torch.randn(2, 8))
 
 
@@ -162,7 +169,7 @@ def test_mistakes_are_refused_before_anything_is_sent() -> None:
 def check_disagreement(rank: int = 0) -> None:
     size = 4 + torch.distributed.get_rank()
     model = make(MLP, 1, 20)
-    fully_shard(model.layers[0], gather=QuantizedGather(block=(20, size)))
+    fully_shard(model.layers[0], gather_codec=QuantizedGather(block=(20, size)))
     fully_shard(model)
     with pytest.raises(RankMismatchError, match=r"gathered as int8 in blocks of \(20, 4\)"):
         model(inputs_of(0, 0, 20))
@@ -182,3 +189,29 @@ def test_blocks_that_are_none_are_refused(option: Any, block: object) -> None:
 def test_dtypes_without_codes_are_refused() -> None:
     with pytest.raises(ValueError, match="'int8' or 'e4m3', got 'e5m2'"):
         QuantizedGather("e5m2")  # type: ignore[arg-type]
+
+
+def check_former_names() -> None:
+    for former, name, codec in (
+        ("gather", "gather_codec", GATHER),
+        ("reduce", "reduce_codec", QuantizedReduce(8)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            models = [fully_shard(layer(), **{former: codec}) for _ in range(3)]
+        (warning,) = caught  # one of each line that calls
+        assert warning.category is FutureWarning  # which users see
+        assert warning.filename == __file__
+        assert str(warning.message) == (
+            f"fully_shard: {former} is now called {name}; the former name works until version 1.0"
+        )
+        expected = fully_shard(layer(), **{name: codec})  # without a warning: those are errors here
+        assert fingerprint_of([unit_of(models[0])]) == fingerprint_of([unit_of(expected)])
+        assert "ed as" in str(fingerprint_of([unit_of(expected)])), "in 8 bits"
+        text = f"fully_shard: {former} is the former name of {name}, and both were given"
+        with pytest.raises(ValueError, match=text):
+            fully_shard(layer(), **{former: codec, name: codec})
+
+
+def test_former_names_work_and_warn_once() -> None:
+    run_ranks(check_former_names, 2)

@@ -55,7 +55,7 @@ def check_odd() -> None:
         policy = lambda name, _: name in chosen  # noqa: B023, E731  # used within the turn
         to = torch.bfloat16 if seed % 2 else torch.float32
         options: dict[str, Any] = {"mp_policy": BF16} if seed % 2 else {}
-        fully_shard(model, gather=QuantizedGather(dtype, size, policy), **options)
+        fully_shard(model, gather_codec=QuantizedGather(dtype, size, policy), **options)
         with unsharded(model):
             for name, param in model.named_parameters():
                 exact = whole[name]
@@ -83,7 +83,7 @@ def train_both(
     plain, model = make(TinyGPT), make(TinyGPT)
     reference = StraightThrough(plain, hidden_matrices(gather.dtype, gather.block), dtype)
     policy = BF16 if dtype == torch.bfloat16 else MixedPrecisionPolicy()
-    shard_units(model, model.blocks, gather=gather, mp_policy=policy, **options)
+    shard_units(model, model.blocks, gather_codec=gather, mp_policy=policy, **options)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
     for step in range(3):
         batches = [tokens_of(10 * step + k, dist.get_rank()) for k in range(micro_batches)]
@@ -119,7 +119,7 @@ def check_kept_parts() -> None:
     for reshard in (True, 2):
         model = make(TinyGPT)
         gather = QuantizedGather("int8", (4, 5))
-        shard_units(model, model.blocks, gather=gather, reshard_after_forward=reshard)
+        shard_units(model, model.blocks, gather_codec=gather, reshard_after_forward=reshard)
         for step in range(2):
             gpt_loss(model, tokens_of(step, dist.get_rank())).backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -137,7 +137,7 @@ def test_parts_that_are_kept_from_forward_have_the_same_bits() -> None:
 def check_choice() -> None:
     model = make(TinyGPT)
     model.head = nn.Linear(12, 23, bias=False)  # not tied: told by its name and its rows
-    shard_units(model, model.blocks, gather=QuantizedGather(block=(4, 4)))
+    shard_units(model, model.blocks, gather_codec=QuantizedGather(block=(4, 4)))
     chosen = [
         slot.fqn
         for unit in units_in(model).values()
@@ -156,7 +156,7 @@ def test_hidden_matrices_are_rounded_and_the_root_is_not_encoded() -> None:
 
 def check_bytes() -> list[tuple[int, int]]:
     found = []
-    for options in ({"gather": QuantizedGather("e4m3", (32, 32))}, {}):
+    for options in ({"gather_codec": QuantizedGather("e4m3", (32, 32))}, {}):
         model = make(MLP, 1, 128)
         fully_shard(model.layers[0], mp_policy=BF16, **options)
         with Gathered() as gathered:
@@ -212,7 +212,7 @@ class Counting:
 
 def check_encodings() -> None:
     model = make(MLP, 3, 6)
-    shard_units(model, model.layers, gather=QuantizedGather(block=(2, 3)))
+    shard_units(model, model.layers, gather_codec=QuantizedGather(block=(2, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         with Counting() as counting:
@@ -238,7 +238,7 @@ def messages_held(model: nn.Module) -> int:
 
 def check_memory() -> None:
     model = make(MLP, 3, 6)
-    shard_units(model, model.layers, gather=QuantizedGather(block=(2, 3)))
+    shard_units(model, model.layers, gather_codec=QuantizedGather(block=(2, 3)))
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             out = model(inputs_of(0, dist.get_rank(), 6))

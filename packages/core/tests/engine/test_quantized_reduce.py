@@ -52,7 +52,9 @@ def train_both(
         plain, weights, dtype, no_vectors(reduce.block), reduce.error_feedback
     )
     policy = BF16 if dtype == torch.bfloat16 else MixedPrecisionPolicy()
-    shard_units(model, model.blocks, gather=gather, reduce=reduce, mp_policy=policy, **options)
+    shard_units(
+        model, model.blocks, gather_codec=gather, reduce_codec=reduce, mp_policy=policy, **options
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (plain, model)]
     for step in range(3):
         batches = [tokens_of(10 * step + k, dist.get_rank()) for k in range(micro_batches)]
@@ -97,7 +99,7 @@ def test_it_is_an_all_to_all_also_where_others_are_reduce_scatters(
 
 def check_one_rank() -> None:
     model = make(MLP, 1, 8)
-    fully_shard(model, reduce=QuantizedReduce(16))
+    fully_shard(model, reduce_codec=QuantizedReduce(16))
     plain = make(MLP, 1, 8)
     for each in (plain, model):
         each(inputs_of(0, 0, 8)).sum().backward()
@@ -110,7 +112,7 @@ def test_nothing_is_rounded_on_one_rank() -> None:
 
 def check_bytes() -> list[int]:
     found = []
-    for options in ({"reduce": QuantizedReduce(64)}, {}):
+    for options in ({"reduce_codec": QuantizedReduce(64)}, {}):
         model = make(MLP, 1, 64)
         fully_shard(model, **options)
         for _ in range(2):  # the first one settles the order
@@ -132,7 +134,7 @@ def test_a_gradient_travels_as_a_byte_and_four_for_each_block() -> None:
 def check_overflow() -> None:
     """What is not finite is seen on every rank, and leaves no trace in what is made good for."""
     model = make(MLP, 1, 8)
-    fully_shard(model, reduce=QuantizedReduce(16, error_feedback=True))
+    fully_shard(model, reduce_codec=QuantizedReduce(16, error_feedback=True))
     x = inputs_of(0, dist.get_rank(), 8)
     scale = math.inf if dist.get_rank() == 1 else 1.0
     (model(x).sum() * scale).backward()
@@ -152,7 +154,7 @@ def check_error_feedback() -> None:
     sums = {}
     for feedback in (False, True):
         model = make(MLP, 1, 16)
-        fully_shard(model, reduce=QuantizedReduce(256, error_feedback=feedback))
+        fully_shard(model, reduce_codec=QuantizedReduce(256, error_feedback=feedback))
         exact = make(MLP, 1, 16)
         x = inputs_of(0, dist.get_rank(), 16)
         total = 0.0
@@ -175,7 +177,7 @@ def check_replicas() -> None:
     """HSDP: rounded along the axis that shards, exact along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model, plain = make(MLP, 1, 8), make(MLP, 1, 8)
-    fully_shard(model, mesh=mesh, reduce=QuantizedReduce(16))
+    fully_shard(model, mesh=mesh, reduce_codec=QuantizedReduce(16))
     x = inputs_of(0, dist.get_rank(), 8)
     model(x).sum().backward()
     reference = StraightThrough(plain, nothing)
@@ -199,7 +201,7 @@ def test_errors_take_four_bytes_for_each_element_and_only_where_asked() -> None:
 def check_memory() -> None:
     for feedback in (False, True):
         model = make(MLP, 1, 8)
-        fully_shard(model, reduce=QuantizedReduce(16, error_feedback=feedback))
+        fully_shard(model, reduce_codec=QuantizedReduce(16, error_feedback=feedback))
         model(inputs_of(0, 0, 8)).sum().backward()
         (group,) = units_in(model)[""].groups
         errors = group.gradients.residuals.flat

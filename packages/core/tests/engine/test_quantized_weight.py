@@ -175,7 +175,7 @@ def test_products_on_cuda_are_near_those_of_decoded_weights() -> None:
 
 def train(gather: QuantizedGather, **options: Any) -> tuple[list[float], dict[str, Any]]:
     model = make(TinyGPT)
-    shard_units(model, model.blocks, gather=gather, **options)
+    shard_units(model, model.blocks, gather_codec=gather, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -192,7 +192,7 @@ def train(gather: QuantizedGather, **options: Any) -> tuple[list[float], dict[st
 
 def check_training() -> None:
     kinds: list[tuple[CodeDtype, BlockSize, dict[str, Any]]] = [
-        ("int8", (4, 5), {"reduce": QuantizedReduce(16)}),
+        ("int8", (4, 5), {"reduce_codec": QuantizedReduce(16)}),
         ("e4m3", 12, {"reshard_after_forward": False}),
         ("e4m3", (4, 4), {"mp_policy": BF16}),
     ]
@@ -206,7 +206,7 @@ def check_training() -> None:
 def check_memory_and_forms() -> None:
     model = make(TinyGPT)
     gather = QuantizedGather("e4m3", (4, 4), decode=False)
-    shard_units(model, model.blocks, gather=gather)
+    shard_units(model, model.blocks, gather_codec=gather)
     block = model.blocks[0]
     codes, rest = sorted(units_in(block)[""].groups, key=lambda g: g.codec is None)
     assert codes.buffer.full.region.storage.nbytes() == codes.layout.total_size  # a byte for each
@@ -257,7 +257,9 @@ def check_on_four_ranks() -> None:
     layer = nn.Sequential(nn.Linear(8, 16))
     parallelize_module(layer, mesh["inner"], {"0": ColwiseParallel()})
     with pytest.raises(NotImplementedError, match="computes with numbers and not with codes"):
-        fully_shard(layer, mesh=mesh["outer"], gather=QuantizedGather(block=(4, 4), decode=False))
+        fully_shard(
+            layer, mesh=mesh["outer"], gather_codec=QuantizedGather(block=(4, 4), decode=False)
+        )
 
 
 def test_parts_that_are_kept_and_other_axes_have_the_same_bits() -> None:

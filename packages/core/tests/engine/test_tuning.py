@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,11 +49,13 @@ def check_every_method() -> None:
         if callable(getattr(TorchFSDPModule, name)) and not name.startswith("__"):
             ours = getattr(FSDPModule, name)
             assert ours.__module__.startswith("vescale_fsdp."), f"{name} is torch's own"
-    model.set_is_last_backward(False)
-    model.set_separate_reduce_scatter_group(False)
-    model._set_unshard_async_op(True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* has no effect here")  # test_without_effect
+        model.set_is_last_backward(False)
+        model.set_separate_reduce_scatter_group(False)
+        model._set_unshard_async_op(True)
+        model.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_divide_factor(4.0)
-    model.set_force_sum_reduction_for_comms(True)
     assert_gradients_of_ddp(model, 0, factor=0.5)
     share_comm_ctx([model])
     with pytest.raises(ValueError, match="Expects list of FSDPModules but got Linear"):
@@ -322,7 +325,8 @@ def test_a_pipeline_reduces_all_micro_batches_at_its_end() -> None:
 def check_hook_on_a_stream() -> None:
     model = fully_shard(make(MLP))
     stream = torch.cpu.Stream()
-    model.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=stream)
+    with pytest.warns(UserWarning, match="not queued on streams"):
+        model.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=stream)
     expected = fully_shard(make(MLP))
     for each in (model, expected):
         each(inputs_of(0, dist.get_rank())).sum().backward()

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import check_gradients, clip_grad_norm_, fully_shard, unsharded
-from vescale_fsdp.engine.zero_table import ZERO_TABLE
+from vescale_fsdp.engine.zero_table import ZERO_TABLE, row_of
 from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.testing import run_ranks
 
@@ -33,7 +34,7 @@ def mesh_of(sharding: str) -> DeviceMesh:
 
 def sharded(sharding: str | None, **options: object) -> nn.Module:
     model = make(TinyGPT)
-    mesh = mesh_of(sharding or "zero3")
+    mesh = options.pop("mesh", None) or mesh_of(sharding or "zero3")
     for block in model.blocks:
         fully_shard(block, mesh=mesh, sharding=sharding, **options)
     return fully_shard(model, mesh=mesh, sharding=sharding, **options)
@@ -43,9 +44,9 @@ def is_gathered(module: nn.Module) -> bool:
     return not isinstance(module._parameters["weight"], DTensor)
 
 
-def check_training(sharding: str, foreach: bool) -> None:
+def check_training(sharding: str, foreach: bool, **options: object) -> None:
     """Two steps of three micro-batches, of which only the last is synchronized, then one more."""
-    plain, ours = make(TinyGPT), sharded(sharding)
+    plain, ours = make(TinyGPT), sharded(sharding, **options)
     optimizers = [
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
         for model in (plain, ours)
@@ -88,6 +89,8 @@ def check_all(names: tuple[str, ...]) -> None:
     for sharding in names:
         check_training(sharding, foreach=False)
         check_training(sharding, foreach=True)  # writes that no version of a tensor counts
+        if sharding in ("zero3", *TWO_AXES):
+            check_training(sharding, foreach=False, accumulate="sharded")
 
 
 def test_all_rows_of_one_axis_train_as_one_process() -> None:
@@ -122,8 +125,10 @@ def test_what_rests_is_cut_over_the_axes_that_the_table_says() -> None:
 
 
 def check_between() -> None:
-    for sharding in ONE_AXIS:
-        model = sharded(sharding)
+    cases = [(name, name == "zero2", {}) for name in ONE_AXIS]
+    cases.append(("zero3", True, {"accumulate": "sharded"}))
+    for sharding, reduces, options in cases:
+        model = sharded(sharding, **options)
         loss = gpt_loss(model, tokens_of(0, dist.get_rank()))
         stays = sharding != "zero3"
         assert is_gathered(model.blocks[0].up) == stays, sharding
@@ -131,7 +136,7 @@ def check_between() -> None:
         with Recorder() as recorder:
             loss.backward()
         # TinyGPT has three units: two blocks and the root.
-        assert recorder.count("reductions") == (3 if sharding in ("zero2", "zero3") else 0)
+        assert recorder.count("reductions") == (3 if reduces else 0)
         with Recorder() as recorder:
             gpt_loss(model, tokens_of(1, dist.get_rank()))
         assert recorder.count("gathers") == (0 if stays else 3), sharding
@@ -170,6 +175,10 @@ def check_refusals() -> None:
         ({"sharding": "zero4"}, "must be one of ddp, zero1, zero2, zero3, hsdp, hsdp_zero1"),
         ({"sharding": "hsdp"}, "for a mesh of 2 axes, got 1; for that there are ddp and zero1"),
         ({"sharding": "zero2", "reshard_after_forward": True}, "leave out reshard_after_forward"),
+        ({"accumulate": "whole"}, "accumulate must be 'unsharded' or 'sharded', got 'whole'"),
+        ({"sharding": "zero1", "accumulate": "sharded"}, "use sharding='zero2'"),
+        ({"sharding": "zero2", "accumulate": "unsharded"}, "use sharding='zero1'"),
+        ({"sharding": "ddp", "accumulate": "sharded"}, "nothing is sharded there"),
     ]:
         with pytest.raises(ValueError, match=text):
             fully_shard(nn.Linear(2, 2), mesh=mesh, **options)
@@ -177,3 +186,73 @@ def check_refusals() -> None:
 
 def test_what_the_table_does_not_have_is_refused() -> None:
     run_ranks(check_refusals, 2, timeout_s=60)
+
+
+def step_by_step(sharding: str | None, mesh: DeviceMesh, **options: object) -> list[object]:
+    """What is issued, and the bits, of two steps of three micro-batches."""
+    model = sharded(sharding, mesh=mesh, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[object] = []
+    for batch in range(6):
+        model.set_requires_gradient_sync(batch % 3 == 2)
+        with Recorder() as recorder:
+            loss = gpt_loss(model, tokens_of(batch, dist.get_rank()))
+            loss.backward()
+        found += [loss.item(), recorder.num_copied, recorder.num_operators]
+        found += [(event.name, event.is_async) for event in recorder.events]
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *(param.detach() for param in model.parameters())]
+
+
+def check_default() -> None:
+    """None is the named row, in all that is issued and in every bit."""
+    for name, mesh in (("zero3", mesh_of("zero3")), ("hsdp", mesh_of("hsdp"))):
+        for options in ({}, {"accumulate": "sharded"}, {"reshard_after_forward": False}):
+            unnamed, named = (step_by_step(each, mesh, **options) for each in (None, name))
+            assert len(unnamed) == len(named), (name, options)
+            for one, other in zip(unnamed, named, strict=True):
+                if isinstance(one, torch.Tensor):
+                    assert torch.equal(one.full_tensor(), other.full_tensor())
+                else:
+                    assert one == other, (name, options)
+    # What is named so is the same to ranks that compare their models, too.
+    rows = {row_of(each, 1, None, None) for each in (None, "zero3")}
+    assert len(rows) == 1
+
+
+def test_nothing_named_is_zero3_on_one_axis_and_hsdp_on_two() -> None:
+    run_ranks(check_default, 4, timeout_s=120)
+
+
+def check_no_sync_of_fsdp2() -> None:
+    """Without synchronization nothing is reduced, as with FSDP2, and the sums are the same."""
+    gradients, counts = [], []
+    for shard, options in (
+        (torch_fully_shard, {}),
+        (fully_shard, {}),
+        (fully_shard, {"sharding": "zero3"}),
+        (fully_shard, {"accumulate": "sharded"}),
+    ):
+        model = make(TinyGPT)
+        for block in model.blocks:
+            shard(block, **options)
+        shard(model, **options)
+        found = []
+        for batch in range(3):
+            model.set_requires_gradient_sync(batch == 2)
+            loss = gpt_loss(model, tokens_of(batch, dist.get_rank()))
+            with Recorder() as recorder:
+                loss.backward()
+            found.append(recorder.count("reductions"))
+        counts.append(found)
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    assert counts == [[0, 0, 3], [0, 0, 3], [0, 0, 3], [3, 3, 3]]
+    for found in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_no_sync_is_that_of_fsdp2_but_where_sharded_sums_are_asked_for() -> None:
+    run_ranks(check_no_sync_of_fsdp2, 2, timeout_s=60)

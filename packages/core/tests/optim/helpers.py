@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from vescale_fsdp import fully_shard
+from vescale_fsdp.optim import flat as pieces
 from vescale_fsdp.optim import flatten_
-from vescale_fsdp.optim.flat import pieces
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Training = tuple[nn.Module, Optimizer]

@@ -6,9 +6,9 @@ import pytest
 from torch.distributed.tensor import Replicate
 
 from vescale_fsdp import RaggedShard
-from vescale_fsdp.optim.matrices.assignment import Entry, assignments_of, communication_of
-from vescale_fsdp.optim.matrices.layout import Layout
-from vescale_fsdp.optim.muon.newton_schulz import newton_schulz_cost
+from vescale_fsdp.optim.layout import Layout
+from vescale_fsdp.optim.muon_rule import newton_schulz_cost
+from vescale_fsdp.optim.owners import Entry, assignments_of, communication_of
 from vescale_fsdp.planner import TensorSpec, plan
 
 Unit = list[tuple[int, ...]]

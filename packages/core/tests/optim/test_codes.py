@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp.optim.quantized.codes import Codebook, codebook, dynamic_map
+from vescale_fsdp.optim.codes import Codebook, codebook, dynamic_map
 
 CPU = torch.device("cpu")
 

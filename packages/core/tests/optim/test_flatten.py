@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from vescale_fsdp import Granularity, fully_shard
+from vescale_fsdp.optim import flat as space
 from vescale_fsdp.optim import flatten_
-from vescale_fsdp.optim.flat import space
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import (

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, compat
-from vescale_fsdp.optim.matrices.layout import (
+from vescale_fsdp.optim.layout import (
     Layout,
     matrices_of,
     order_of_cuts,

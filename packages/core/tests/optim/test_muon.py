@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vescale_fsdp import Granularity
 from vescale_fsdp.engine.granularity import block_of
 from vescale_fsdp.optim import Muon
-from vescale_fsdp.optim.muon.newton_schulz import newton_schulz
+from vescale_fsdp.optim.muon_rule import newton_schulz
 
 from .preconditioning import randn
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from vescale_fsdp.optim.muon.newton_schulz import newton_schulz, newton_schulz_cost
+from vescale_fsdp.optim.muon_rule import newton_schulz, newton_schulz_cost
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_fsdp.optim.matrices.owners import Job, assign_owners, balance_of
+from vescale_fsdp.optim.owners import Job, assign_owners, balance_of
 
 
 def jobs_of(costs: list[int], holders: list[list[tuple[int, int]]]) -> list[Job]:

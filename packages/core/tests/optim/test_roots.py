@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp.optim.preconditioned.roots import (
+from vescale_fsdp.optim.roots import (
     accumulate_,
     eigenbasis,
     first_due,

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale_fsdp import RaggedShard
-from vescale_fsdp.optim.matrices.layout import Layout, Matrix, matrices_of
-from vescale_fsdp.optim.matrices.routes import Bucket, Run, routes_of, traffic_of
+from vescale_fsdp.optim.layout import Layout, Matrix, matrices_of
+from vescale_fsdp.optim.routes import Bucket, Run, routes_of, traffic_of
 from vescale_fsdp.ragged.holdings import holding_of
 
 RANKS = (0, 1, 2, 3)

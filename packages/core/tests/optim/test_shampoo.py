@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_fsdp import PlanError, RaggedShard, fully_shard
-from vescale_fsdp.optim import Shampoo
-from vescale_fsdp.optim.preconditioned import shampoo
+from vescale_fsdp.optim import Shampoo, shampoo
 from vescale_fsdp.testing import run_ranks
 
 from .preconditioning import Twins, line, on_line, randn, sharded

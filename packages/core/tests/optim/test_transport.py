@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from vescale_fsdp import RaggedShard, compat
+from vescale_fsdp.optim import transport as module
 from vescale_fsdp.optim.base import local_of
-from vescale_fsdp.optim.matrices import transport as module
-from vescale_fsdp.optim.matrices.layout import Matrix, layout_of, matrices_of
-from vescale_fsdp.optim.matrices.routes import Run, routes_of, traffic_of
-from vescale_fsdp.optim.matrices.transport import Transport, from_tensors
+from vescale_fsdp.optim.layout import Matrix, layout_of, matrices_of
+from vescale_fsdp.optim.routes import Run, routes_of, traffic_of
+from vescale_fsdp.optim.transport import Transport, from_tensors
 from vescale_fsdp.testing import run_ranks
 
 from .preconditioning import randn, sharded

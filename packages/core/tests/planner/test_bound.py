@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec
-from vescale_fsdp.planner.bound import lower_bound
-from vescale_fsdp.planner.naive import least_in_any_order, least_shard_size
 from vescale_fsdp.planner.search import Item
+from vescale_fsdp.planner.solve import lower_bound
+
+from .naive import least_in_any_order, least_shard_size
 
 pairs = st.tuples(st.integers(0, 14), st.integers(1, 9))
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_fsdp.planner.fitting import best_fit
+from vescale_fsdp.planner.orders import best_fit
 from vescale_fsdp.planner.search import Item
 from vescale_fsdp.planner.solve import solve_below
 

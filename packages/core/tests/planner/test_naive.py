@@ -1,7 +1,8 @@
 """The oracle itself, on cases that can be checked by eye."""
 
 from vescale_fsdp.planner import TensorSpec
-from vescale_fsdp.planner.naive import (
+
+from .naive import (
     is_legal_start,
     least_in_any_order,
     least_shard_size,

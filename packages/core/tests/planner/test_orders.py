@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec
-from vescale_fsdp.planner.bound import lower_bound
-from vescale_fsdp.planner.naive import least_in_any_order
 from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item
-from vescale_fsdp.planner.solve import solve
+from vescale_fsdp.planner.solve import lower_bound, solve
+
+from .naive import least_in_any_order
 
 
 def items_lists(max_size, max_block, max_tensors):

@@ -1,7 +1,8 @@
 """Units, earliest starts, and that the search settles on sets of spanning blocks."""
 
-from vescale_fsdp.planner.naive import is_legal_start
 from vescale_fsdp.planner.search import Item, earliest_start, units
+
+from .naive import is_legal_start
 
 
 def test_units_round_sizes_up_and_join_blocks_with_the_alignment():

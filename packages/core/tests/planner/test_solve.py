@@ -5,9 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner.search import Item, earliest_start
-from vescale_fsdp.planner.solve import prefix_shard_size, solve, solve_below
+from vescale_fsdp.planner.solve import _InOrder, _merged, solve, solve_below
 
 items_lists = st.lists(st.builds(Item, st.integers(1, 300), st.integers(1, 40)), max_size=12)
+
+
+def prefix_shard_size(items, num_shards):
+    """What the search falls back to: the best S if the largest tensors may span."""
+    search = _InOrder(_merged(items), num_shards)
+    low = -(-search.total // num_shards)
+    return search.prefix_least(low) if low else 0
 
 
 def scan(items, num_shards):

@@ -219,8 +219,8 @@ def mesh_2d() -> Any:
 
 def quantized() -> dict[str, Any]:
     return {
-        "gather": QuantizedGather(block=WIDTH, policy=lambda name, param: param.dim() == 2),
-        "reduce": QuantizedReduce(
+        "gather_codec": QuantizedGather(block=WIDTH, policy=lambda name, param: param.dim() == 2),
+        "reduce_codec": QuantizedReduce(
             block=WIDTH, policy=lambda name, param: param.dim() == 2, error_feedback=True
         ),
     }

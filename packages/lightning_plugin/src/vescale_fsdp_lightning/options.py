@@ -69,8 +69,8 @@ class Options:
     unused: str
     in_flight: int
     broadcast_buffers: bool
-    gather: Gather
-    reduce: Reduce
+    gather_codec: Gather
+    reduce_codec: Reduce
     state_dict_type: str
     async_save: bool
     save_rng: bool
@@ -105,8 +105,8 @@ class Options:
             or callable(self.granularity)
         ):
             self._refuse("granularity", GRANULARITIES)
-        gather_of(self.gather)
-        reduce_of(self.reduce)
+        gather_of(self.gather_codec)
+        reduce_of(self.reduce_codec)
         reshard = self.reshard_after_forward
         if not (reshard is None or isinstance(reshard, int)):
             self._refuse("reshard_after_forward", "True, False, None, or the int of a group's size")
@@ -176,8 +176,8 @@ class Options:
             "reshard_after_forward": self.reshard_after_forward,
             "unused": self.unused,
             "in_flight": self.in_flight,
-            "gather": gather_of(self.gather),
-            "reduce": reduce_of(self.reduce),
+            "gather_codec": gather_of(self.gather_codec),
+            "reduce_codec": reduce_of(self.reduce_codec),
         }
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:

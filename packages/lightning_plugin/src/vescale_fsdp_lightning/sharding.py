@@ -26,6 +26,7 @@ from vescale_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from vescale_fsdp.notices import renamed
 from vescale_fsdp.optim import split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
@@ -63,12 +64,13 @@ class Sharding(Processes):
         activation_checkpointing: compute activations again in backward: of the units, or of a list
             of classes or of their names.
         unused: as of ``fully_shard``.
-        in_flight: as of ``fully_shard``.
+        in_flight: as of ``fully_shard``: how many units may be gathered, or on their way, at a
+            time; an int of at least 1.
         broadcast_buffers: give all processes the first one's buffers, such as BatchNorm's
             statistics, before the first forward of a step, as ``DDPStrategy`` does. False: each
             keeps its own, and nothing is sent.
-        gather, reduce: weights, and gradients, travel in 8 bits: a ``QuantizedGather`` and a
-            ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
+        gather_codec, reduce_codec: send weights, and gradients, in 8 bits: a ``QuantizedGather``
+            and a ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
             ``{"dtype": "int8", "block": (32, 32)}``, ``{"block": 256, "error_feedback": True}``.
         state_dict_type: what is saved: ``"sharded"``: a sealed directory, each process its part
             (`vescale_fsdp.checkpoint`); ``"full"``: one file, as ``DDPStrategy`` saves it;
@@ -80,6 +82,7 @@ class Sharding(Processes):
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
+        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -99,8 +102,8 @@ class Sharding(Processes):
         unused: Literal["auto", "zeros"] = "auto",
         in_flight: int = 2,
         broadcast_buffers: bool = True,
-        gather: Gather = None,
-        reduce: Reduce = None,
+        gather_codec: Gather = None,
+        reduce_codec: Reduce = None,
         state_dict_type: Literal["sharded", "full", "dcp"] = "sharded",
         async_save: bool = False,
         save_rng: bool = True,
@@ -108,7 +111,10 @@ class Sharding(Processes):
         staging_dir: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
+        gather: Gather = None,
+        reduce: Reduce = None,
     ) -> None:
+        name = type(self).__name__
         self.options = Options(
             wrap=wrap,
             granularity=granularity,
@@ -121,8 +127,8 @@ class Sharding(Processes):
             unused=unused,
             in_flight=in_flight,
             broadcast_buffers=broadcast_buffers,
-            gather=gather,
-            reduce=reduce,
+            gather_codec=renamed(name, "gather", gather, "gather_codec", gather_codec),
+            reduce_codec=renamed(name, "reduce", reduce, "reduce_codec", reduce_codec),
             state_dict_type=state_dict_type,
             async_save=async_save,
             save_rng=save_rng,
@@ -242,17 +248,18 @@ class Sharding(Processes):
                 recompute(child)
 
     def _travel_whole(self, module: nn.Module) -> dict[int, dict[str, None]]:
-        """Layers that are no hidden ones, by id, and what to pass for them in place of ``gather``.
+        """Layers that are no hidden ones, by id, and what to pass for them in place of
+        ``gather_codec``.
 
         ``fully_shard`` knows a head by the model around it, and does not see that where the head
         is a unit alone.
         """
-        gather = self.options.engine_options()["gather"]
+        gather = self.options.engine_options()["gather_codec"]
         if gather is None or gather.policy is not None:
             return {}
         hidden = {id(param) for _, param in split_named_params(module)[0]}
         return {
-            id(layer): {"gather": None}
+            id(layer): {"gather_codec": None}
             for layer in module.modules()
             if not any(id(param) in hidden for param in layer.parameters(recurse=False))
             and next(layer.children(), None) is None

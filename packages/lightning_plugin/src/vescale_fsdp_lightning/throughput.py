@@ -93,7 +93,8 @@ class Throughput(callback_base()):  # type: ignore[misc]
     ``peak_memory_gb``: on CUDA what torch has allocated at most, on CPU the most that the process
     has held. The same for every strategy. With ``vescale_fsdp`` also ``padding_percent`` of the
     shards, and ``comm_gb_per_step``, what a process receives in a step, as it follows from the
-    layout; not with ``gather=`` or ``reduce=``, whose codes the layout does not show.
+    layout; not with ``gather_codec`` or ``reduce_codec``, whose codes the
+    layout does not show.
 
     Args:
         tokens_of: how many tokens (or samples) are in a batch. Default: the elements of the first
@@ -184,7 +185,7 @@ class Throughput(callback_base()):  # type: ignore[misc]
             moved = gathers * self._traffic.gather_bytes + self._traffic.reduce_bytes
             logged["padding_percent"] = self._traffic.padding_percent
             options = trainer.strategy.options
-            if options.gather is None and options.reduce is None:
+            if options.gather_codec is None and options.reduce_codec is None:
                 logged["comm_gb_per_step"] = moved / 1e9
         has_logger = bool(trainer.loggers)
         pl_module.log_dict(logged, prog_bar=True, logger=has_logger, on_step=True, on_epoch=False)

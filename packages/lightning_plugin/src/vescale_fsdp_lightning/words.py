@@ -2,12 +2,12 @@
 
 ::
 
-    granularity: rows:32                        Granularity.rows(32)
-    gather: int8                                QuantizedGather("int8")
-    gather: {dtype: e4m3, block: [32, 32]}      QuantizedGather("e4m3", block=(32, 32))
-    reduce: int8                                QuantizedReduce()
-    reduce: {block: 512, error_feedback: true}  QuantizedReduce(block=512, error_feedback=True)
-    timeout: 60                                 timedelta(seconds=60)
+    granularity: rows:32                          Granularity.rows(32)
+    gather_codec: int8                            QuantizedGather("int8")
+    gather_codec: {dtype: e4m3, block: [32, 32]}  QuantizedGather("e4m3", block=(32, 32))
+    reduce_codec: int8                            QuantizedReduce()
+    reduce_codec: {block: 512}                    QuantizedReduce(block=512)
+    timeout: 60                                   timedelta(seconds=60)
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gather_of(value: Any) -> QuantizedGather | None:
         ValueError: it is none of these.
     """
     options = {"dtype": value} if isinstance(value, str) else value
-    return _made(QuantizedGather, "gather", value, options, ("dtype", "block"), _GATHERS)
+    return _made(QuantizedGather, "gather_codec", value, options, ("dtype", "block"), _GATHERS)
 
 
 def reduce_of(value: Any) -> QuantizedReduce | None:
@@ -75,7 +75,7 @@ def reduce_of(value: Any) -> QuantizedReduce | None:
     """
     options = {} if value == "int8" else value  # the only dtype
     known = ("block", "error_feedback")
-    return _made(QuantizedReduce, "reduce", value, options, known, _REDUCES)
+    return _made(QuantizedReduce, "reduce_codec", value, options, known, _REDUCES)
 
 
 def timeout_of(value: Any) -> timedelta | None:

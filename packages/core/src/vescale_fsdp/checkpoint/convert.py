@@ -75,7 +75,8 @@ def convert(
         CheckpointMismatchError: it is in that format already.
         CheckpointValueError: it holds what the other format cannot, by name.
         CheckpointExistsError, CheckpointWriteError: the target cannot be written.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     writers: dict[str, Callable[[_Job], list[str] | bytes]] = {
         "safetensors": _to_safetensors,

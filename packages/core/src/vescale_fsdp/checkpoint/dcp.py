@@ -144,7 +144,8 @@ def export_dcp(
         CheckpointMismatchError: ranks hold different models.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     writing = Writing(Path(path), f"the export to {path}")
     check_last = finish_saves()  # it talks over the same group
@@ -270,7 +271,8 @@ def import_dcp(
         CheckpointCorruptError: it holds something that is not of this format or could run code,
             or an item cannot be read.
         CheckpointMismatchError: an entry has another shape.
-        Nothing has changed then, on any rank.
+
+    After an error nothing has changed, on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()

@@ -70,7 +70,8 @@ def load(
             another rank has died.
         CheckpointCorruptError: bytes are not those that were saved; names the file and the tensor.
         CheckpointMismatchError: an entry has another shape.
-        Nothing has changed then, on any rank.
+
+    After an error nothing has changed, on any rank.
     """
     check_last = finish_saves()
     ranks, folder = all_ranks(), Path(path)

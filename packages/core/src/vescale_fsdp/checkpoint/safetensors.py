@@ -79,7 +79,8 @@ def save_safetensors(
         RankMismatchError: ranks were given different arguments.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
-        Nothing is left behind then.
+
+    After an error nothing is left behind.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}, expected at least 1")
@@ -222,7 +223,8 @@ def load_safetensors(
         CheckpointMismatchError: a name is unexpected, or has another shape or kind of dtype.
         CheckpointCorruptError: a file or the index is not what the format allows, or cannot be
             read.
-        Nothing has changed then, on any rank.
+
+    After an error nothing has changed, on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()

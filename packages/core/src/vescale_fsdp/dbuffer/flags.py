@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
@@ -38,7 +39,7 @@ class Flags:
             self._work = Exchange([values] * comm.size, received, comm.rank, group)
             self._parts = [part for rank, part in enumerate(received) if rank != comm.rank]
         else:
-            self._work = compat.all_reduce_max(values, group)
+            self._work = compat.all_reduce(values, group, dist.ReduceOp.MAX)
 
     def finish(self) -> torch.Tensor:
         """Wait for the other ranks (on CUDA the current stream does). Call it once."""

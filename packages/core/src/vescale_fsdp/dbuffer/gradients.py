@@ -69,12 +69,12 @@ class GradientBuffer:
 
     def _collect(self) -> None:
         """Copy what lies apart into the buffer; in one call what lies side by side there."""
-        places, parts = [], []
+        places, parts, stretches_of = [], [], self._packing.stretches
         run: list[torch.Tensor] = []
         begin = end = 0
-        for index in sorted(self._apart, key=self._packing.first_place):
+        for index in sorted(self._apart, key=self._packing.first_places.__getitem__):
             gradient = self._apart[index]
-            stretches = self._packing.stretches(index)
+            stretches = stretches_of[index]
             if len(stretches) > 1 or gradient.dtype != self.dtype or not gradient.is_contiguous():
                 for place, part in self._pairs(index, gradient):
                     places.append(place)
@@ -97,7 +97,7 @@ class GradientBuffer:
 
     def _pairs(self, index: int, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The places of tensor ``index``, each with its part of ``tensor``."""
-        stretches = self._packing.stretches(index)
+        stretches = self._packing.stretches[index]
         if len(stretches) == 1:
             return [(self._at(stretches[0]).view(self._shapes[index]), tensor)]
         flat = tensor.reshape(-1)
@@ -128,7 +128,7 @@ class GradientBuffer:
         """
         self._collect()
         missing = [index for index in range(len(self._shapes)) if index not in self._written]
-        nothing = [self._at(each) for index in missing for each in self._packing.stretches(index)]
+        nothing = [self._at(each) for index in missing for each in self._packing.stretches[index]]
         nothing += [self.flat[start:stop] for start, stop in self._packing.gaps]
         if nothing:
             torch._foreach_zero_(nothing)

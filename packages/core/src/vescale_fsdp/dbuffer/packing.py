@@ -103,16 +103,9 @@ class Packing:
         """What there is for each tensor, for each of the layout's specs."""
         return [values[index] for index in self._owners]
 
-    def stretches(self, index: int) -> list[Stretch]:
-        """Where tensor ``index`` lies, in order; nothing if it has no place."""
-        return self._stretches[index]
-
-    def first_place(self, index: int) -> int:
-        """Where tensor ``index``, which has a place, begins."""
-        return self._stretches[index][0].place
-
     @cached_property
-    def _stretches(self) -> list[list[Stretch]]:
+    def stretches(self) -> list[list[Stretch]]:
+        """Where each tensor lies, in order; nothing for one that has no place."""
         if self.is_whole:
             places = zip(self.source.specs, self.source.offsets, strict=True)
             return [[Stretch(0, spec.numel, place)] for spec, place in places]
@@ -130,6 +123,11 @@ class Packing:
             if has_place and not own:  # without elements
                 own.append(Stretch(0, 0, 0))
         return found
+
+    @cached_property
+    def first_places(self) -> list[int]:
+        """Where each tensor begins; 0 for one that has no place."""
+        return [own[0].place if own else 0 for own in self.stretches]
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:

@@ -38,6 +38,7 @@ from vescale_fsdp.engine.quantized import (
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.zero_table import row_of
+from vescale_fsdp.notices import renamed
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -53,10 +54,13 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     sharding: str | None = None,
+    accumulate: Literal["unsharded", "sharded"] | None = None,
     granularity: Granularity | GranularityPolicy | None = None,
     unused: Literal["auto", "zeros"] = "auto",
     in_flight: int = 2,
     broadcast_buffers: bool = False,
+    gather_codec: QuantizedGather | None = None,
+    reduce_codec: QuantizedReduce | None = None,
     gather: QuantizedGather | None = None,
     reduce: QuantizedReduce | None = None,
 ) -> ModuleT:
@@ -89,29 +93,36 @@ def fully_shard(
             names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
             Without axes to shard over the parameters stay whole (DDP).
         sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.zero_table`): "ddp",
-            "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. Instead of
-            ``reshard_after_forward``. With all but "ddp", "zero1" and None a backward whose
-            synchronization is switched off still reduces along the axis that cuts, so that
-            gradients are cut while they accumulate.
+            "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. None is "zero3" on
+            one axis and "hsdp" on two. The first three keep parameters after forward.
+        accumulate: how gradients are kept by a backward whose synchronization is switched off
+            (``set_requires_gradient_sync(False)``, ``no_sync``). "unsharded": nothing is sent, and
+            each rank keeps its own sum, as with FSDP2. "sharded": they are reduced along the axis
+            that shards all the same, and each rank keeps its shard of them, which takes less
+            memory. None is "sharded" for ``sharding="zero2"``, whose meaning that is, and
+            "unsharded" for all others.
         granularity: what must not be cut: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: cut anywhere, which costs the least padding.
         unused: "auto": parameters that no rank used in a backward keep ``.grad`` None, found out
             by one byte a parameter beside the last reductions of each backward. "zeros": nobody
             asks, and they get zeros, which momentum and weight decay turn into changes.
-        in_flight: units gathered at a time (1: no prefetch, and each reduction is waited for). In a
-            backward on CPU a reduction under way counts as one: with 2 the reduction of a unit
-            and the gather of the next take turns beside the unit that runs. From 3 on the
-            ``in_flight - 2`` units that a backward would gather first stay gathered since forward,
-            which spares as many gathers. Set on the root.
+        in_flight: how many units may be gathered, or on their way, at a time: the one that runs,
+            and ``in_flight - 1`` ahead of it. Units that stay gathered anyway do not count
+            (``reshard_after_forward=False``, and what a root keeps). So with 1 nothing is
+            prefetched, and each reduction is waited for; and from 3 on the last ``in_flight - 2``
+            units of a forward are not freed, as its backward begins with them. On CPU a reduction
+            under way takes the room of one gather: with 2 they alternate. Set on the root.
         broadcast_buffers: give all ranks the first one's buffers, such as BatchNorm's statistics,
             before each forward that follows a synchronized one with gradients, as DDP does. One
             message more, of all buffers. False, as in FSDP2: each rank keeps its own. Set on the
             root.
-        gather: `QuantizedGather` lets weights travel, and be computed with, in 8 bits. Their blocks
-            become the granularity, where ``granularity`` asks for nothing. Embeddings and heads are
-            told by the names of their modules: call it on a head alone without this.
-        reduce: `QuantizedReduce` lets gradients travel in 8 bits.
+        gather_codec: with a `QuantizedGather` all-gathers send weights in 8 bits, and forward
+            computes with those. Their blocks become the granularity, where ``granularity`` asks for
+            nothing. Embeddings and heads are told by the names of their modules: call it on a head
+            alone without this.
+        reduce_codec: with a `QuantizedReduce` reductions send gradients in 8 bits.
+        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Returns:
         ``module`` itself.
@@ -137,9 +148,9 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        ValueError: ``gather`` or ``reduce`` with a granularity that cuts their blocks, with a dtype
-            that the device lacks, or chosen for a parameter that is smaller than a block, gathers
-            itself or is cut by ``Shard(d)``.
+        ValueError: a codec with a granularity that cuts its blocks, with a dtype that the device
+            lacks, or chosen for a parameter that is smaller than a block, gathers itself or is cut
+            by ``Shard(d)``; or given by both of its names.
         NotImplementedError: a parameter is unevenly cut by tensor parallelism, or a DTensor that
             shall stay codes in forward; or "hsdp_zero1" of one that is a DTensor, or that gathers
             itself.
@@ -147,20 +158,24 @@ def fully_shard(
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
     """
+    gather_codec = renamed("fully_shard", "gather", gather, "gather_codec", gather_codec)
+    reduce_codec = renamed("fully_shard", "reduce", reduce, "reduce_codec", reduce_codec)
     modules = checked_modules(module)
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     mesh = _default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
-    row = row_of(sharding, axes.num_axes, reshard_after_forward)
-    if sharding is not None:
-        axes = axes.as_in(row)
-        reshard_after_forward = None if row.cuts_parameters else False
+    row = row_of(sharding, axes.num_axes, accumulate, reshard_after_forward)
+    axes = axes.as_in(row)
+    if not row.cuts_parameters:
+        reshard_after_forward = False
     device = devices.current_device(mesh.device_type)
     ignored = set(ignored_params or ())
-    check_quantized(gather, reduce, axes, device)
-    travel = Choice(modules, gather, reduce, device) if gather or reduce else None
-    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, travel)
+    check_quantized(gather_codec, reduce_codec, axes, device)
+    codecs = None
+    if gather_codec or reduce_codec:
+        codecs = Choice(modules, gather_codec, reduce_codec, device)
+    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, codecs)
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
     unit = Unit(
@@ -170,7 +185,7 @@ def fully_shard(
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)
         for group in unit.groups:
-            group.gradients.corrects = reduce is not None and reduce.error_feedback
+            group.gradients.corrects = bool(reduce_codec and reduce_codec.error_feedback)
     mark_taken(params, unit)
     for each in modules:
         register_hooks(each)

@@ -1,7 +1,8 @@
-"""What ``fully_shard`` refuses, with FSDP2's words where it refuses the same."""
+"""What ``fully_shard`` refuses, with FSDP2's words where it refuses the same, and warns of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale_fsdp import devices
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import check_granularity
-from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.notices import warn_user
+
+# What holds for a whole model, by what its root has: the attribute of a unit, and its default.
+_ARGUMENTS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {
+    "unused": ("unused", "auto"),
+    "in_flight": ("in_flight", 2),
+    "broadcast_buffers": ("broadcasts_buffers", False),
+}
+_SETTERS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {
+    "set_reduce_scatter_unused_params": ("gives_zeros", False),
+    "set_post_optim_event": ("post_optim_event", None),
+}
 
 
 def checked_modules(module: object) -> list[nn.Module]:
@@ -91,6 +104,41 @@ def check_engine_arguments(
         raise ValueError(
             f"fully_shard: broadcast_buffers must be True or False, got {broadcast_buffers!r}"
         )
+
+
+def warn_of_settings_below(root: Unit, units: Mapping[str, Unit]) -> None:
+    """Warn of settings that only a root's have an effect of, and that other units were given.
+
+    Args:
+        units: of the model, the root among them, by name.
+    """
+    place = f"the root, which is the outermost module ({root.kind})"
+    for name, (attribute, default) in _ARGUMENTS_OF_ROOTS.items():
+        holds = getattr(root, attribute)
+        others = _others(units, attribute, default, holds)
+        if others is not None:
+            where, value = others
+            warn_user(
+                f"fully_shard: {name}={value!r} of {where} has no effect: it holds for a whole "
+                f"model. Give it to {place}; there is {name}={holds!r}"
+            )
+    for name, (attribute, default) in _SETTERS_OF_ROOTS.items():
+        others = _others(units, attribute, default, getattr(root, attribute))
+        if others is not None:
+            warn_user(f"{name} of {others[0]} has no effect: call it on {place}")
+
+
+def _others(
+    units: Mapping[str, Unit], attribute: str, default: Any, holds: Any
+) -> tuple[str, Any] | None:
+    """The units that were given something else than the root, in words, and the first's value."""
+    values = {fqn: getattr(unit, attribute) for fqn, unit in units.items()}
+    others = {fqn: value for fqn, value in values.items() if value not in (default, holds)}
+    if not others:
+        return None
+    fqn, value = next(iter(others.items()))
+    more = "" if len(others) == 1 else f" (and {len(others) - 1} more)"
+    return f"{fqn!r}{more}", value
 
 
 def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:

@@ -63,7 +63,7 @@ def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
         ValueError: it is a scalar, which has no rows.
         NotImplementedError: it shall be cut along another dimension than the first.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # a DTensor holds what dispatch preserves
+    with compat.without_torch_function():  # a DTensor holds what dispatch preserves
         local = local_data(param)
     if not (_has_methods(local, fqn) or compat.is_wrapper(local)):
         return False

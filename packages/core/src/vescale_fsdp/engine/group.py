@@ -310,10 +310,10 @@ class Group(Parameters):
             )
         self.gradients.add(index, self._in_buffer(slot, gradient))
         param.grad = None
-        self.on_gradient(slot.shape.numel())
+        self.on_gradient(self.sizes[index])
 
     def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        return slot.in_buffer(gradient)
+        return gradient if slot.lies_plainly else slot.in_buffer(gradient)
 
     def reset(self) -> None:
         """Forget a step that was broken off."""

@@ -38,10 +38,10 @@ class QuantizedGather:
 
     ::
 
-        gather = QuantizedGather()
+        codec = QuantizedGather()
         for block in model.blocks:
-            fully_shard(block, gather=gather)
-        fully_shard(model, gather=gather)
+            fully_shard(block, gather_codec=codec)
+        fully_shard(model, gather_codec=codec)
 
     Args:
         dtype: "int8", evenly spaced codes, or "e4m3", which are denser near zero: better where a
@@ -129,8 +129,8 @@ def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.de
         ValueError: ``device`` lacks the dtype; or no axis cuts the gradients.
     """
     for name, kind, option in (
-        ("gather", QuantizedGather, gather),
-        ("reduce", QuantizedReduce, reduce),
+        ("gather_codec", QuantizedGather, gather),
+        ("reduce_codec", QuantizedReduce, reduce),
     ):
         if option is not None and not isinstance(option, kind):
             raise TypeError(
@@ -141,8 +141,8 @@ def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.de
         _check_device(gather, device)
     if reduce is not None and axes.shard is None:
         raise ValueError(
-            "fully_shard: reduce=QuantizedReduce(...) is about sums of which each rank keeps its "
-            "part, and sharding='ddp' cuts nothing; use sharding='zero1'"
+            "fully_shard: reduce_codec=QuantizedReduce(...) is about sums of which each rank keeps "
+            "its part, and sharding='ddp' cuts nothing; use sharding='zero1'"
         )
 
 
@@ -150,7 +150,7 @@ def _check_device(gather: QuantizedGather, device: torch.device) -> None:
     if not is_offered(gather.dtype, device):
         other = "int8" if gather.dtype == "e4m3" else "e4m3"
         raise ValueError(
-            f"fully_shard: gather={gather.dtype!r} needs numbers of that dtype, which "
+            f"fully_shard: gather_codec={gather.dtype!r} needs numbers of that dtype, which "
             f"{device.type} does not have in this torch; use QuantizedGather(dtype={other!r})"
         )
 
@@ -160,7 +160,7 @@ class Choice:
 
     Args:
         modules: of one unit.
-        gather, reduce: as of ``fully_shard``.
+        gather, reduce: ``gather_codec`` and ``reduce_codec`` of ``fully_shard``.
         device: of the gathered parameters.
     """
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Coding, decode_blocks
 from vescale_fsdp.dbuffer.eight_bits import encode
 
@@ -89,7 +89,7 @@ class QuantizedWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             return func(*args, **kwargs)
 
     @classmethod
@@ -106,7 +106,7 @@ class QuantizedWeight(torch.Tensor):
                     f"{func} would write to a gathered weight that is kept in {value.coding}; "
                     "change the sharded parameter, or gather with decode=True"
                 )
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             return func(*_decoded(args), **_decoded(kwargs or {}))
 
 

@@ -46,7 +46,7 @@ class Gradients:
         slots: the parameters, in the order of the buffer's layout.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         pool: lends the memory of what is not reduced yet.
-        cuts_outside: whether what rests is cut over the replicas too.
+        cuts_outside: also shard optimizer state over the replicas.
     """
 
     def __init__(
@@ -164,31 +164,26 @@ class Gradients:
 
         Dropped where the parameter was frozen when the backward began.
         """
-        if self._has_place(index):
-            lane = self.pool.lane
-            if lane.is_current:
+        if not self._packing.wanted[index]:
+            self._refuse_unfrozen(index)
+            return
+        lane = self.pool.lane
+        if lane.is_current:
+            (self._filling or self._fillable()).add(index, gradient)
+        else:
+            lane.borrow(gradient)
+            with lane.entered():
                 self._fillable().add(index, gradient)
-            else:
-                lane.borrow(gradient)
-                with lane.entered():
-                    self._fillable().add(index, gradient)
-            self._slots[index].used = True
+        self._slots[index].used = True
 
-    def _has_place(self, index: int) -> bool:
-        """False where the parameter was frozen when the backward began.
-
-        Raises:
-            RuntimeError: somebody wants it who did not when the backward began.
-        """
-        if self._packing.wanted[index]:
-            return True
+    def _refuse_unfrozen(self, index: int) -> None:
+        """Raise if a parameter that was frozen when the backward began is trainable now."""
         slot = self._slots[index]
         if slot.sharded.requires_grad:
             raise RuntimeError(
                 f"parameter {slot.fqn!r} was unfrozen while a backward ran, which had begun "
                 "without a place for its gradient; call requires_grad_(True) before backward"
             )
-        return False
 
     def _fillable(self) -> GradientBuffer:
         if self._filling is None:  # for a late gradient another: its first may still be sent

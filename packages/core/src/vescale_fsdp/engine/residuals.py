@@ -49,7 +49,7 @@ class Residuals:
         found = {}
         for index, shape in enumerate(shapes):
             if packing.wanted[index]:
-                stretches = packing.stretches(index)
+                stretches = packing.stretches[index]
                 parts = [flat.narrow(0, each.place, each.stop - each.start) for each in stretches]
                 whole = parts[0] if len(parts) == 1 else torch.cat([flat[:0], *parts])
                 found[index] = whole.view(shape)
@@ -65,6 +65,6 @@ class Residuals:
         flat = torch.zeros(packing.layout.total_size, dtype=torch.float32, device=device)
         for index, value in enumerate(values):
             if value is not None and packing.wanted[index]:
-                for start, stop, place in packing.stretches(index):
+                for start, stop, place in packing.stretches[index]:
                     flat.narrow(0, place, stop - start).copy_(value.reshape(-1)[start:stop])
         self.flat = flat

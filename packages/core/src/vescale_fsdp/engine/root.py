@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.materialized import check_materialized
 from vescale_fsdp.engine.ties import refuse_waiting
 from vescale_fsdp.engine.unit import Unit, units_in
-from vescale_fsdp.ragged.assignment import NAME
+from vescale_fsdp.ragged.tensor import NAME
 
 
 def make_root(unit: Unit) -> Engine:
@@ -39,6 +40,7 @@ def make_root(unit: Unit) -> Engine:
                 group.rebind()
             for slot in group.slots:
                 setattr(slot.sharded, NAME, slot.fqn)
+    warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     unit.is_root = True
     for below in units.values():

@@ -30,8 +30,7 @@ from vescale_fsdp.engine.parallel import (
     placements_of,
     spec_at_rest,
 )
-from vescale_fsdp.ragged.assignment import NAME
-from vescale_fsdp.ragged.tensor import wrap_local
+from vescale_fsdp.ragged.tensor import NAME, wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 
@@ -53,6 +52,10 @@ class Slot:
     original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
+
+    def __post_init__(self) -> None:
+        # Whether a gradient of the gathered parameter is what the buffer wants.
+        self.lies_plainly = self.given is None and not self.dim
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """The sharded tensor around this rank's part, which is flat or has dimensions already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,12 +11,17 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+from vescale_fsdp.notices import warn_no_effect
 
 
 class TuningMethods:
-    """Mixed into ``FSDPModule``. None of these changes what is computed, unless it says so."""
+    """Mixed into ``FSDPModule``. None of these changes what is computed, unless it says so.
+
+    A setter that has no effect here warns where a user calls it, and says what to do.
+    """
 
     # What is gathered ahead
 
@@ -51,12 +56,25 @@ class TuningMethods:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next gathers wait for this event instead of for all work so far. Used once.
 
-        On the root. Without an accelerator there is nothing to wait for.
+        On the root. Without an accelerator there is nothing to wait for, and a warning says so.
         """
-        self._unit().post_optim_event = event
+        unit = self._unit()
+        if _is_below_root(unit, "set_post_optim_event"):
+            return
+        if not any(each.has_streams for each in units_of(self, recurse=True)):
+            warn_no_effect(
+                "set_post_optim_event",
+                "the parameters are on the CPU, where the step of an optimizer has ended when it "
+                "returns; leave the call out",
+            )
+            return
+        unit.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to set: gathers are asynchronous, and allocate nothing on another stream."""
+        warn_no_effect(
+            "_set_unshard_async_op", "all-gathers are always asynchronous; leave the call out"
+        )
 
     # How gradients are summed
 
@@ -80,7 +98,14 @@ class TuningMethods:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sum in the collective and scale after it, also where it could average (NCCL)."""
-        for group in self._unit().groups:
+        unit = self._unit()
+        if enable and _is_on_cpu(unit):
+            warn_no_effect(
+                "set_force_sum_reduction_for_comms",
+                "reductions on the CPU are always sums, which are divided after it; leave the call "
+                "out",
+            )
+        for group in unit.groups:
             group.gradients.only_sums = enable
 
     def set_reduce_scatter_unused_params(
@@ -91,6 +116,15 @@ class TuningMethods:
         Parameters that only some ranks use need no switch here. Holds for the whole model, by what
         its root was set to.
         """
+        own = self._unit()
+        if not reduce_scatter_unused_params and own.unused == "zeros":
+            warn_no_effect(
+                "set_reduce_scatter_unused_params",
+                "fully_shard was given unused='zeros', which holds; leave that out",
+            )
+        engine = engine_of(own)
+        if engine is not None and engine.units()[0].gives_zeros != reduce_scatter_unused_params:
+            _is_below_root(own, "set_reduce_scatter_unused_params")
         for unit in units_of(self, recurse):
             unit.gives_zeros = reduce_scatter_unused_params
 
@@ -116,12 +150,21 @@ class TuningMethods:
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Nothing to set: reductions always have communicators of their own."""
+        warn_no_effect(
+            "set_separate_reduce_scatter_group",
+            "reductions always have communicators of their own; leave the call out",
+        )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Nothing to set: each backward that reduces waits for its own reductions.
 
         Micro-batches that are not to be reduced say so by `set_requires_gradient_sync`.
         """
+        warn_no_effect(
+            "set_is_last_backward",
+            "each backward waits for its own reductions. Micro-batches without reductions are "
+            "those with set_requires_gradient_sync(False); leave the call out",
+        )
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -132,14 +175,20 @@ class TuningMethods:
         are any. The hook works in place.
 
         Args:
-            stream: to run it on, where there are no replicas.
+            stream: to run it on, where there are no replicas. On the CPU there are no streams.
 
         Raises:
             ValueError: the parameters are on several meshes; or a stream, and replicas.
         """
-        for group in self._groups_on_one_mesh("set_all_reduce_hook"):
-            if stream is not None and group.axes.replicate is not None:
-                raise ValueError("stream cannot be set when using native HSDP")
+        groups = self._groups_on_one_mesh("set_all_reduce_hook")
+        if stream is not None and any(group.axes.replicate is not None for group in groups):
+            raise ValueError("stream cannot be set when using native HSDP")
+        if stream is not None and _is_on_cpu(self._unit()):
+            warn_no_effect(
+                "set_all_reduce_hook(stream=...)",
+                "gradients on the CPU are not queued on streams; leave stream= out",
+            )
+        for group in groups:
             group.gradients.hook, group.gradients.hook_stream = hook, stream
 
     # Collectives that the user supplies
@@ -169,6 +218,8 @@ class TuningMethods:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group allocate what collectives send and receive, as FSDP2 does.
 
+        Where its backend cannot (gloo), this costs a copy for nothing, and a warning says so.
+
         Raises:
             AssertionError: custom collectives are set.
         """
@@ -178,8 +229,14 @@ class TuningMethods:
             gather, reduce = None, None
             if enable:
                 comm = comm_for(group.axes)
-                gather, _ = compat.process_group_collectives(comm.gather_group)
-                _, reduce = compat.process_group_collectives(comm.reduce_group)
+                if not compat.allocates(comm.gather_group, group.pool.device):
+                    warn_no_effect(
+                        "set_allocate_memory_from_process_group_for_comm",
+                        "the backend of the process group allocates no memory for communication, "
+                        "and each collective costs a copy more; leave the call out",
+                    )
+                gather = compat.ProcessGroupAllocAllGather(comm.gather_group)
+                reduce = compat.ProcessGroupAllocReduceScatter(comm.reduce_group)
             group.custom_gather, group.gradients.custom = gather, reduce
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -196,7 +253,7 @@ class TuningMethods:
             _refuse_custom(group, "set_symm_mem")
             _refuse_coded(group, "set_symm_mem_for_comm")
             gather_group = comm_for(group.axes).gather_group
-            group.custom_gather = compat.symmetric_memory_gather(gather_group, backend)
+            group.custom_gather = compat.SymmMemAllGather(gather_group, cast(Any, backend))
 
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]
@@ -218,6 +275,24 @@ def units_of(module: Any, recurse: bool) -> list[Unit]:
     if recurse:
         return list(units_in(module).values())
     return [module._unit()]
+
+
+def _is_on_cpu(unit: Unit) -> bool:
+    return bool(unit.groups) and not unit.has_streams
+
+
+def _is_below_root(unit: Unit, setter: str) -> bool:
+    """Whether the model has run, and its root is another unit; warns then."""
+    engine = engine_of(unit)
+    if engine is None or unit.is_root:
+        return False
+    root = engine.units()[0]
+    warn_no_effect(
+        setter,
+        f"this is {unit.fqn!r}, and it holds for a whole model. Call it on the root, the outermost "
+        f"module ({root.kind})",
+    )
+    return True
 
 
 def _units_to_prefetch(modules: Iterable[Any]) -> list[Unit] | None:
@@ -245,6 +320,7 @@ def _refuse_custom(group: Group, method: str) -> None:
 def _refuse_coded(group: Group, method: str) -> None:
     if any(gather or reduce for gather, reduce in group.codings):
         raise ValueError(
-            f"{method}: parameters of this module travel in 8 bits (gather= or reduce= of "
-            "fully_shard), by messages that other collectives do not know; use one of the two"
+            f"{method}: parameters of this module travel in 8 bits (gather_codec= or "
+            "reduce_codec= of fully_shard), by messages that other collectives do not know; use "
+            "one of the two"
         )

@@ -7,18 +7,18 @@ sharding   parameters, from forward     gradients, between micro-    optimizer s
 ddp        on every rank                each rank's own sum          on every rank
 zero1      on every rank                each rank's own sum          cut
 zero2      on every rank                cut                          cut
-zero3      cut                          cut                          cut
-hsdp       copies; cut inside           own sums; cut inside         copies; cut inside
-hsdp_zero1 copies; cut inside           own sums; cut inside         cut over both axes
+zero3      cut                          each rank's own sum *        cut
+hsdp       copies; cut inside           each rank's own sum *        copies; cut inside
+hsdp_zero1 copies; cut inside           each rank's own sum *        cut over both axes
 ========== ============================ ============================ ============================
 
 Of two axes the first (outer) one joins copies, as between machines, and the second (inner) one
 cuts. Micro-batches are those before the last of a step: backwards that the user has switched
 synchronization off for. After the last one gradients are cut as the optimizer states are.
 
-Without ``sharding`` the behaviour is FSDP2's: that of zero3 or hsdp, but a backward without
-synchronization keeps each rank's own sum, and ``reshard_after_forward`` says what happens to
-parameters after forward.
+Without ``sharding`` it is zero3 on one axis, and hsdp on two: FSDP2's.
+
+(*) With ``accumulate="sharded"`` they are cut over the axis that cuts, and own sums over the other.
 
 Source: ZeRO, arXiv 1910.02054, section 5; hsdp_zero1 is what Megatron calls a distributed optimizer
 over the outer axis.
@@ -27,7 +27,7 @@ over the outer axis.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import MappingProxyType
 
@@ -79,27 +79,29 @@ ZERO_TABLE: Mapping[str, Row] = MappingProxyType(
         "ddp": Row((_COPIED,), (_OWN_SUM,), (_COPIED,)),
         "zero1": Row((_COPIED,), (_OWN_SUM,), (_CUT,)),
         "zero2": Row((_COPIED,), (_CUT,), (_CUT,)),
-        "zero3": Row((_CUT,), (_CUT,), (_CUT,)),
-        "hsdp": Row((_COPIED, _CUT), (_OWN_SUM, _CUT), (_COPIED, _CUT)),
-        "hsdp_zero1": Row((_COPIED, _CUT), (_OWN_SUM, _CUT), (_CUT, _CUT)),
+        "zero3": Row((_CUT,), (_OWN_SUM,), (_CUT,)),
+        "hsdp": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_COPIED, _CUT)),
+        "hsdp_zero1": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_CUT, _CUT)),
     }
 )
 
-_LIKE_FSDP2 = {
-    1: Row((_CUT,), (_OWN_SUM,), (_CUT,)),
-    2: Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_COPIED, _CUT)),
-}
+_DEFAULTS = {1: "zero3", 2: "hsdp"}  # by the number of axes: FSDP2's
 
 
-def row_of(sharding: str | None, num_axes: int, reshard_after_forward: bool | int | None) -> Row:
+def row_of(
+    sharding: str | None,
+    num_axes: int,
+    accumulate: str | None,
+    reshard_after_forward: bool | int | None,
+) -> Row:
     """The row that arguments of ``fully_shard`` name.
 
     Raises:
-        ValueError: there is no such row, it is for another number of axes, or
-            ``reshard_after_forward`` says it again.
+        ValueError: there is no such row, it is for another number of axes, or the other two
+            arguments contradict it.
     """
     if sharding is None:
-        return _LIKE_FSDP2[num_axes]
+        sharding = _DEFAULTS[num_axes]
     if sharding not in ZERO_TABLE:
         raise ValueError(
             f"fully_shard: sharding must be one of {', '.join(ZERO_TABLE)}, got {sharding!r}"
@@ -111,9 +113,23 @@ def row_of(sharding: str | None, num_axes: int, reshard_after_forward: bool | in
             f"fully_shard: sharding={sharding!r} is for a mesh of {row.num_axes} axes, got "
             f"{num_axes}; for that there are {names}"
         )
-    if reshard_after_forward is not None:
+    if reshard_after_forward and not row.cuts_parameters:
         raise ValueError(
-            f"fully_shard: sharding={sharding!r} says what happens to parameters after forward; "
-            f"leave out reshard_after_forward={reshard_after_forward}"
+            f"fully_shard: sharding={sharding!r} keeps parameters after forward; leave out "
+            f"reshard_after_forward={reshard_after_forward}, or take 'zero3'"
         )
-    return row
+    if accumulate is None:
+        return row
+    if accumulate not in ("unsharded", "sharded"):
+        raise ValueError(
+            f"fully_shard: accumulate must be 'unsharded' or 'sharded', got {accumulate!r}"
+        )
+    if (accumulate == "sharded") == row.cuts_gradients:
+        return row
+    if not row.cuts_parameters:  # another row has what is asked for
+        other = {"zero1": "use sharding='zero2'", "zero2": "use sharding='zero1'"}
+        raise ValueError(
+            f"fully_shard: sharding={sharding!r} does not accumulate {accumulate} gradients; "
+            + other.get(sharding, "nothing is sharded there")
+        )
+    return replace(row, gradients=(*row.gradients[:-1], _CUT))

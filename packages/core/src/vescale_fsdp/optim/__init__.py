@@ -5,18 +5,20 @@ of one process on any number of ranks. `OptimizerGroup` makes several into one o
 `split_named_params` makes the usual split for matrix optimizers. `flatten_` lets an element-wise
 optimizer of ``torch.optim`` step once per group on the contiguous shard.
 
-`base` is what ours share, `cuts` finds parameters that are parts of shards. Each optimizer is in a
-file or folder of its name (`adamw8bit`, `muon`, `preconditioned`), on top of `quantized` (8-bit
-blocks), `matrices` (whole matrices on owners) or `flat` (pieces of shards).
+`base` is what ours share. On it: `adamw8bit` with `codes` (blocks of 8 bits); `muon` with
+`muon_rule` (its numbers); `shampoo` and `soap` on `preconditioned` with `roots`. Whole matrices go
+to owners by `layout` (which matrices a parameter is made of, and who holds what of them), `owners`
+(who computes which), `routes` (who sends what to whom) and `transport` (which sends it; all but it
+are pure integers). `flatten` steps on the pieces of `flat`.
 """
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
-from vescale_fsdp.optim.flat.flatten import flatten_
+from vescale_fsdp.optim.flatten import flatten_
 from vescale_fsdp.optim.group import OptimizerGroup
-from vescale_fsdp.optim.matrices.assignment import CommunicationPlan
-from vescale_fsdp.optim.muon.muon import Muon
-from vescale_fsdp.optim.preconditioned.shampoo import Shampoo
-from vescale_fsdp.optim.preconditioned.soap import SOAP
+from vescale_fsdp.optim.muon import Muon
+from vescale_fsdp.optim.owners import CommunicationPlan
+from vescale_fsdp.optim.shampoo import Shampoo
+from vescale_fsdp.optim.soap import SOAP
 from vescale_fsdp.optim.split import split_named_params
 
 __all__ = [

@@ -37,8 +37,7 @@ from vescale_fsdp.optim.base import (
     local_of,
     zeros_placed,
 )
-from vescale_fsdp.optim.quantized.batches import Batch, Entry, batches
-from vescale_fsdp.optim.quantized.codes import SMALLEST_SCALE, Codebook, codebook
+from vescale_fsdp.optim.codes import SMALLEST_SCALE, Batch, Codebook, Entry, batches, codebook
 from vescale_fsdp.ragged import Blocks, BlockSize, remaining_box
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # with whether it has a sign

@@ -2,29 +2,82 @@
 
 A state is made when its parameter is added, on every rank, with the parameter's placement or one
 that follows from it. So `torch.distributed.checkpoint` saves and reshards it like a parameter.
+
+An optimizer for whole matrices that gets the local part of a sharded one computes something else,
+without an error. So a plain parameter is compared with all sharded parameters that are alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, overload
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
-from vescale_fsdp.optim.cuts import LiveShards, live_shards, refuse_cut
 from vescale_fsdp.ragged import (
     PendingTensor,
+    RaggedShard,
     RaggedTensor,
     contiguous_strides,
     holding_of,
     ragged_axis_of,
     wrap,
 )
+
+LiveShards = Mapping[int, DTensor]  # by the ``_cdata`` of the storage that a local part lies in
+
+
+def live_shards() -> LiveShards:
+    """The sharded parameters of this process, ours and those of others, by storage.
+
+    Torch has no list of them, and a local part does not know its parameter: the garbage
+    collector is asked. Cost: about 0.1 s for a million objects; nothing without a process group,
+    because a DTensor needs one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    found: dict[int, DTensor] = {}
+    for each in gc.get_objects():
+        # By the type: ``isinstance`` runs code of objects that pretend to be others.
+        if not issubclass(type(each), DTensor):
+            continue
+        shard: DTensor = each
+        placements = shard._spec.placements
+        is_cut = any(isinstance(p, RaggedShard | Shard) for p in placements)
+        if is_cut and isinstance(shard, nn.Parameter):
+            for storage in compat.storages_of(shard._local_tensor):
+                found.setdefault(storage, shard)
+    return found
+
+
+def refuse_cut(param: torch.Tensor, name: str, shards: LiveShards) -> None:
+    """Raise if a plain tensor lies in the memory of a sharded parameter.
+
+    Raises:
+        ValueError: it does.
+    """
+    if isinstance(param, DTensor) or param.is_meta or param.layout != torch.strided:
+        return
+    for storage in compat.storages_of(param):
+        whole = shards.get(storage)
+        if whole is not None:
+            raise ValueError(
+                f"{name} is a plain tensor of shape {tuple(param.shape)} in the memory of a "
+                f"sharded parameter of shape {tuple(whole.shape)}, {whole._spec.placements}: what "
+                "to_local() gives. An optimizer would take this rank's part for the whole; pass "
+                "the sharded parameter itself, as model.parameters() gives it"
+            )
+
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -317,21 +370,23 @@ def zeros_placed(
     dtype: torch.dtype,
     shape: Sequence[int] | None = None,
     placements: Sequence[Placement] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """A state of zeros: a DTensor on the parameter's mesh, or plain where the parameter is.
+    """A state of zeros: a DTensor, or plain where the parameter is.
 
     Args:
-        param: gives mesh and device.
+        param: gives the device.
         dtype: of the state.
         shape: of the whole state; that of the parameter if None.
         placements: one for each axis of the mesh; those of the parameter if None.
+        mesh: of the state; that of the parameter if None.
     """
     if shape is None and placements is None:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     shape = torch.Size(param.shape if shape is None else shape)
     if not isinstance(param, DTensor):
         return torch.zeros(shape, dtype=dtype, device=param.device)
-    mesh = param.device_mesh
+    mesh = param.device_mesh if mesh is None else mesh
     placements = tuple(param._spec.placements if placements is None else placements)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "parameters are made by the ranks of their mesh"

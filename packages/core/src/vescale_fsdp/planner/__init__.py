@@ -30,18 +30,16 @@ Example: three tensors over 4 ranks.
 
 21 elements need S >= 6, so S = 6 is the least, and 3 of 24 elements (``.``) are padding.
 
-Files: ``spec`` (what goes in), ``layout`` (what comes out), ``api`` (``plan``), ``search`` (branch
-and bound), ``solve`` (the least shard size for an order), ``bound`` (what no order can beat),
-``orders`` (which orders compete), ``fitting`` (one built to measure), ``advice`` (what to change
-where padding is large), ``peers`` (what other systems pay), ``naive`` (brute force, for tests).
+Files: ``layout`` (what goes in, what comes out), ``api`` (``plan``), ``search`` (branch and bound),
+``solve`` (the least shard size for an order, and what no order can beat), ``orders`` (which orders
+compete), ``advice`` (what to change where padding is large), ``peers`` (what other systems pay).
 """
 
 from __future__ import annotations
 
 from vescale_fsdp.planner.advice import Advice, PaddingWarning, advise
 from vescale_fsdp.planner.api import lay_out, plan
-from vescale_fsdp.planner.layout import ShardLayout
-from vescale_fsdp.planner.spec import TensorSpec
+from vescale_fsdp.planner.layout import ShardLayout, TensorSpec
 
 __all__ = [
     "Advice",

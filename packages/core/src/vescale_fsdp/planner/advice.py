@@ -7,10 +7,8 @@ group). All figures here come from planning the changed group, never from a rule
 
 Example: a matrix of 28672 rows of 8192 over 2,048 ranks, 128 rows to a block. There are 224 blocks,
 so 1,824 ranks hold nothing: 814% padding. Within 5% are groups of 32 ranks (64 replicas), with 7
-blocks each, or blocks of 2 rows, 7 to a rank.
-
-Small groups cannot keep 5%, whatever their blocks: 640 elements over 256 ranks take 3 on each, and
-that is 20%. There the goal is what the group takes without blocks, and the sentence says so.
+blocks each, or blocks of 2 rows, 7 to a rank. Small groups cannot keep 5%, whatever their blocks;
+there the goal is what the group takes without blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.planner.bound import lower_bound
-from vescale_fsdp.planner.layout import ShardLayout
+from vescale_fsdp.planner.layout import ShardLayout, TensorSpec
 from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item, units
-from vescale_fsdp.planner.spec import TensorSpec
+from vescale_fsdp.planner.solve import lower_bound
 
 PADDING_LIMIT = 0.05
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner.advice import PaddingWarning, advise
-from vescale_fsdp.planner.layout import ShardLayout
+from vescale_fsdp.planner.layout import ShardLayout, TensorSpec, checked_int
 from vescale_fsdp.planner.orders import choose_order
 from vescale_fsdp.planner.search import Item, earliest_start, units
-from vescale_fsdp.planner.spec import TensorSpec, checked_int
 
 
 def plan(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from vescale_fsdp.planner.spec import TensorSpec
+from vescale_fsdp.planner.layout import TensorSpec
 
 
 def fsdp2_shard_size(specs: Iterable[TensorSpec], num_shards: int) -> int:

@@ -34,8 +34,7 @@ Example: one tensor of 13 elements in blocks of 3 over 4 shards, so S >= 4. At t
 fits: ``|.aaa|aaaa|aaaa|aa..|``. But the cut at 8 is 7 from the start. The child M = 3 gives
 S = 6, legal; the child that bars blocks of 3 gives S = 7 (``|.aaaaaa|aaaaaaa|``). So S = 6.
 
-What "fits" means is for the two searches to say: ``solve`` places the tensors in a given order,
-``bound`` asks what holds in every order.
+What "fits" means is for the two searches in ``solve`` to say.
 """
 
 from __future__ import annotations

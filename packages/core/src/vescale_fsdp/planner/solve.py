@@ -1,15 +1,19 @@
-"""The least shard size for tensors in a given order: exact, or within twice of it.
+"""The least shard size for a given order, and a bound that no order can beat.
 
-At one S, each tensor goes to its earliest legal start; a later start never helps those that
-follow. Over all S, it is the branch and bound of ``search``.
+**For an order** (``solve``). At one S, each tensor goes to its earliest legal start; a later start
+never helps those that follow. Over all S, it is the branch and bound of ``search``. Real models
+need few nodes. The number of placements is limited all the same (``WORK_LIMIT``). Past it, the
+answer is the best legal node so far, or the best set that is a prefix of the tensors by size,
+largest first (``prefix_least``). The latter is at most twice the least S: with S* the least,
+tensors of more than 2 S* elements do span at S*, so M divides S*; at 2 S* the others have at most
+one cut inside, and every cut there was one at S* too.
 
-Real models need few nodes: only tensors larger than S can span, their blocks are few distinct
-numbers, and barring a tensor costs S >= size / 2. The number of placements is limited all the
-same (``WORK_LIMIT``). Past it, the answer is the best legal node so far, or the best set that
-is a prefix of the tensors by size, largest first (``prefix_shard_size``). The latter is at
-most twice the least S: with S* the least, tensors of more than 2 S* elements do span at S*, so
-M divides S*; at 2 S* the others have at most one cut inside, and every cut there was one at S*
-too.
+**For all orders** (``lower_bound``). S must hold the average, and each tensor must have a legal
+start by itself: it fits in a shard, or it crosses one cut, which leaves it at most S after the cut
+and the whole blocks of S before it, or its block divides S. The same branch and bound finds the
+least such S, over the distinct (size, block) only. 13 elements in blocks of 5 over 4 shards: S = 4
+holds no block; 5 is divided by 5, so 5 is the bound, and 6 would be refused: 5 before a cut leave 8
+after it. The bound knows nothing of how tensors share a shard: the least S may be above it.
 """
 
 from __future__ import annotations
@@ -59,13 +63,6 @@ def solve_below(
         return None
     found = search.run(low, work_limit)
     return found if found.shard_size < below else None
-
-
-def prefix_shard_size(items: Sequence[Item], num_shards: int) -> int:
-    """The best shard size if the largest tensors may span: at most twice the least."""
-    search = _InOrder(_merged(items), num_shards)
-    low = -(-search.total // num_shards)
-    return search.prefix_least(low) if low else 0
 
 
 def _merged(items: Sequence[Item]) -> list[Item]:
@@ -161,3 +158,59 @@ class _InOrder(Search):
             barred = {block for block in blocks if multiple % block}
             best = min(best, self.least(multiple, barred, low))
         return best
+
+
+# Looked-at (size, block) pairs before the search is broken off: some 10 ms in CPython.
+_BOUND_WORK_LIMIT = 50_000
+
+
+class Bound(NamedTuple):
+    """No order has a smaller ``shard_size``, in units.
+
+    ``multiple`` divides it: the least common multiple of blocks that had to. Where S is a bit
+    larger, it mostly has to be a multiple of that as well.
+    """
+
+    shard_size: int
+    multiple: int
+
+
+def lower_bound(items: Sequence[Item], num_shards: int) -> Bound:
+    """The least shard size that the average and each item by itself allow."""
+    search = _EachAlone(items, num_shards)
+    low = -(-search.total // num_shards)
+    if low == 0:
+        return Bound(0, 1)
+    nodes, _ = search.branch(low, _BOUND_WORK_LIMIT)
+    return Bound(nodes[0].bound, nodes[0].multiple)
+
+
+class _EachAlone(Search):
+    """The relaxation in which tensors share the shards but do not get in each other's way."""
+
+    def __init__(self, items: Sequence[Item], num_shards: int) -> None:
+        super().__init__(items, num_shards)
+        self.kinds = sorted({item for item in items if item.size and item.block > 1}, reverse=True)
+
+    def fits(self, shard_size: int, barred: Set[int]) -> bool:
+        """Whether the shards hold the sum, and each item has a legal start, alone."""
+        self.work += len(self.kinds)
+        if self.total > self.num_shards * shard_size:
+            return False
+        for size, block in self.kinds:
+            if size <= shard_size:
+                break  # so do the rest, which are smaller
+            before_cut = shard_size - shard_size % block
+            may_span = block not in barred
+            if before_cut == 0 or not (may_span or size - before_cut <= shard_size):
+                return False
+        return True
+
+    def offender(self, shard_size: int, barred: Set[int]) -> int | None:
+        """The block of the largest item that has to span though its block does not divide S."""
+        self.work += len(self.kinds)
+        for size, block in self.kinds:
+            remainder = shard_size % block
+            if remainder and size > shard_size + (shard_size - remainder):
+                return block
+        return None

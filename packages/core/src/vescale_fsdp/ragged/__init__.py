@@ -1,23 +1,25 @@
 """RaggedShard and RaggedTensor: shards in whole blocks, expressed as a DTensor placement.
 
-One file per concept. Layouts: `placement` (which rank holds which units), `regions` (a flat range
-as boxes), `holdings` (boxes for any mix of placements), `recuts` (after a change of shape),
-`blocks` (of a tensor that is quantized, and where they lie).
-Moving data: `exchange`, `redistribute`, `pending`. The tensor: `tensor` (the DTensor subclass),
-`assignment` (of ``.data``), `saving`. Operators: `dispatch` (which run, and what comes out),
-`elementwise`, `mixing`, `linear`, `views`, `reductions` with `aggregates` and `norms`, `random`,
-`scaling`, `gradients`.
+One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
+mix of placements), `recuts` (after a change of shape), `blocks` (of a tensor that is quantized, and
+where they lie). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass).
+Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `products`,
+`reductions` with `aggregates`, `random`, `gradients`.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
-from vescale_fsdp.ragged.exchange import as_bytes
-from vescale_fsdp.ragged.holdings import holding_of, ragged_axis_of, remaining_box
-from vescale_fsdp.ragged.pending import PendingTensor
+from vescale_fsdp.ragged.holdings import (
+    Box,
+    contiguous_strides,
+    flat_range_to_boxes,
+    holding_of,
+    ragged_axis_of,
+    remaining_box,
+)
 from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes
 from vescale_fsdp.ragged.reductions import max_over_ranks
-from vescale_fsdp.ragged.regions import Box, contiguous_strides, flat_range_to_boxes
-from vescale_fsdp.ragged.saving import allow_loading
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap
 
 __all__ = [
@@ -37,5 +39,3 @@ __all__ = [
     "remaining_box",
     "wrap",
 ]
-
-allow_loading()

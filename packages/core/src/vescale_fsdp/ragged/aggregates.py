@@ -1,6 +1,8 @@
-"""Sum, mean, product, count, extremes, any and all of ragged tensors, and ``torch.equal``.
+"""Sum, mean, product, count, extremes, any, all and norms of ragged tensors, and ``torch.equal``.
 
-File `reductions` says what layout comes out and how ranks are combined.
+File `reductions` says what layout comes out and how ranks are combined. A p-norm of the whole is
+the p-norm of the p-norms of its parts: the result is partial in that sense (`compat.NormPartial`),
+and reduced when somebody needs the value. Extremes are combined at once.
 """
 
 from __future__ import annotations
@@ -15,103 +17,76 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.mixing import local_beside, start_move
+from vescale_fsdp.compat import DTensorSpec, NormPartial
+from vescale_fsdp.ragged.mixing import local_beside, refuse_partial, start_move
 from vescale_fsdp.ragged.recuts import respecified_as, sizes_here
-from vescale_fsdp.ragged.reductions import Kind, is_number, layout_of_slices, reduce
+from vescale_fsdp.ragged.reductions import Kind, layout_of_slices, reduce, reduce_each
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
 
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
+_SUM = Partial("sum")
 
 
-def _sum(
-    func: Any,
-    x: RaggedTensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> DTensor:
-    refuse_partial(func, x._spec)
-
-    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
-        return torch.sum(part, over, dtype=wanted)
-
-    kind = Kind(local, torch.add, 0, _summed_dtype(x, dtype), Partial("sum"))
-    return reduce(x, kind, dims, keepdim)
+def _sum(func: Any, x: RaggedTensor, *over: Any, dtype: torch.dtype | None = None) -> DTensor:
+    kind = Kind(
+        lambda part, dims, wanted: torch.sum(part, dims, dtype=wanted),
+        torch.add,
+        0,
+        _summed_dtype(x, dtype),
+        _SUM,
+    )
+    return reduce(func, x, kind, *over)
 
 
-def _mean(
-    func: Any,
-    x: RaggedTensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> DTensor:
+def _mean(func: Any, x: RaggedTensor, *over: Any, dtype: torch.dtype | None = None) -> DTensor:
     """The local sums divided by the global number of elements: means of parts do not add up."""
-    refuse_partial(func, x._spec)
     result = dtype or x.dtype
-    if not is_number(result):
+    if not _is_number(result):
         raise RuntimeError(f"{func}: the mean of {result} is not defined; pass a dtype of numbers")
-    count = math.prod(x.shape[d] for d in _dims(x, dims))
+    count = math.prod(x.shape[d] for d in _dims(x, *over))
 
-    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+    def local(part: torch.Tensor, dims: list[int], wanted: torch.dtype) -> torch.Tensor:
         # A sum in half precision overflows where the mean does not.
         working = torch.float32 if wanted in _HALF else wanted
-        return (torch.sum(part, over, dtype=working) / count).to(wanted)
+        return (torch.sum(part, dims, dtype=working) / count).to(wanted)
 
     neutral = 0.0 if count else math.nan  # the mean of nothing is not a number
-    return reduce(x, Kind(local, torch.add, neutral, result, Partial("sum")), dims, keepdim)
+    return reduce(func, x, Kind(local, torch.add, neutral, result, _SUM), *over)
 
 
-def _prod(
-    func: Any,
-    x: RaggedTensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> DTensor:
+def _prod(func: Any, x: RaggedTensor, *over: Any, dtype: torch.dtype | None = None) -> DTensor:
     refuse_partial(func, x._spec)
     _refuse_gradient(func, x, "use `x.abs().log().sum()`, or `.full_tensor()`")
 
-    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
-        for d in reversed(over):
+    def local(part: torch.Tensor, dims: list[int], wanted: torch.dtype) -> torch.Tensor:
+        for d in reversed(dims):
             part = torch.prod(part, d, dtype=wanted)
         return part
 
     kind = Kind(local, torch.mul, 1, _summed_dtype(x, dtype), Partial("product"))
-    return reduce(x, kind, None if dim is None else [dim], keepdim)
+    return reduce(func, x, kind, *over)
 
 
 def _count_nonzero(func: Any, x: RaggedTensor, dims: int | Sequence[int] | None = None) -> DTensor:
-    refuse_partial(func, x._spec)
+    kind = Kind(
+        lambda part, over, wanted: torch.count_nonzero(part, over).to(wanted),
+        torch.add,
+        0,
+        torch.int64,
+        _SUM,
+    )
+    return reduce(func, x, kind, dims)
 
-    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
-        return torch.count_nonzero(part, over).to(wanted)
 
-    kind = Kind(local, torch.add, 0, torch.int64, Partial("sum"))
-    return reduce(x, kind, [dims] if isinstance(dims, int) else dims, False)
-
-
-def _extreme(
-    which: str,
-    func: Any,
-    x: RaggedTensor,
-    dims: Sequence[int] | None = None,
-    keepdim: bool = False,
-) -> DTensor:
+def _extreme(which: str, func: Any, x: RaggedTensor, dims: Any = None, *keepdim: bool) -> DTensor:
     """``max`` and ``min`` of all elements, ``amax`` and ``amin`` over some dimensions."""
-    refuse_partial(func, x._spec)
     if any(x.shape[d] == 0 for d in _dims(x, dims)):
         error = IndexError if dims else RuntimeError  # as torch has it
         raise error(f"{func}: nothing has no {which}; got {tuple(x.shape)}, dimensions {dims}")
-    return reduce(x, _extreme_kind(x.dtype, which), dims, keepdim)
+    return reduce(func, x, _extreme_kind(x.dtype, which), dims, *keepdim)
 
 
 def _extreme_kind(dtype: torch.dtype, which: str) -> Kind:
@@ -125,11 +100,8 @@ def _extreme_kind(dtype: torch.dtype, which: str) -> Kind:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     extreme = torch.amax if which == "max" else torch.amin
     join = torch.maximum if which == "max" else torch.minimum
-
-    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
-        return extreme(part, over).to(wanted)
-
-    return Kind(local, join, low if which == "max" else high, dtype, which)
+    neutral = low if which == "max" else high
+    return Kind(lambda part, over, to: extreme(part, over).to(to), join, neutral, dtype, which)
 
 
 def _extreme_with_indices(
@@ -152,30 +124,19 @@ def _extreme_with_indices(
         )
     # A dimension of size 1 is the same as one of size 1 behind all others.
     slices = (*sizes_here(x._spec)[dim:],) if x.shape[dim] != 1 else (1,)
+    count = x._local_tensor.numel() // (math.prod(slices) or 1)
     extreme = torch.max if which == "max" else torch.min
-    values, indices = extreme(x._local_tensor.view(_count(x, slices), *slices), 1)
+    values, indices = extreme(x._local_tensor.view(count, *slices), 1)
     return (
         wrap_local(values.reshape(-1), spec, False),
         wrap_local(indices.reshape(-1), respecified_as(spec, dtype=torch.int64), False),
     )
 
 
-def _count(x: RaggedTensor, slices: Sequence[int]) -> int:
-    return x._local_tensor.numel() // (math.prod(slices) or 1)
-
-
-def _logical(
-    which: str,
-    func: Any,
-    x: RaggedTensor,
-    dims: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-) -> DTensor:
+def _logical(which: str, func: Any, x: RaggedTensor, dims: Any = None, *keepdim: bool) -> DTensor:
     """``any`` is the largest of truth values, ``all`` the smallest."""
     refuse_partial(func, x._spec)
-    if isinstance(dims, int):
-        dims = [dims]
-    if dims is not None and not len(dims):
+    if isinstance(dims, Sequence) and not len(dims):
         raise NotImplementedError(f"{func} over no dimensions of a RaggedTensor; use `x != 0`")
     found = torch.any if which == "max" else torch.all
 
@@ -186,7 +147,63 @@ def _logical(
     # Of truth values as 0 and 1, whatever the dtype: torch gives uint8 for uint8.
     join = torch.maximum if which == "max" else torch.minimum
     dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
-    return reduce(x, Kind(local, join, which == "min", dtype, which), dims, keepdim)
+    return reduce(func, x, Kind(local, join, which == "min", dtype, which), dims, *keepdim)
+
+
+def _norm(
+    func: Any, x: RaggedTensor, order: float = 2, *over: Any, dtype: torch.dtype | None = None
+) -> DTensor:
+    _check_norm(func, x, float(order), *over)
+    return reduce(func, x, _norm_kind(x.dtype, float(order), dtype), *over)
+
+
+def _foreach_norm(
+    func: Any, xs: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """What clipping calls: the norm of each tensor. Some of them may be plain or DTensors."""
+    order = float(order)
+    ragged = [x for x in xs if isinstance(x, RaggedTensor)]
+    for x in ragged:
+        _check_norm(func, x, order)
+    kinds = [_norm_kind(x.dtype, order, dtype) for x in ragged]
+    norms = iter(reduce_each(func, ragged, kinds))
+    return [
+        next(norms)
+        if isinstance(x, RaggedTensor)
+        else torch.linalg.vector_norm(x, order, dtype=dtype)
+        for x in xs
+    ]
+
+
+def _check_norm(func: Any, x: RaggedTensor, order: float, *over: Any) -> None:
+    """Raises where torch does: on every rank alike, whatever it holds."""
+    if not _is_number(x.dtype):
+        raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
+    is_extreme = order < 0 or order == math.inf
+    if not x.numel() and is_extreme and any(x.shape[d] == 0 for d in _dims(x, *over)):
+        raise RuntimeError(f"{func}: nothing has no norm of order {order}; got {tuple(x.shape)}")
+
+
+def _norm_kind(given: torch.dtype, order: float, dtype: torch.dtype | None) -> Kind:
+    computed = dtype or given
+    result = computed.to_real()
+
+    def local(part: torch.Tensor, over: list[int], wanted: torch.dtype) -> torch.Tensor:
+        working = computed if wanted == result else torch.promote_types(computed, wanted)
+        norm: torch.Tensor = torch.linalg.vector_norm(part, order, over, dtype=working)
+        return norm
+
+    def join(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([one, other]), order, 0)
+        return norm
+
+    if order == math.inf:
+        return Kind(local, torch.maximum, 0.0, result, "max")
+    if order == -math.inf:
+        return Kind(local, torch.minimum, math.inf, result, "min")
+    if order in (0.0, 1.0):
+        return Kind(local, torch.add, 0.0, result, _SUM)
+    return Kind(local, join, 0.0 if order > 0 else math.inf, result, NormPartial(order))
 
 
 def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool:
@@ -209,8 +226,7 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool
             locals_.append(local_beside(func, x, spec, in_list=False).view(-1))
         else:
             locals_.append(start_move(func, x, spec).wait())
-    device = locals_[0].device
-    flag = torch.tensor(func(*locals_, *how), dtype=torch.uint8, device=device)
+    flag = torch.tensor(func(*locals_, *how), dtype=torch.uint8, device=locals_[0].device)
     for axis in range(spec.mesh.ndim):
         if spec.mesh.size(axis) > 1:
             group = compat.mesh_group(spec.mesh, axis)
@@ -218,14 +234,18 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool
     return bool(flag)
 
 
+def _is_number(dtype: torch.dtype) -> bool:
+    """Whether a dtype has fractions: neither integers nor truth values."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def _summed_dtype(x: RaggedTensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype or (x.dtype if is_number(x.dtype) else torch.int64)
+    return dtype or (x.dtype if _is_number(x.dtype) else torch.int64)
 
 
-def _dims(x: RaggedTensor, dims: Sequence[int] | None) -> set[int]:
+def _dims(x: RaggedTensor, dims: Sequence[int] | None = None, *_: Any) -> set[int]:
     """The dimensions that are reduced, counted from the front."""
-    every = range(x.dim())
-    return {dim_of(dim, x.dim()) for dim in dims} if dims and x.dim() else set(every)
+    return {dim_of(dim, x.dim()) for dim in dims} if dims and x.dim() else set(range(x.dim()))
 
 
 def _refuse_gradient(func: Any, x: RaggedTensor, way_out: str) -> None:
@@ -249,6 +269,7 @@ AGGREGATES: dict[Any, Callable[..., Any]] = {
     aten.count_nonzero.default: _count_nonzero,
     aten.count_nonzero.dim_IntList: _count_nonzero,
     aten.equal.default: _equal,
+    aten.linalg_vector_norm.default: _norm,
     aten.max.default: partial(_extreme, "max"),
     aten.max.dim: partial(_extreme_with_indices, "max"),
     aten.mean.default: _mean,
@@ -259,4 +280,5 @@ AGGREGATES: dict[Any, Callable[..., Any]] = {
     aten.prod.dim_int: _prod,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
+    aten._foreach_norm.Scalar: _foreach_norm,
 }

@@ -14,50 +14,67 @@
 | products | ``mm``, ``addmm``, ``bmm``, ``mv``, permutations | of the whole: an all-gather |
 | all else | | error that names ``full_tensor()`` |
 
-The files are `elementwise`, `views`, `random`, `scaling`, and `reductions` with `aggregates` and
-`norms`.
 Beside ragged tensors there may be others, cut in any way, numbers, one-element plain tensors and
 replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
-linear operators only (file `linear`). Gradients have the layout of their tensors (file
-`gradients`).
+linear operators only. Gradients have the layout of their tensors (file `gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
-from vescale_fsdp.ragged.norms import NORMS
 from vescale_fsdp.ragged.products import PRODUCTS
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
-from vescale_fsdp.ragged.scaling import SCALING
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 from vescale_fsdp.ragged.views import VIEWS
 
 aten = torch.ops.aten
 
-_NEW = {
+
+def _unscale(
+    func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """What ``GradScaler`` calls: multiply gradients in place, and set ``found_inf`` for all.
+
+    Cost: one all-reduce of one element for each axis over which gradients are cut.
+    """
+    parts = [compat.local_tensor(grad).detach() for grad in grads]
+    func(parts, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(map(compat.local_tensor, grads))
+    axes = {
+        (grad.device_mesh, axis): None
+        for grad in grads
+        if isinstance(grad, DTensor)
+        for axis, placement in enumerate(grad.placements)
+        if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
+    }
+    for mesh, axis in axes:
+        group = compat.mesh_group(mesh, axis)
+        compat.all_reduce(found_inf, group, dist.ReduceOp.MAX).wait()
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._local_scalar_dense.default: lambda _, x: number(x),
+    aten.item.default: lambda _, x: number(x),
     aten.new_empty.default: run_new,
     aten.new_empty_strided.default: run_new,
     aten.new_full.default: run_new,
     aten.new_ones.default: run_new,
     aten.new_zeros.default: run_new,
-}
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten._local_scalar_dense.default: lambda _, x: number(x),
-    aten.item.default: lambda _, x: number(x),
     **AGGREGATES,
-    **_NEW,
-    **NORMS,
     **PRODUCTS,
     **RANDOM,
-    **SCALING,
     **VIEWS,
 }
 

@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.exchange import InFlight
 from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.linear import check_linear
 from vescale_fsdp.ragged.mixing import (
+    check_linear,
     cut_differently,
     local_beside,
     local_of_ragged,
@@ -35,6 +33,7 @@ from vescale_fsdp.ragged.mixing import (
     wider,
 )
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
+from vescale_fsdp.ragged.redistribute import InFlight
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 _NUMBERS = (float, int, bool)
@@ -79,7 +78,7 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if signature.counts_first:
         locals_ = _locals_of_one_spec(args, kwargs)
         if locals_ is not None:
-            compat.increment_versions(locals_[:1])
+            torch.autograd.graph.increment_version(locals_[:1])
             func(*locals_, **kwargs)
             return args[0]
     # It describes the global tensor, and means nothing for a flat local part.
@@ -142,7 +141,7 @@ def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, 
     for i, name in signature.counted:
         arg = args[i] if i < len(args) else kwargs.get(name)
         if arg is not None:
-            compat.increment_versions((arg,) if isinstance(arg, torch.Tensor) else arg)
+            torch.autograd.graph.increment_version((arg,) if isinstance(arg, torch.Tensor) else arg)
 
 
 def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +190,7 @@ class _Operands:
             raise ValueError(
                 f"{self.func} got lists of {len(self.positions)} and of {len(specs)} tensors"
             )
-        elif not all(map(operator.is_, self.positions, specs)):
+        elif any(specs) and not all(map(operator.is_, self.positions, specs)):
             both = zip(self.positions, specs, strict=True)
             self.positions = [self._joined(a, b) for a, b in both]
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor each coordinate of a mesh holds, for any mix of placements.
+"""Which part of a tensor each coordinate of a mesh holds, for any mix of placements, as boxes.
 
 The placements of one tensor say it together. ``Shard`` placements narrow the tensor to a box,
 from left to right, each dividing what those before it left (as DTensor does, chunks of equal
@@ -6,7 +6,14 @@ size and a shorter last one). Then the RaggedShard, if there is one, takes a fla
 box. ``Replicate`` and ``Partial`` hold all of what is left.
 
 A holding is a list of boxes in global coordinates. Its elements lie in the rank's local tensor
-box after box, each box row-major: a ``Shard`` has one box, a flat range up to 2 * ndim - 1.
+box after box, each box row-major: a ``Shard`` has one box, a flat range up to 2 * ndim - 1, a
+ragged start, whole slices and a ragged end, and the same again one dimension deeper. For shape
+(4, 5), range [3, 18)::
+
+    . . . A A      A: offsets (0, 3), sizes (1, 2)
+    B B B B B      B: offsets (1, 0), sizes (2, 5)
+    B B B B B
+    C C C . .      C: offsets (3, 0), sizes (1, 3)
 
 Pure integers: nothing here communicates or looks at data.
 """
@@ -16,13 +23,95 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.regions import Box, flat_range_to_boxes
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+class Box(NamedTuple):
+    """An axis-aligned part of a tensor, with the place of its first element in the range."""
+
+    offsets: tuple[int, ...]  # one per dimension of the tensor
+    sizes: tuple[int, ...]  # one per dimension of the tensor
+    start: int  # first element, counted from the start of the range
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of this part of a tensor that has all dimensions."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+    def in_local(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of this part of the flat local tensor."""
+        return local[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
+
+
+def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cover the half-open flat range [start, stop) of a row-major tensor exactly once.
+
+    Returns an empty list for an empty range. A scalar (shape ``()``) is one box without sizes.
+    """
+    assert 0 <= start <= stop <= math.prod(shape), "the range must lie in the tensor"
+    boxes: list[Box] = []
+    _append_boxes(boxes, tuple(shape), start, stop, (), 0)
+    return boxes
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The elements that lie in both boxes; ``start`` is that of ``first``. None if there are none.
+
+    The result is a box inside ``first``, not always contiguous there.
+    """
+    offsets = tuple(map(max, first.offsets, second.offsets))
+    sizes = tuple(
+        min(first.offsets[d] + first.sizes[d], second.offsets[d] + second.sizes[d]) - offsets[d]
+        for d in range(len(offsets))
+    )
+    return Box(offsets, sizes, first.start) if all(size > 0 for size in sizes) else None
+
+
+def _append_boxes(
+    boxes: list[Box],
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+    outer: tuple[int, ...],
+    done: int,
+) -> None:
+    """Append the boxes of [start, stop) in the slice at ``outer``; ``done`` elements precede."""
+    if start == stop:
+        return
+    ones = (1,) * len(outer)
+    if not shape:
+        boxes.append(Box(outer, ones, done))
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole slices are [first, last)
+    if first > last:  # the range lies inside one slice
+        base = last * inner
+        _append_boxes(boxes, shape[1:], start - base, stop - base, (*outer, last), done)
+        return
+    head = first * inner - start
+    if head:
+        _append_boxes(boxes, shape[1:], inner - head, inner, (*outer, first - 1), done)
+        done += head
+    if last > first:
+        rest = (0,) * (len(shape) - 1)
+        boxes.append(Box((*outer, first, *rest), (*ones, last - first, *shape[1:]), done))
+        done += (last - first) * inner
+    _append_boxes(boxes, shape[1:], 0, stop - last * inner, (*outer, last), done)
 
 
 class Holding(NamedTuple):
@@ -66,17 +155,15 @@ def normalized(placements: Sequence[Placement], num_dims: int) -> tuple[Placemen
     Raises:
         ValueError: there is no such dimension.
     """
-    return tuple(_from_front(p, axis, num_dims) for axis, p in enumerate(placements))
-
-
-def _from_front(placement: Placement, axis: int, num_dims: int) -> Placement:
-    if type(placement) is not Shard:
-        return placement
-    if not -num_dims <= placement.dim < num_dims:
-        raise ValueError(
-            f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
-        )
-    return Shard(placement.dim % num_dims)
+    found = list(placements)
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            if not -num_dims <= placement.dim < num_dims:
+                raise ValueError(
+                    f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
+                )
+            found[axis] = Shard(placement.dim % num_dims)
+    return tuple(found)
 
 
 def holding_of(
@@ -90,8 +177,7 @@ def holding_of(
     axis = ragged_axis_of(placements)
     if axis is None:
         return Holding([whole] if math.prod(whole.sizes) else [], whole.sizes)
-    placement = placements[axis]
-    assert isinstance(placement, RaggedShard), "ragged_axis_of found it"
+    placement = cast(RaggedShard, placements[axis])
     start, stop = placement.local_range(whole.sizes, coordinate[axis])
     boxes = [
         Box(tuple(map(int.__add__, whole.offsets, box.offsets)), box.sizes, box.start)
@@ -120,8 +206,7 @@ def check_placements(
             f"{len(mesh_shape)} axes"
         )
     axis = ragged[0]
-    placement = placements[axis]
-    assert isinstance(placement, RaggedShard), "by the search above"
+    placement = cast(RaggedShard, placements[axis])
     if placement.num_shards != mesh_shape[axis]:
         raise ValueError(
             f"{placement} is for {placement.num_shards} ranks, but axis {axis} of the mesh "

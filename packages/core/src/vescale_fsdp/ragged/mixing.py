@@ -1,4 +1,4 @@
-"""Tensors that are not ragged beside ragged ones, and ragged ones of a smaller shape.
+"""What may stand beside a ragged tensor, and what a ragged tensor that is partial may do.
 
 An element-wise operator runs on the local parts, so every operand must become one:
 
@@ -12,32 +12,109 @@ An element-wise operator runs on the local parts, so every operand must become o
 | all else | ``ValueError`` |
 
 What needs memory needs that of the local elements, never of the whole. Whether something is moved
-follows from the placements alone, so all ranks do the same. What is ``Partial`` is not moved.
+follows from the placements alone, so all ranks do the same.
+
+A gradient between a backward pass and its reduction over replicas is ``Partial`` on the replica
+axis, ragged on the other. It is not moved, and only what commutes with the sum is right:
+
+| operators | condition |
+|---|---|
+| copies, views, ``zeros_like``, ``zero_`` | none; a cast stays among floating-point types |
+| ``mul``, ``div``, ``neg``, and their ``foreach`` forms | by what is not partial itself |
+| ``add``, ``sub``, and their ``foreach`` forms | of tensors that are partial in the same way |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.exchange import InFlight, done
-from vescale_fsdp.ragged.holdings import holding_of
-from vescale_fsdp.ragged.linear import is_partial
 from vescale_fsdp.ragged.recuts import (
-    coordinate_of,
+    held_here,
     rescaled,
     reshaped,
     respecified_as,
     same_layout,
     sizes_here,
 )
-from vescale_fsdp.ragged.redistribute import move
+from vescale_fsdp.ragged.redistribute import InFlight, done, move
 from vescale_fsdp.ragged.tensor import RaggedTensor
+
+aten = torch.ops.aten
+
+_COPIES = {
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._foreach_copy_.default,
+    aten._foreach_zero_.default,
+}
+_SCALES = {"mul", "mul_", "_foreach_mul", "_foreach_mul_"}
+_DIVIDES = {"div", "div_", "_foreach_div", "_foreach_div_", "neg", "neg_", "_foreach_neg"}
+_DIVIDES |= {"_foreach_neg_"}
+_ADDS = {"add", "add_", "sub", "sub_"}
+_ADDS |= {"_foreach_add", "_foreach_add_", "_foreach_sub", "_foreach_sub_"}
+
+
+def is_partial(spec: DTensorSpec) -> bool:
+    """Whether the values of a ragged tensor are still to be combined along another axis."""
+    return len(spec.placements) > 1 and any(p.is_partial() for p in spec.placements)
+
+
+def refuse_partial(func: Any, spec: DTensorSpec) -> None:
+    """Raises ``NotImplementedError`` if the tensor `is_partial`."""
+    if is_partial(spec):
+        raise NotImplementedError(
+            f"{func} does not run on {spec.placements}: values along the Partial axis are not "
+            "combined yet; redistribute the Partial axis first, for example to Replicate"
+        )
+
+
+def check_linear(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Iterable[DTensorSpec]
+) -> None:
+    """Check an element-wise operator on ragged tensors, some of which are partial.
+
+    Raises:
+        NotImplementedError: it does not commute with the sum.
+    """
+    for spec in specs:
+        if is_partial(spec) and not _commutes(func, args, kwargs, spec):
+            refuse_partial(func, spec)
+
+
+def _commutes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: DTensorSpec) -> bool:
+    # The others are ragged in the same layout, or not ragged; the caller has checked that.
+    ragged = [_is_ragged(arg) for arg in args]
+    if func in _COPIES:
+        dtype = kwargs.get("dtype")
+        casts = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+        return not casts and all(ragged[:2])
+    partials: list[Any] = [p for p in spec.placements if p.is_partial()]
+    if any(type(p) is not Partial or p.reduce_op not in ("sum", "avg") for p in partials):
+        return False
+    name = func._schema.name.removeprefix("aten::")
+    if name in _ADDS:
+        return len(ragged) > 1 and all(ragged)
+    if "rounding_mode" in kwargs:
+        return False
+    return (name in _SCALES or (name in _DIVIDES and ragged[0])) and sum(ragged) == 1
+
+
+def _is_ragged(arg: Any) -> bool:
+    if isinstance(arg, list | tuple):
+        return bool(arg) and all(isinstance(item, RaggedTensor) for item in arg)
+    return isinstance(arg, RaggedTensor)
 
 
 def local_part(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -49,13 +126,13 @@ def local_part(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
     No communication. A view where the elements lie in one run of ``whole``; else a copy of them.
     """
-    held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
+    held = held_here(spec)
     parts = [box.of(whole.expand(spec.shape)) for box in held.boxes]
     if len(parts) == 1:
         return parts[0].reshape(-1)
     local = whole.new_empty(held.local_shape)
     for box, part in zip(held.boxes, parts, strict=True):
-        local[box.start : box.start + part.numel()].view(box.sizes).copy_(part)
+        box.in_local(local).copy_(part)
     return local
 
 

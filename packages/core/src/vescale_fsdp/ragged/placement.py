@@ -69,7 +69,7 @@ class RaggedShard(Placement):
         self._set(dims, runs, split_factor)
 
     def _set(self, dims: Sequence[int], runs: Iterable[_Run], split_factor: int) -> None:
-        super().__init__()  # a C++ object: torch 2.11 refuses one that was not initialised
+        super().__init__()
         dims = tuple(dims)
         if split_factor < 1:
             raise ValueError(f"RaggedShard.split_factor must be at least 1, got {split_factor}")

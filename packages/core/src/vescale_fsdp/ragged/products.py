@@ -15,12 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.regions import contiguous_strides
+from vescale_fsdp.ragged.holdings import contiguous_strides
+from vescale_fsdp.ragged.mixing import refuse_partial
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
 aten = torch.ops.aten
@@ -47,7 +46,7 @@ class Permuted(DTensor):
                     "the write would be lost. Write to the tensor itself, with permuted values"
                 )
         _check_beside(func, args)
-        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs or {}))
+        return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs or {}))
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # whoever asks for values gathers them
@@ -94,7 +93,7 @@ def _gathered(value: Any) -> Any:
 
 
 def _check_beside(func: Any, args: Any) -> None:
-    for each in tree_leaves(args):
+    for each in pytree.tree_leaves(args):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.numel() > 1:
             raise NotImplementedError(
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "

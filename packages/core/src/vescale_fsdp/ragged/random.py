@@ -21,10 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.holdings import holding_of
-from vescale_fsdp.ragged.linear import refuse_partial
-from vescale_fsdp.ragged.mixing import local_part, start_move
-from vescale_fsdp.ragged.recuts import coordinate_of, respecified_as
+from vescale_fsdp.ragged.mixing import local_part, refuse_partial, start_move
+from vescale_fsdp.ragged.recuts import held_here, respecified_as
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 aten = torch.ops.aten
@@ -78,11 +76,9 @@ def _whole(func: Any, arg: Any, spec: DTensorSpec) -> Any:
     """
     if isinstance(arg, RaggedTensor):
         local = start_move(func, arg, spec).wait()
-        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
         whole = local.new_zeros(spec.shape)
-        for box in held.boxes:
-            part = box.of(whole)
-            part.copy_(local[box.start : box.start + part.numel()].view(box.sizes))
+        for box in held_here(spec).boxes:
+            box.of(whole).copy_(box.in_local(local))
         return whole
     if isinstance(arg, torch.Tensor) and arg.numel() != 1:
         raise ValueError(

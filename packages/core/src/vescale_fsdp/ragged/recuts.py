@@ -18,24 +18,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import cast
 
 import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
-from vescale_fsdp.ragged.holdings import ragged_axis_of, remaining_box
+from vescale_fsdp.ragged.holdings import (
+    Holding,
+    contiguous_strides,
+    holding_of,
+    ragged_axis_of,
+    remaining_box,
+)
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.regions import contiguous_strides
 
 
 def ragged_in(spec: DTensorSpec) -> tuple[int, RaggedShard]:
     """The axis of the RaggedShard of a spec that has one, and the RaggedShard."""
     axis = ragged_axis_of(spec.placements)
     assert axis is not None, "specs of ragged tensors have one"
-    placement = spec.placements[axis]
-    assert isinstance(placement, RaggedShard), "ragged_axis_of found it"
-    return axis, placement
+    return axis, cast(RaggedShard, spec.placements[axis])
 
 
 def coordinate_of(spec: DTensorSpec) -> Sequence[int]:
@@ -48,6 +52,11 @@ def coordinate_of(spec: DTensorSpec) -> Sequence[int]:
     if here is None:
         raise ValueError(f"this rank is not part of {spec.mesh}; only its ranks may hold a part")
     return here
+
+
+def held_here(spec: DTensorSpec) -> Holding:
+    """What this rank holds."""
+    return holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
 
 
 def sizes_here(spec: DTensorSpec) -> tuple[int, ...]:

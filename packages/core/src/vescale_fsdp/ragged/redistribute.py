@@ -16,6 +16,15 @@ On several axes, one uneven all-to-all: a rank gets what it needs from those tha
 coordinate on every axis where the source is replicated, and so whatever is there already is not
 sent. A ``Partial`` that becomes ``Replicate`` is all-reduced.
 
+The all-to-all takes a tensor from any layout to any other. Both are lists of boxes (file
+`holdings`); what rank j needs of rank i is where the boxes that i holds meet those that j shall
+hold. Each rank packs these pieces for every other rank into one message; what stays on a rank is
+copied there. Rows 0 to 5 of a tensor from (1, 0, 3, 2) to (2, 2, 1, 1) on four ranks::
+
+    row      0   1   2   3   4   5
+    before   0   2   2   2   3   3
+    after    0   0   1   1   2   3        rows 1, 2, 3 leave rank 2, row 4 leaves rank 3
+
 Gradients take the way back: they come in whatever placement they have and leave in that of the
 source, with ``Replicate`` where that was ``Partial`` (as DTensor does).
 """
@@ -23,9 +32,10 @@ source, with ``Replicate`` where that was ``Partial`` (as DTensor does).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,29 +45,100 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
 from vescale_fsdp.backends import collective_device
-from vescale_fsdp.compat import DTensorSpec, TensorMeta
-from vescale_fsdp.ragged.exchange import Combination, InFlight, as_bytes, done, exchange
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, pytree
 from vescale_fsdp.ragged.holdings import (
+    Box,
     Holding,
     check_placements,
+    contiguous_strides,
     holding_of,
+    intersection,
     normalized,
     ragged_axis_of,
-    remaining_box,
 )
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.regions import contiguous_strides
+from vescale_fsdp.ragged.recuts import coordinate_of, held_here, respecified_as, sizes_here
 
 # Broadcasts send the least, but each is a collective; beyond this many, one padded all-gather.
 _MOST_BROADCASTS = 16
 
-_JOIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_JOIN: dict[str, _Join] = {
     "sum": torch.add,
     "avg": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
     "product": torch.mul,
 }
+
+
+@dataclass
+class InFlight:
+    """A tensor on its way: what to wait for, and how to make it of what has arrived."""
+
+    finish: Callable[[], torch.Tensor]
+    works: list[dist.Work] = field(default_factory=list)
+    held: tuple[torch.Tensor, ...] = ()  # inputs of the collective: nobody may free them before
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the communication and return the local tensor. Call it once."""
+        for work in self.works:
+            work.wait()
+        self.works, self.held = [], ()
+        return self.finish()
+
+
+def done(local: torch.Tensor) -> InFlight:
+    """What needs no communication."""
+    return InFlight(lambda: local)
+
+
+class PendingTensor(AsyncCollectiveTensor):
+    """A local tensor on its way, inside of the result of ``redistribute(async_op=True)``.
+
+    A subclass of what torch's functional collectives return, so that DTensor and users treat it
+    alike: any operator on it, ``wait()`` and ``trigger_wait()`` finish the communication first.
+    Unlike torch's, it may have something to do when the bytes have arrived (to put them in
+    their places).
+    """
+
+    __slots__ = ["_moving"]
+
+    _moving: InFlight | None
+
+    @staticmethod
+    def __new__(
+        cls, moving: InFlight, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> PendingTensor:
+        pending = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        pending.completed = False
+        pending._moving = moving
+        return pending
+
+    def __init__(self, *_: Any) -> None:
+        """All is done by ``__new__``, as for every wrapper subclass."""
+
+    def trigger_wait(self) -> torch.Tensor:
+        """Finish the communication, once, and return the tensor."""
+        if self._moving is not None:
+            self.elem = self._moving.wait()
+            self._moving = None
+            self.completed = True
+        return self.elem
+
+    def wait(self) -> torch.Tensor:
+        """As `trigger_wait`."""
+        return self.trigger_wait()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def arrived(leaf: Any) -> Any:
+            return leaf.trigger_wait() if isinstance(leaf, PendingTensor) else leaf
+
+        args, kwargs = pytree.tree_map(arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
@@ -68,14 +149,12 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
         NotImplementedError: a placement that is not known here.
         RuntimeError: ``Partial`` where the tensor is not, as DTensor raises.
     """
-    meta = spec.tensor_meta
-    assert meta is not None, "every DTensor that exists has its meta"
     if len(placements) != spec.mesh.ndim:
         raise ValueError(
             f"got {tuple(placements)} for a mesh of {spec.mesh.ndim} axes, expected one placement "
             "per axis of the mesh"
         )
-    placements = normalized(placements, len(meta.shape))
+    placements = normalized(placements, len(spec.shape))
     for axis, (have, want) in enumerate(zip(spec.placements, placements, strict=True)):
         if isinstance(want, Partial) and have != want:
             raise RuntimeError(
@@ -83,15 +162,14 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
                 "operators; use DTensor.from_local to declare one"
             )
     if ragged_axis_of(placements) is not None:
-        check_placements(meta.shape, placements, spec.mesh.shape)
+        check_placements(spec.shape, placements, spec.mesh.shape)
     for p in (*spec.placements, *placements):
         if not isinstance(p, RaggedShard | Replicate | Partial) and type(p) is not Shard:
             raise NotImplementedError(
                 f"a RaggedShard cannot be redistributed from or to {p} yet; go over Replicate "
                 "or Shard, or use full_tensor()"
             )
-    meta = TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype)
-    return DTensorSpec(spec.mesh, placements, meta)
+    return respecified_as(spec, placements=placements)
 
 
 def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFlight:
@@ -103,11 +181,15 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
     if source.placements == target.placements:
         return done(local)
     if math.prod(source.shape) == 0 or local.is_meta:
-        return done(local.new_empty(_holding(target, target.mesh.get_coordinate()).local_shape))
+        return done(local.new_empty(held_here(target).local_shape))
     axis = ragged_axis_of(source.placements)
-    if axis is not None and _replaced(source, axis, Replicate()).placements == target.placements:
+    if axis is not None and _replicated(source, axis).placements == target.placements:
         return _gather(local, source, axis)
-    local, source = _all_reduced(local, source, target)
+    for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if isinstance(have, Partial) and want.is_replicate():
+            device = collective_device(compat.mesh_group(source.mesh, axis), local.device)
+            local = have._reduce_value(local.to(device), source.mesh, axis).to(local.device)
+            source = _replicated(source, axis)
     return _exchanged(local.contiguous().view(-1), source, target)
 
 
@@ -122,50 +204,35 @@ def scatter(full: torch.Tensor, target: DTensorSpec, source_rank: int) -> InFlig
     Cost: one uneven all-to-all; the source sends each rank its part.
     """
     mesh = target.mesh
-    members = list(product(*map(range, mesh.shape)))
-    group, members = _group_of(mesh, list(range(mesh.ndim)), members)
-    replicated = [Replicate()] * mesh.ndim
-    whole = holding_of(target.shape, replicated, mesh.shape, members[0])
+    group, members = _group_of(mesh, range(mesh.ndim), list(product(*map(range, mesh.shape))))
+    whole = holding_of(target.shape, [Replicate()] * mesh.ndim, mesh.shape, members[0])
     sources = [whole if set(member) == {source_rank} else Holding([], (0,)) for member in members]
-    targets = [_holding(target, member) for member in members]
-    rank = members.index(tuple(cast("list[int]", mesh.get_coordinate())))
-    moving = exchange(full.contiguous().view(-1), sources, targets, rank, group, None)
-    finish = moving.finish
-    moving.finish = lambda: finish().view(targets[rank].local_shape)
-    return moving
+    targets = _holdings(target, members)
+    rank = members.index(tuple(coordinate_of(target)))
+    return exchange(full.contiguous().view(-1), sources, targets, rank, group, None)
 
 
-def _all_reduced(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
-) -> tuple[torch.Tensor, DTensorSpec]:
-    """Without the partial sums that the target wants on every rank of their axis."""
-    for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if isinstance(have, Partial) and want.is_replicate():
-            device = collective_device(compat.mesh_group(source.mesh, axis), local.device)
-            local = have._reduce_value(local.to(device), source.mesh, axis).to(local.device)
-            source = _replaced(source, axis, Replicate())
-    return local, source
+def _replicated(spec: DTensorSpec, axis: int) -> DTensorSpec:
+    placements = (*spec.placements[:axis], Replicate(), *spec.placements[axis + 1 :])
+    return respecified_as(spec, placements=placements)
+
+
+def _holdings(spec: DTensorSpec, members: Sequence[Sequence[int]]) -> list[Holding]:
+    return [holding_of(spec.shape, spec.placements, spec.mesh.shape, member) for member in members]
 
 
 def _exchanged(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFlight:
-    axes = _axes_to_cross(source.placements, target.placements)
-    here = cast("list[int]", source.mesh.get_coordinate())
+    axes, here = _axes_to_cross(source.placements, target.placements), coordinate_of(source)
     members = [
         tuple(there[axes.index(axis)] if axis in axes else here[axis] for axis in range(len(here)))
         for there in product(*(range(source.mesh.size(axis)) for axis in axes))
     ]
     group, members = _group_of(source.mesh, axes, members)
-    sources = [_holding(source, member) for member in members]
-    targets = [_holding(target, member) for member in members]
-    rank = members.index(tuple(here))
-    partial = {axis: source.placements[axis] for axis in axes}
-    combination = _combination(partial, source.mesh)
+    sources, targets = _holdings(source, members), _holdings(target, members)
+    combination = _combination([source.placements[axis] for axis in axes], axes, source.mesh)
     if combination is None and sources == targets:  # the same cut in other words
         return done(local.clone())
-    moving = exchange(local, sources, targets, rank, group, combination)
-    shape, finish = targets[rank].local_shape, moving.finish
-    moving.finish = lambda: finish().view(shape)
-    return moving
+    return exchange(local, sources, targets, members.index(tuple(here)), group, combination)
 
 
 def _axes_to_cross(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> list[int]:
@@ -184,9 +251,18 @@ def _axes_to_cross(source: tuple[Placement, ...], target: tuple[Placement, ...])
     return [axis for axis in sorted(differ) if not source[axis].is_replicate()]
 
 
-def _combination(placements: dict[int, Placement], mesh: DeviceMesh) -> Combination | None:
+class Combination(NamedTuple):
+    """How several values for one element make one."""
+
+    join: _Join
+    divisor: int = 1
+
+
+def _combination(
+    placements: Sequence[Placement], axes: Sequence[int], mesh: DeviceMesh
+) -> Combination | None:
     """How to combine the partial values along the axes that are crossed."""
-    partial = {axis: p for axis, p in placements.items() if isinstance(p, Partial)}
+    partial = {axis: p for axis, p in zip(axes, placements, strict=True) if isinstance(p, Partial)}
     if not partial:
         return None
     operations = {p.reduce_op for p in partial.values()}
@@ -203,14 +279,12 @@ def _combination(placements: dict[int, Placement], mesh: DeviceMesh) -> Combinat
 
 
 def _group_of(
-    mesh: DeviceMesh, axes: list[int], members: list[tuple[int, ...]]
+    mesh: DeviceMesh, axes: Sequence[int], members: list[tuple[int, ...]]
 ) -> tuple[dist.ProcessGroup, list[tuple[int, ...]]]:
     """The process group over ``axes`` through this rank, and its members in its order."""
-    if len(axes) <= 1:
-        group = compat.mesh_group(mesh, axes[0] if axes else 0)
-    else:
-        like = compat.mesh_group(mesh, axes[0])
-        group = compat.group_over([int(mesh.mesh[member]) for member in members], like)
+    group = compat.mesh_group(mesh, axes[0] if axes else 0)
+    if len(axes) > 1:
+        group = compat.group_over([int(mesh.mesh[member]) for member in members], group)
     if not axes:
         return group, members
     order = dist.get_process_group_ranks(group)
@@ -219,20 +293,17 @@ def _group_of(
 
 def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
     """Gather the parts along the ragged axis into what the other axes leave of the tensor."""
-    mesh = source.mesh
-    here = cast("list[int]", mesh.get_coordinate())
-    placement = cast(RaggedShard, source.placements[axis])
-    sizes = remaining_box(source.shape, source.placements, mesh.shape, here).sizes
-    num_shards = placement.num_shards
-    if num_shards == 1 or math.prod(sizes) == 0:
+    placement, sizes = cast(RaggedShard, source.placements[axis]), sizes_here(source)
+    num_shards, numel = placement.num_shards, math.prod(sizes)
+    if num_shards == 1 or numel == 0:
         return done(local.clone().view(sizes))
-    group = compat.mesh_group(mesh, axis)
+    group = compat.mesh_group(source.mesh, axis)
     # The ranks of the group, and so its collectives, may have another order than the axis.
-    line = compat.axis_ranks(mesh, axis)
+    line = compat.axis_ranks(source.mesh, axis)
     ranges = {r: placement.local_range(sizes, k) for k, r in enumerate(line)}
     lengths = {r: stop - start for r, (start, stop) in ranges.items()}
     longest, holders = max(lengths.values()), [r for r in line if lengths[r]]
-    out, numel = local.new_empty(math.prod(sizes)), math.prod(sizes)
+    out = local.new_empty(numel)
     in_order = line == dist.get_process_group_ranks(group)
     if longest * num_shards == numel and in_order:
         work = compat.all_gather_single(as_bytes(out), as_bytes(local.contiguous()), group)
@@ -257,11 +328,156 @@ def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
     return InFlight(lambda: out.view(sizes), works, (out,))
 
 
-def _holding(spec: DTensorSpec, coordinate: Sequence[int] | None) -> Any:
-    assert coordinate is not None, "this rank is part of the mesh"
-    return holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate)
+# --- the packed all-to-all ------------------------------------------------------------------------
 
 
-def _replaced(spec: DTensorSpec, axis: int, placement: Placement) -> DTensorSpec:
-    placements = (*spec.placements[:axis], placement, *spec.placements[axis + 1 :])
-    return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
+class Piece(NamedTuple):
+    """A box of elements inside a flat local tensor."""
+
+    start: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether its elements lie next to each other, in order."""
+        run = contiguous_strides(self.sizes)
+        return all(n == 1 or a == b for n, a, b in zip(self.sizes, self.strides, run, strict=True))
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view of these elements."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.start)
+
+
+def pieces(source: Holding, target: Holding) -> Iterator[tuple[Piece, Piece]]:
+    """Where what ``source`` holds lies in it, and in ``target``; in one order for both ends."""
+    for have in source.boxes:
+        for need in target.boxes:
+            common = intersection(have, need)
+            if common is not None:
+                yield _piece(have, common), _piece(need, common)
+
+
+def _piece(box: Box, part: Box) -> Piece:
+    """``part`` of ``box``, which lies row-major at ``box.start``."""
+    strides = contiguous_strides(box.sizes)
+    inside = map(int.__sub__, part.offsets, box.offsets)
+    return Piece(box.start + sum(map(int.__mul__, inside, strides)), part.sizes, strides)
+
+
+def exchange(
+    local: torch.Tensor,
+    sources: Sequence[Holding],
+    targets: Sequence[Holding],
+    rank: int,
+    group: dist.ProcessGroup,
+    combination: Combination | None,
+) -> InFlight:
+    """Start to turn ``local``, which is ``sources[rank]``, into ``targets[rank]``.
+
+    Args:
+        local: flat and contiguous.
+        sources: what each rank of the group holds, in the order of its ranks.
+        targets: what each rank of the group shall hold.
+        rank: of the caller in the group.
+        group: may have one rank; then all is local.
+        combination: for elements that several ranks hold; None if each has one holder.
+
+    Cost: one uneven all-to-all of the elements that change their rank, and a copy of them on
+    either side where they do not lie in one run.
+    """
+    outgoing = [[here for here, _ in pieces(sources[rank], target)] for target in targets]
+    incoming = [[there for _, there in pieces(source, targets[rank])] for source in sources]
+    sent_counts, counts = _counts(outgoing, rank), _counts(incoming, rank)
+    start = _one_run(outgoing, rank)
+    if start is not None:  # what goes to the others lies one after the other
+        sent = local[start : start + sum(sent_counts)]
+    else:
+        views = [p.of(local) for k, found in enumerate(outgoing) if k != rank for p in found]
+        sent = _joined(views, local)
+    out = local.new_empty(targets[rank].numel)
+    place = None if combination else _one_run(incoming, rank)
+    received = local.new_empty(sum(counts)) if place is None else out[place : place + sum(counts)]
+    works = []
+    if len(sources) > 1:
+        size = local.element_size()
+        splits = [[count * size for count in each] for each in (counts, sent_counts)]
+        # Bytes, whatever the dtype: gloo knows few.
+        works = [compat.all_to_all_single(as_bytes(received), as_bytes(sent), group, *splits)]
+
+    def finish() -> torch.Tensor:
+        whole = out
+        stays = list(pieces(sources[rank], targets[rank]))
+        arrived = list(received.split(counts))
+        if combination is not None:
+            arrived[rank] = _joined([here.of(local) for here, _ in stays], local)
+            whole = _combine(arrived, incoming, out, combination)
+        else:
+            for here, there in stays:
+                there.of(out).copy_(here.of(local))
+            if place is None:
+                for view, values in _placed(arrived, incoming, out):
+                    view.copy_(values)
+        return whole.view(targets[rank].local_shape)
+
+    return InFlight(finish, works, (sent, received))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: collectives of bytes work for every dtype."""
+    # A single element may have any stride (0 where it was expanded) and still be contiguous.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
+def _joined(views: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat([view.reshape(-1) for view in views]) if views else like.new_empty(0)
+
+
+def _counts(per_rank: list[list[Piece]], rank: int) -> list[int]:
+    """Elements for or from each other rank."""
+    return [sum(p.numel for p in found) if k != rank else 0 for k, found in enumerate(per_rank)]
+
+
+def _one_run(per_rank: list[list[Piece]], rank: int) -> int | None:
+    """Where the pieces of all other ranks lie in one run, in order; None if they do not."""
+    parts = [piece for k, found in enumerate(per_rank) if k != rank for piece in found]
+    if not parts:
+        return 0
+    ends = list(accumulate((p.numel for p in parts), initial=parts[0].start))
+    in_order = all(p.start == end for p, end in zip(parts, ends, strict=False))
+    return parts[0].start if in_order and all(p.is_run for p in parts) else None
+
+
+def _placed(
+    arrived: list[torch.Tensor], incoming: list[list[Piece]], out: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Places in ``out``, and the values that have come for them, in rank order."""
+    for part, places in zip(arrived, incoming, strict=True):
+        if part.numel():
+            for place, values in zip(places, part.split([p.numel for p in places]), strict=True):
+                yield place.of(out), values.view(place.sizes)
+
+
+def _combine(
+    arrived: list[torch.Tensor],
+    incoming: list[list[Piece]],
+    out: torch.Tensor,
+    combination: Combination,
+) -> torch.Tensor:
+    """Join what the ranks sent, in rank order; sums of half precision are made in fp32."""
+    is_half = out.dtype in (torch.float16, torch.bfloat16)
+    total = out.float() if is_half else out
+    written: set[tuple[int, ...]] = set()
+    for view, values in _placed(arrived, incoming, total):
+        values = values.to(total.dtype)
+        key = (view.storage_offset(), *view.shape)
+        view.copy_(combination.join(view, values) if key in written else values)
+        written.add(key)
+    if combination.divisor > 1:
+        total = total.div_(combination.divisor) if total.is_floating_point() else total
+    return total.to(out.dtype)

@@ -13,9 +13,8 @@ stay, each rank adds its boxes into a result of full shape; parts without elemen
 neutral element.
 
 Extremes are reduced at once, by one all-reduce of the result per axis that is cut: the maximum of
-gloo and of NCCL loses a NaN, so the NaN travel beside the values, which a ``Partial("max")``
-could not do. A subclass of Partial could, but torch takes partial maxima through some operators
-by their names, where NaN would be lost again; and their gradients need the value in any case.
+gloo and of NCCL loses a NaN, so NaN are sent beside the values, which a ``Partial("max")`` could
+not do.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from vescale_fsdp import compat
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.holdings import holding_of
+from vescale_fsdp.ragged.mixing import refuse_partial
 from vescale_fsdp.ragged.recuts import (
-    coordinate_of,
+    held_here,
     range_here,
     rescaled,
     respecified_as,
@@ -56,14 +55,6 @@ class Kind(NamedTuple):
     across: Placement | str  # how ranks are combined: a Partial, or "max" or "min" at once
 
 
-def is_number(dtype: torch.dtype) -> bool:
-    """Whether a dtype has fractions: neither integers nor truth values."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-# --- over ranks -----------------------------------------------------------------------------------
-
-
 def max_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The element-wise maximum over the ranks of ``group``; NaN where any rank has NaN."""
     return _extreme_over_ranks(values, group, "max")
@@ -75,7 +66,7 @@ def _extreme_over_ranks(values: torch.Tensor, group: dist.ProcessGroup, which: s
         numbers = values.to(torch.int64, copy=True)  # gloo does not know all integers
         compat.all_reduce(numbers, group, operation).wait()
         return numbers.to(values.dtype)
-    # NaN travel beside the values, as the largest of flags; the smallest is minus the largest.
+    # NaN are sent beside the values, as the largest of flags; the smallest is minus the largest.
     is_nan, sign = values.isnan(), 1 if which == "max" else -1
     both = torch.stack([(sign * values).masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
     compat.all_reduce(both, group, dist.ReduceOp.MAX).wait()
@@ -107,15 +98,20 @@ def _wrapped(value: torch.Tensor, spec: DTensorSpec, kind: Kind) -> DTensor:
     return DTensor(value, result, requires_grad=False)
 
 
-# --- one tensor -----------------------------------------------------------------------------------
-
-
-def reduce(x: RaggedTensor, kind: Kind, dims: Sequence[int] | None, keepdim: bool) -> DTensor:
+def reduce(
+    func: Any,
+    x: RaggedTensor,
+    kind: Kind,
+    dims: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+) -> DTensor:
     """``x`` reduced over ``dims``; over all, if that is None or empty.
 
     Cost: none where no slice is cut or the result is partial; else one all-reduce of the result
     per axis of the mesh along which ranks hold different elements.
     """
+    refuse_partial(func, x._spec)
+    dims = [dims] if isinstance(dims, int) else dims
     over = sorted(dim_of(dim, x.dim()) for dim in dims) if dims and x.dim() else range(x.dim())
     if len(set(over)) < len(over):
         raise RuntimeError(f"a dimension appears twice in {dims}")
@@ -131,11 +127,13 @@ def reduce(x: RaggedTensor, kind: Kind, dims: Sequence[int] | None, keepdim: boo
     return _wrapped(_combined_at_once(value, x._spec, kind), x._spec, kind)
 
 
-def reduce_each(xs: Sequence[RaggedTensor], kinds: Sequence[Kind]) -> list[DTensor]:
+def reduce_each(func: Any, xs: Sequence[RaggedTensor], kinds: Sequence[Kind]) -> list[DTensor]:
     """Each tensor reduced over all its dimensions.
 
     Those that are combined at once share an all-reduce per mesh, axes and dtype.
     """
+    for x in xs:
+        refuse_partial(func, x._spec)
     values = [_of_all(x._local_tensor, kind) for x, kind in zip(xs, kinds, strict=True)]
     together: dict[Any, list[int]] = {}
     for i, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
@@ -194,22 +192,18 @@ def _of_slices(x: RaggedTensor, over: list[int], kind: Kind, result: DTensorSpec
 def _of_boxes(x: RaggedTensor, over: list[int], kind: Kind) -> torch.Tensor:
     """What this rank's boxes contribute to the result, where reduced dimensions have size 1."""
     spec, local = x._spec, x._local_tensor
-    held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
     # Results of boxes in half precision are joined in single precision, and rounded once.
     dtype = torch.float32 if kind.dtype in (torch.float16, torch.bfloat16) else kind.dtype
     shape = [1 if d in over else n for d, n in enumerate(spec.shape)]
     total = local.new_full(shape, kind.neutral, dtype=dtype)
-    for box in held.boxes:
-        part = local[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+    for box in held_here(spec).boxes:
+        part = box.in_local(local)
         place = total
         for d in set(range(len(shape))).difference(over):
             place = place.narrow(d, box.offsets[d], box.sizes[d])
         value = kind.local(part, over, dtype)
         place.copy_(kind.join(place, value.view(place.shape)))
     return total.to(kind.dtype)
-
-
-# --- numbers of Python ---------------------------------------------------------------------------
 
 
 def number(tensor: DTensor) -> Any:

@@ -11,7 +11,6 @@ placement as replicated. This subclass has its own ``__torch_dispatch__`` (file 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -27,20 +26,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import TENSOR_DATA, AsyncCollectiveTensor, DTensorSpec, TensorMeta
-from vescale_fsdp.ragged.assignment import assign
+from vescale_fsdp.compat import (
+    TENSOR_DATA,
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    NormPartial,
+    TensorMeta,
+)
 from vescale_fsdp.ragged.holdings import (
+    Box,
     check_placements,
-    holding_of,
+    contiguous_strides,
     normalized,
     ragged_axis_of,
 )
-from vescale_fsdp.ragged.pending import PendingTensor
-from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.recuts import coordinate_of, range_here, respecified_as
-from vescale_fsdp.ragged.redistribute import move, respecified, scatter
-from vescale_fsdp.ragged.regions import Box, contiguous_strides
+from vescale_fsdp.ragged.placement import RaggedShard, _rebuild_placement
+from vescale_fsdp.ragged.recuts import coordinate_of, held_here, range_here, respecified_as
+from vescale_fsdp.ragged.redistribute import PendingTensor, move, respecified, scatter
 
+NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
@@ -69,15 +73,6 @@ class RaggedTensor(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return cls.run_operator(func, args, kwargs or {})
-
-    if compat.DTENSOR_SUBCLASSES_NEED_A_MODE:
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            mode = compat.DispatchMode(RaggedTensor, cls.run_operator)
-            return compat.call_in_mode(mode, func, args, kwargs)
 
     @staticmethod
     def from_local(  # type: ignore[override]  # the shape cannot be guessed from one rank
@@ -115,9 +110,8 @@ class RaggedTensor(DTensor):
             ValueError: as `from_local`, or a placement is ``Partial``.
         """
         spec = _spec_for(full_tensor, device_mesh, placements)
-        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
-        ragged = wrap_local(full_tensor.new_empty(held.local_shape), spec, False)
-        return fill(ragged, full_tensor)
+        local = full_tensor.new_empty(held_here(spec).local_shape)
+        return fill(wrap_local(local, spec, False), full_tensor)
 
     @property
     def data(self) -> torch.Tensor:
@@ -134,7 +128,30 @@ class RaggedTensor(DTensor):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        assign(self, new)
+        # Torch's own setter would change what autograd sees, and no element.
+        mesh = self.device_mesh
+        if not isinstance(new, DTensor) or (new.device_mesh, new.shape) != (mesh, self.shape):
+            name = getattr(self, NAME, None)
+            what = "the data of " + (f"parameter {name!r}" if name else "a sharded tensor")
+            found = f"{type(new).__name__} of shape {tuple(new.shape)}"
+            found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
+            raise ValueError(
+                f"{what} was to be replaced by a {found}; expected a DTensor of shape "
+                f"{tuple(self.shape)} on {mesh}. Make it one by `distribute_tensor(new, "
+                "p.device_mesh, p.placements)`, compute it of `p.full_tensor()`, or write to the "
+                "full parameter inside of `with unsharded(module, writeback=True)`"
+            )
+        with torch.no_grad():
+            plain = cast(DTensor, new.detach())
+            moved: Any = plain.redistribute(placements=self.placements)
+            own, local = self._local_tensor, moved._local_tensor
+            if local is own:  # ``x.data += y`` assigns what it has written to
+                return
+            if (local.dtype, local.device) == (own.dtype, own.device):
+                own.copy_(local)
+            else:
+                TENSOR_DATA.__set__(self, moved)
+                self._local_tensor, self._spec = local, moved._spec
 
     @property
     def ragged_axis(self) -> int:
@@ -162,8 +179,7 @@ class RaggedTensor(DTensor):
         The gradient is taken to have the placements of this tensor, or ``grad_placements``.
         """
         local = self._local_tensor
-        if isinstance(local, PendingTensor):
-            local = local.wait()
+        local = local.wait() if isinstance(local, PendingTensor) else local
         if not torch.is_grad_enabled() or not self.requires_grad:
             return local
         spec = self._spec
@@ -211,14 +227,21 @@ class RaggedTensor(DTensor):
             NotImplementedError: another mesh, or a placement unknown here.
             RuntimeError: no placements, or ``Partial`` where the tensor is not.
         """
-        return redistribute(
-            self,
-            device_mesh,
-            placements,
-            async_op=async_op,
-            forward_dtype=forward_dtype,
-            backward_dtype=backward_dtype,
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError(
+                f"redistribute from {self.device_mesh} to another mesh ({device_mesh}) is not "
+                "there yet; use full_tensor() and distribute the result"
+            )
+        if placements is None:
+            raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
+        coordinate_of(self._spec)  # raises on a rank outside of the mesh
+        target = respecified(self._spec, placements)
+        if self._spec.placements == target.placements and forward_dtype in (None, self.dtype):
+            return self
+        moved: DTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]
+            self, target.placements, async_op, forward_dtype, backward_dtype
         )
+        return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         copied = wrap_local(self._arrived().clone(), self._spec, self.requires_grad)
@@ -254,7 +277,7 @@ class RaggedTensor(DTensor):
         if self.numel() == 0:  # nobody holds an element: the first rank names the entry
             first = not any(coordinate_of(spec))
             return [Box((0,) * self.dim(), tuple(self.shape), 0)] if first else []
-        return holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec)).boxes
+        return held_here(spec).boxes
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
@@ -276,8 +299,7 @@ class RaggedTensor(DTensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                numel = math.prod(box.sizes)
-                return self._arrived()[box.start : box.start + numel].view(box.sizes)
+                return box.in_local(self._arrived())
         raise ValueError(
             f"checkpoint entry {index.fqn!r} has a chunk at {index.offset}, but this rank holds "
             f"{[box.offsets for box in self._boxes()]}"
@@ -313,33 +335,6 @@ def _rebuild(
     if is_param:
         tensor._is_param = True  # how torch marks subclasses
     return tensor
-
-
-def redistribute(
-    tensor: DTensor,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    *,
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """``DTensor.redistribute`` where the source or the target is ragged."""
-    if device_mesh is not None and device_mesh != tensor.device_mesh:
-        raise NotImplementedError(
-            f"redistribute from {tensor.device_mesh} to another mesh ({device_mesh}) is not there "
-            "yet; use full_tensor() and distribute the result"
-        )
-    if placements is None:
-        raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
-    coordinate_of(tensor._spec)  # raises on a rank outside of the mesh
-    target = respecified(tensor._spec, placements)
-    if tensor._spec.placements == target.placements and forward_dtype in (None, tensor.dtype):
-        return tensor
-    moved: DTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]
-        tensor, target.placements, async_op, forward_dtype, backward_dtype
-    )
-    return moved
 
 
 def distribute(
@@ -392,11 +387,8 @@ def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:
             local, respecified_as(spec, dtype=full_tensor.dtype), ragged.requires_grad
         )
     with torch.no_grad():
-        held = holding_of(spec.shape, spec.placements, spec.mesh.shape, coordinate_of(spec))
-        for box in held.boxes:
-            numel = math.prod(box.sizes)
-            part = local[box.start : box.start + numel].view(box.sizes)
-            part.copy_(box.of(full_tensor.detach()))
+        for box in held_here(spec).boxes:
+            box.in_local(local).copy_(box.of(full_tensor.detach()))
     return ragged
 
 
@@ -486,8 +478,8 @@ def _moved(
         return wrap(local.view_as(local), target)
     moving = move(local, source, target)
     if async_op and moving.works:
-        held = holding_of(target.shape, target.placements, target.mesh.shape, coordinate_of(target))
-        return wrap(PendingTensor(moving, held.local_shape, local.dtype, local.device), target)
+        shape = held_here(target).local_shape
+        return wrap(PendingTensor(moving, shape, local.dtype, local.device), target)
     return wrap(moving.wait(), target)
 
 
@@ -497,7 +489,11 @@ def _is_ragged(placement: Placement) -> bool:
 
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
-compat.route_redistribute(_is_ragged, redistribute)
+compat.route_redistribute(_is_ragged, RaggedTensor.redistribute)
 compat.route_distribution(
     _is_ragged, distribute, lambda value: isinstance(value, RaggedTensor), fill
+)
+# What ``torch.load(weights_only=True)`` may call; these only build what they are given.
+torch.serialization.add_safe_globals(
+    [NormPartial, RaggedShard, RaggedTensor, _rebuild, _rebuild_placement]
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from vescale_fsdp.compat import pytree
 
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
@@ -21,7 +22,7 @@ def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
     Raises:
         AssertionError: on every rank, naming the first leaf and the rank that differ from rank 0.
     """
-    leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+    leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, leaves)
     for rank, theirs in enumerate(gathered[1:], start=1):

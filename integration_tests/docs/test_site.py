@@ -1,0 +1,164 @@
+"""What the documentation says is in the source. Runs without torch (tox: docs)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")
+    if name and (ROOT / name).exists()
+}
+SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+PUBLIC = {
+    "vescale_fsdp": "core",
+    "vescale_fsdp.checkpoint": "core",
+    "vescale_fsdp.optim": "core",
+    "vescale_fsdp.planner": "core",
+    "vescale_fsdp.testing": "core",
+    "vescale_fsdp_accelerate": "accelerate_plugin",
+    "vescale_fsdp_lightning": "lightning_plugin",
+}
+OF_TORCH = {
+    f"vescale_fsdp.{name}"
+    for name in (
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+    )
+}
+
+
+def blocks(language: str) -> list[tuple[str, int, str]]:
+    """Page, number and text of each fenced block of a language."""
+    fence = re.compile(rf"^( *)```{language}\b[^\n]*\n(.*?)^ *```", re.M | re.S)
+    return [
+        (page, number, re.sub(rf"^{found[1]}", "", found[2], flags=re.M))
+        for page, text in TEXTS.items()
+        for number, found in enumerate(fence.finditer(text))
+    ]
+
+
+def template(node: ast.AST) -> str:
+    """The text of a string, with an ellipsis for each value that is put into it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def test_python_blocks_compile() -> None:
+    found = blocks("python")
+    assert len(found) > 50
+    for page, number, text in found:
+        if text.startswith("except "):  # of a try that the page leaves out
+            text = f"try:\n    pass\n{text}"
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+        compile(text, f"{page}, python block {number}", "exec", flags)
+
+
+def test_blocks_of_data_can_be_read() -> None:
+    for _, _, text in blocks("yaml"):
+        yaml.safe_load(text)
+    for _, _, text in blocks("json"):
+        json.loads(text)
+    for _, _, text in blocks("toml"):
+        tomllib.loads(text)
+
+
+def test_shell_blocks_can_be_parsed() -> None:
+    found = blocks("bash")
+    assert found
+    for page, number, text in found:
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, f"{page}, bash block {number}: {done.stderr}"
+
+
+def test_commands_and_options_of_the_command_line_exist() -> None:
+    source = "\n".join(path.read_text() for path in SOURCES if "src/vescale_fsdp" in str(path))
+    for page, _, text in blocks("bash"):
+        for call in re.findall(r"^ *vescale-fsdp (.+?)(?:#.*)?$", text.replace("\\\n", " "), re.M):
+            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", f" {call}"):
+                name = option[2:].replace("-", "_")
+                is_known = f'"{option}"' in source or f"{option}/" in source or name in source
+                assert is_known, f"{page}: vescale-fsdp {call}: {option}"
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_source() -> None:
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    known = {template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr | ast.BinOp)}
+    quotes = re.findall(r"^> (.+)$", TEXTS["docs/troubleshooting.md"], re.M)
+    assert len(quotes) > 25
+    missing = []
+    for quote in quotes:
+        parts = [re.escape(part.strip()) for part in quote.split("…") if part.strip(" .,:")]
+        pattern = re.compile(".*?".join(parts), re.S)
+        if not any(pattern.search(text) for text in known):
+            missing.append(quote)
+    assert missing == []
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_reference_has_every_public_name(package: str) -> None:
+    path = ROOT / "packages" / PUBLIC[package] / "src" / package.replace(".", "/") / "__init__.py"
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    pages = [text for page, text in TEXTS.items() if page.startswith("docs/reference/")]
+    shown = set(re.findall(r"^::: (\S+)$", "\n".join(pages), re.M))
+    assert {f"{package}.{name}" for name in names} - shown <= OF_TORCH
+
+
+def test_environment_variables_are_listed() -> None:
+    path = ROOT / "packages/core/src/vescale_fsdp/cli/checkup/environment.py"
+    if path.exists():
+        used = set(re.findall(r'"(VESCALE_FSDP_[A-Z_]+[A-Z])":', path.read_text()))
+        assert used <= set(re.findall(r"VESCALE_FSDP_\w+", TEXTS["docs/reference/environment.md"]))
+
+
+def test_readme_is_short_and_has_the_two_commands() -> None:
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 120
+    assert "python3 dev.py demo" in text
+    assert "python3 dev.py test" in text
+
+
+def test_links_between_pages_of_the_repository_work() -> None:
+    link = re.compile(r"\]\((?![a-z]+:|#|/)([^)#\s]+)")
+    for page, text in TEXTS.items():
+        for target in link.findall(re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S)):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_file_names_have_no_spaces_and_pictures_one_format() -> None:
+    call = ["git", "ls-files"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = done.stdout.splitlines()
+    assert [name for name in names if " " in name] == []
+    assert [name for name in names if name.endswith((".png", ".jpg"))] == []
+
+
+def test_design_pages_are_all_listed() -> None:
+    for path in (ROOT / "docs" / "design").glob("*.md"):
+        assert path.name == "README.md" or f"({path.name})" in TEXTS["docs/design/README.md"]

@@ -1,0 +1,94 @@
+"""What we use of torch that is not its public API, and our process groups.
+
+Private names of torch are here and nowhere else (tests/test_compat.py), so that a new release is a
+change to these files: `versions` gives private functions names of ours, `patches` changes torch,
+`groups` has communicators and collectives. For torch 2.13 and 2.14; see
+docs/design/torch-versions.md.
+"""
+
+from torch._C._distributed_c10d import Store
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils import _pytree as pytree
+
+from vescale_fsdp.compat.groups import (
+    all_gather_many,
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    allocates,
+    axis_ranks,
+    broadcast,
+    group_over,
+    is_fsdp2_collective,
+    mesh_group,
+    mesh_over,
+    new_gloo_group,
+    new_group,
+    reduce_scatter_many,
+    reduce_scatter_single,
+    symmetric_memory,
+    uses_symmetric_memory,
+)
+from vescale_fsdp.compat.patches import (
+    has_other_init_group,
+    members_of,
+    register_first_step_post_hook,
+    replace_init_group,
+    route_distribution,
+    route_numbers,
+    route_redistribute,
+    route_state_creation,
+    set_fsdp2_state,
+    support_foreach,
+)
+from vescale_fsdp.compat.versions import (
+    TENSOR_DATA,
+    concatenate_meshes,
+    current_backward,
+    current_node,
+    default_store,
+    flattened,
+    forget_meshes,
+    fqn_of,
+    init_group,
+    is_transforming,
+    is_wrapper,
+    local_tensor,
+    outside_functorch,
+    queue_backward_callback,
+    set_versions,
+    storage_info,
+    storages_of,
+    store_wait,
+    takes_functional_gradient,
+    wish_of_backward,
+    without_torch_function,
+)
+
+__all__ = [
+    "COMPOSABLE_STATE", "TENSOR_DATA", "AsyncCollectiveTensor", "DTensorSpec", "NormPartial",
+    "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
+    "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "all_gather_many",
+    "all_gather_single", "all_reduce", "all_to_all_single", "allocates", "axis_ranks", "broadcast",
+    "concatenate_meshes", "current_backward", "current_node", "default_store", "flattened",
+    "forget_meshes", "fqn_of", "group_over", "has_other_init_group", "init_group",
+    "is_fsdp2_collective", "is_transforming", "is_wrapper", "local_tensor", "members_of",
+    "mesh_group", "mesh_over", "new_gloo_group", "new_group", "outside_functorch",
+    "preserve_versions", "pytree", "queue_backward_callback", "reduce_scatter_many",
+    "reduce_scatter_single", "register_first_step_post_hook", "replace_init_group",
+    "route_distribution", "route_numbers", "route_redistribute", "route_state_creation",
+    "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
+    "support_foreach", "symmetric_memory", "takes_functional_gradient", "uses_symmetric_memory",
+    "wish_of_backward", "without_torch_function",
+]  # fmt: skip

@@ -1,0 +1,165 @@
+"""What we change in torch: functions that hand over what concerns ragged tensors, and tables."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, _foreach_supported_types
+
+
+def _route(function: Any, routed: Callable[..., Any]) -> None:
+    """Let every call of a function of torch become ``routed(original, *args, **options)``.
+
+    The function object stays the same and gets other code: it does not matter which modules have
+    imported it by its name before.
+    """
+    code, scope, name = function.__code__, function.__globals__, function.__name__
+    original = FunctionType(code, scope, name, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    original.__annotations__ = function.__annotations__
+
+    def entry(*args: Any, _routed: Callable[..., Any], **options: Any) -> Any:
+        return _routed(*args, **options)
+
+    function.__code__ = entry.__code__.replace(co_freevars=code.co_freevars)
+    function.__defaults__ = None
+    function.__kwdefaults__ = {"_routed": functools.partial(routed, original)}
+    function.__wrapped__ = original  # of which `inspect` shows the signature
+
+
+def route_redistribute(concerns: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
+    """Let ``DTensor.redistribute`` hand over to us when a target placement concerns us.
+
+    Torch's own keeps the local tensor as it is for a placement that it does not know, and labels
+    it with that placement: wrong data without an error. See docs/design/ragged.md.
+    """
+
+    def routed(
+        original: Any, self: DTensor, device_mesh: Any = None, placements: Any = None, **rest: Any
+    ) -> Any:
+        ours = placements is not None and any(map(concerns, placements))
+        return (redistribute if ours else original)(self, device_mesh, placements, **rest)
+
+    _route(DTensor.redistribute, routed)
+
+
+def route_distribution(
+    concerns: Callable[[Any], bool],
+    distribute: Callable[..., DTensor],
+    is_ours: Callable[[Any], bool],
+    fill: Callable[[Any, torch.Tensor], DTensor],
+) -> None:
+    """Let ``distribute_tensor`` and the loading of full state dicts hand over what concerns us.
+
+    Torch's own raise for a placement that they do not know, or make boxes where there are none.
+
+    Args:
+        concerns: whether a placement is ours.
+        distribute: for ``distribute_tensor(tensor, device_mesh, placements, *, src_data_rank)``.
+        is_ours: whether an entry of a state dict is.
+        fill: gives such an entry with the values of a full tensor.
+    """
+    from torch.distributed import _state_dict_utils as utils
+    from torch.distributed.tensor import _api
+
+    api: Any = _api
+
+    def routed(
+        original: Any, tensor: Any, device_mesh: Any = None, placements: Any = None, **rest: Any
+    ) -> Any:
+        if placements is not None and any(map(concerns, placements)):
+            mesh = device_mesh or api._mesh_resources.get_current_mesh()
+            return distribute(tensor, mesh, placements, **rest)
+        return original(tensor, device_mesh, placements, **rest)
+
+    def filled(original: Any, states: Any, keys: list[str], *args: Any, **options: Any) -> None:
+        for key in keys:
+            pair = states.get(key)
+            if isinstance(pair, tuple) and is_ours(pair[0]):
+                states[key] = fill(*pair)
+        original(states, keys, *args, **options)
+
+    def loaded(original: Any, full: Any, local: Any, *args: Any, **options: Any) -> None:
+        # It puts plain tensors in the place of those without dimensions. An optimizer would keep
+        # the plain tensor as the state of a sharded parameter.
+        ours = {key: value for key, value in local.items() if is_ours(value) and not value.dim()}
+        original(full, local, *args, **options)
+        for key in ours.keys() & local.keys():
+            if not is_ours(local[key]):
+                local[key] = fill(ours[key], local[key])
+
+    _route(api.distribute_tensor, routed)
+    _route(utils._distribute_tensors, filled)
+    _route(utils._broadcast_state_dict, loaded)
+    _route(utils._distribute_state_dict, loaded)
+
+
+def route_numbers(number: Callable[[DTensor], Any]) -> None:
+    """Let ``item()``, ``float()``, ``bool()`` and the like of any DTensor be ``number(tensor)``.
+
+    DTensor has a table for operators that go another way than its own. Its own gives each rank the
+    number of its local tensor, also where that is one part of a sum.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    # In inference mode ``item`` is not taken apart before it comes to a tensor subclass.
+    for operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
+        handlers[operator] = lambda _, args, __: number(args[0])
+
+
+_groups_of_optimizers: list[Callable[[Optimizer], list[Optimizer]]] = []
+
+
+def route_state_creation(members: Callable[[Optimizer], list[Optimizer]]) -> None:
+    """Let state dict functions of ``torch.distributed.checkpoint`` see the members of a group.
+
+    They make the states of an optimizer that has none at all, by a step on gradients of zeros. In
+    a group one member may have states while another has none yet.
+    """
+    from torch.distributed.checkpoint import state_dict as loading
+
+    def routed(original: Any, optimizer: Optimizer, *args: Any) -> None:
+        for member in members(optimizer):
+            original(member, *args)
+
+    _groups_of_optimizers.append(members)
+    _route(loading._init_optim_state, routed)
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The members of a group of optimizers, as `route_state_creation` knows them, or itself."""
+    return _groups_of_optimizers[-1](optimizer) if _groups_of_optimizers else [optimizer]
+
+
+def support_foreach(tensor_type: type[torch.Tensor]) -> None:
+    """Let ``torch.optim`` pick its foreach kernels for a tensor type: it goes by exact type."""
+    if tensor_type not in _foreach_supported_types:
+        _foreach_supported_types.append(tensor_type)
+
+
+def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
+    """Make ``state`` what torch's ``fully_shard.state(module)`` returns."""
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
+
+
+def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:
+    """Let ``step`` of this optimizer call another ``_init_group``. Copies of it will not."""
+    vars(optimizer)["_init_group"] = init_group
+
+
+def has_other_init_group(optimizer: Optimizer) -> bool:
+    """Whether `replace_init_group` was called for it."""
+    return "_init_group" in vars(optimizer)
+
+
+def register_first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Register a hook that runs before the other hooks after a step."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]

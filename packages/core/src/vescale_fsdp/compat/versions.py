@@ -1,0 +1,137 @@
+"""Private functions of torch under names of ours, as torch 2.13 and 2.14 have them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_C: Any = torch._C
+TENSOR_DATA: Any = torch.Tensor.data  # the descriptor, for a subclass with a ``data`` of its own
+# A context in which an attribute of a tensor subclass is read in half of the time.
+without_torch_function: Any = _C.DisableTorchFunctionSubclass
+# A context in which the transformations of ``torch.func`` do not see what is done.
+outside_functorch: Any = _C._DisableFuncTorch
+# The identity of the graph task of autograd that this thread runs, or -1; and its node, or None.
+current_backward: Callable[[], int] = _C._current_graph_task_id
+current_node: Callable[[], Any] = _C._current_autograd_node
+
+
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Set the version counters by which autograd knows of writes."""
+    _C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def is_transforming() -> bool:
+    """Whether ``torch.func`` or forward-mode derivatives see what is done now."""
+    transforming: bool = _C._are_functorch_transforms_active()
+    return transforming or forward_ad._current_level >= 0
+
+
+def takes_functional_gradient() -> bool:
+    """Whether ``torch.func.grad`` or ``vjp`` (and what is made of them) runs now."""
+    if not _C._are_functorch_transforms_active():
+        return False
+    stack = _C._functorch.get_interpreter_stack() or []
+    return any(each.key() == _C._functorch.TransformType.Grad for each in stack)
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has visited all of its nodes."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def wish_of_backward(node: Any) -> Literal["leaf", "nothing", "value"]:
+    """What the backward that runs now does with a leaf, of which ``node`` takes the gradient.
+
+    It accumulates the gradient there (``leaf``), returns it to who has called
+    ``torch.autograd.grad`` (``value``), or does not look at it.
+    """
+    try:
+        return "leaf" if _C._will_engine_execute_node(node) else "nothing"
+    except RuntimeError:  # what torch says of a leaf whose gradient is returned
+        return "value"
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's data are those of other tensors, which it wraps (a tensor subclass)."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as it lies there; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storages_of(tensor: torch.Tensor) -> set[int]:
+    """The ``_cdata`` of the storage under a tensor, or of those under the tensors it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {tensor.untyped_storage()._cdata}
+    names, _ = tensor.__tensor_flatten__()
+    return {each for name in names for each in storages_of(getattr(tensor, name))}
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several that are slices of one mesh (else a RuntimeError)."""
+    joined: DeviceMesh = DeviceMesh._concatenate(meshes)
+    return joined
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of specs, which hold meshes of a world that is gone.
+
+    A mesh of a new world may equal one of the old, but its process groups are others.
+    """
+    from torch.distributed.tensor import _redistribute
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _C._clear_DTensor_sharding_propagator_cache()
+
+
+def default_store() -> Store:
+    """The key-value store behind the default process group."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def store_wait(store: Store, key: str, timeout_s: float) -> None:
+    """Block until ``key`` is set. Raises ``dist.DistStoreError`` after ``timeout_s`` seconds."""
+    store.wait([key], datetime.timedelta(seconds=timeout_s))
+
+
+def fqn_of(module: torch.nn.Module, name: str) -> str:
+    """The name of a parameter without what wrappers (DDP, compile, checkpointing) put in front."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    fqn: str
+    (fqn,) = _get_fqns(module, name)  # only the flat parameters of FSDP1 have several
+    return fqn
+
+
+def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """A nested state as ``torch.distributed.checkpoint`` flattens it, and the path of each key."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(state)
+
+
+def storage_info(path: str, start: int, num_bytes: int) -> Any:
+    """Where ``torch.distributed.checkpoint`` finds one item: a file and a range of its bytes."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, start, num_bytes)
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """Torch's own ``_init_group``: fills the lists of tensors that the kernels of a step get."""
+    return cast(Any, type(optimizer))._init_group(optimizer, group, *lists)

@@ -1,0 +1,307 @@
+"""flatten_: let an element-wise optimizer step on flat pieces of the shards.
+
+Torch's element-wise optimizers collect their tensors in a method of their own, ``_init_group``,
+and give the lists to a function that runs the kernels. That method is what we replace: it names
+the pieces instead of the parameters. All else is torch's: kernels, closures, hooks, gradient
+scalers, schedulers, state dicts. What the optimizer keeps stays per parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from vescale_fsdp import compat
+from vescale_fsdp.optim.flat import (
+    SCALARS,
+    Member,
+    Members,
+    Piece,
+    Space,
+    States,
+    local_of,
+    pieces_of,
+    spaces_of,
+)
+from vescale_fsdp.ragged import wrap
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+Group = dict[str, Any]
+State = dict[str, Any]
+
+_ELEMENTWISE = (
+    *(ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax),
+    *(NAdam, RAdam, RMSprop, Rprop, SGD),
+)
+_REASONS = {
+    "Adafactor": "it takes means over the rows and columns of each matrix",
+    "LBFGS": "its direction depends on all parameters at once",
+    "Muon": "it takes each matrix as a whole",
+    "SparseAdam": "its gradients are sparse",
+}
+
+
+def flatten_(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Let an element-wise optimizer step once per group on the contiguous shard. In place.
+
+    Parameters that lie next to each other in a shard, and their gradients likewise, are stepped
+    as one flat tensor; short stretches between which there are gaps are copied together first.
+    The numbers are those of the plain optimizer, bit for bit. ``param_groups``, ``state``,
+    ``state_dict()`` and ``load_state_dict()`` are those of the plain optimizer too: the states of
+    a parameter are views of flat ones. It may be called before or after schedulers are made,
+    states are loaded and parameter groups are added. A ``copy.deepcopy`` is a plain optimizer.
+
+    Stepped apart, on the local part: a parameter in its first step, which makes its states; one
+    whose `step` is another than that of its neighbours; ``Shard(d)`` with d > 0, whose local part
+    is not contiguous. On a CPU also 16-bit parameters and all with ``fused=True``, because the
+    bits that torch's kernels give there depend on where a tensor ends. Plain tensors step as they
+    do without this. So does a whole group, with ``differentiable=True`` or while a gradient has
+    other placements than its parameter.
+
+    Cost: a few µs of host time for each parameter, and the kernels of one tensor for each piece.
+    No communication and no wait for a device; one wait after somebody else has written to `step`.
+    Memory: as before; at most 64 MiB more for a moment when states are made or loaded, and the
+    parameters and gradients of short stretches (below 8,192 elements) twice during a step.
+
+    Args:
+        optimizer: ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop or
+            SGD of ``torch.optim``.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: another optimizer, or a subclass.
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        raise TypeError(_refusal(optimizer))
+    if not compat.has_other_init_group(optimizer):
+        _Flattened(optimizer)
+    return optimizer
+
+
+def _refusal(optimizer: Any) -> str:
+    name = type(optimizer).__name__
+    known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+    reason = _REASONS.get(name)
+    if type(optimizer).__module__.startswith("torch.optim") and reason is not None:
+        return f"flatten_ got {name}: {reason}, so it cannot step on parts of a flat shard"
+    return (
+        f"flatten_ got {type(optimizer).__module__}.{name}, of which it does not know whether it "
+        f"treats each element alone. It takes {known} of torch.optim, not their subclasses; pass "
+        "the optimizer inside, if this is a wrapper, or leave it as it is"
+    )
+
+
+class _Flattened:
+    """What `flatten_` adds to an optimizer. Holds it weakly."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._groups: dict[int, _Parameters] = {}  # by the identity of the list of parameters
+        self._pieces: list[Piece] = []  # of the parameter group whose kernels run
+        compat.replace_init_group(optimizer, self._init_group)
+        optimizer.register_step_pre_hook(self._begin)
+        compat.register_first_step_post_hook(optimizer, self._finish)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._groups.clear())
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Forget a step that was broken off, and groups that are gone."""
+        self._pieces = []
+        lists = {id(group["params"]) for group in optimizer.param_groups}
+        self._groups = {key: known for key, known in self._groups.items() if key in lists}
+
+    def _init_group(self, group: Group, *lists: list[Any]) -> Any:
+        """Torch's method, for pieces where there can be some."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it is the one that calls"
+        self._finish(optimizer)  # an error in this group must not undo what others have done
+        key = id(group["params"])
+        if key not in self._groups:
+            self._groups[key] = _Parameters(group["params"])
+        found = None
+        if not group.get("differentiable"):
+            found = self._groups[key].collect(optimizer, group)
+        if found is None:
+            return compat.init_group(optimizer, group, *lists)
+        pieces, others = found
+        self._pieces += pieces
+        for piece in pieces:
+            optimizer.state[piece.param] = piece.state
+        try:
+            names = [*(piece.param for piece in pieces), *others]
+            return compat.init_group(optimizer, {**group, "params": names}, *lists)
+        finally:
+            for piece in pieces:
+                del optimizer.state[piece.param]
+
+    def _finish(self, optimizer: Optimizer, *hook_args: Any) -> None:
+        """After a group's kernels: its parameters and states are what they are for everybody."""
+        pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            piece.unpack()
+            piece.state |= optimizer.state.pop(piece.param, {})  # SGD has put its momentum there
+            if piece.lacks_states and piece.state:
+                (owner,) = piece.owners
+                optimizer.state[owner].update(_wrapped(piece.state, owner))
+            # Autograd and the engine see by its version that a parameter was written to.
+            torch.autograd.graph.increment_version(piece.owners)
+        for _, alike in groupby(pieces, key=lambda piece: id(piece.space)):
+            of_space = list(alike)
+            space = of_space[0].space
+            if space is not None:
+                space.share_scalars([piece.members for piece in of_space])
+
+
+class _Parameters:
+    """The parameters of one group, with what was made of them."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self._params = params  # kept, so that its identity stays its own
+        self._members: dict[int, Member] = {}  # by the identity of the parameter
+        self._spaces: list[Space] = []
+        self._last = Members([])  # those that stepped last
+        self._settings = (False, False)  # with which they stepped
+
+    def collect(
+        self, optimizer: Optimizer, group: Group
+    ) -> tuple[list[Piece], list[torch.Tensor]] | None:
+        """The pieces for the parameters with a gradient, and those that are none of ours.
+
+        None if a DTensor cannot be taken: torch refuses lists that mix it with plain tensors.
+        """
+        settings = (bool(group.get("fused")), bool(group.get("momentum")))
+        if settings != self._settings:  # who can join, or lacks states, is to be found anew
+            self._settings, self._last = settings, Members([])
+        ours: list[DTensor] = []
+        grads: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for param in self._params:
+            grad = param.grad
+            if grad is None:
+                continue
+            if isinstance(param, DTensor):
+                ours.append(param)
+                grads.append(grad)
+            else:
+                others.append(param)
+        alone: list[Piece] = []
+        parts = self._last.parts_if_intact(ours, grads, optimizer.state)
+        if parts is None:
+            found = self._look_closer(optimizer, group, ours, grads)
+            if found is None:
+                return None
+            parts, alone = found
+        for space in self._spaces:
+            space.grads = [None] * len(space.members)
+        for member, part in zip(self._last.members, parts, strict=True):
+            self._spaces[member.space].grads[member.index] = part.contiguous()
+        pieces = [piece for space in self._spaces for piece in pieces_of(space)]
+        return [*pieces, *alone], others
+
+    def _look_closer(
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        params: list[DTensor],
+        grads: list[torch.Tensor],
+    ) -> tuple[list[torch.Tensor], list[Piece]] | None:
+        """Find the members of this step; give their gradients, and the pieces of all others."""
+        if len(set(map(id, params))) != len(params):  # torch steps on a duplicate twice
+            return None
+        states: States = optimizer.state
+        joined: list[tuple[DTensor, torch.Tensor]] = []
+        alone: list[Piece] = []
+        for param, grad in zip(params, grads, strict=True):
+            part, state = _local_gradient(param, grad), _local_state(param, states)
+            if part is None or state is None:
+                return None
+            local, lacks = local_of(param), _lacks_states(optimizer, group, state)
+            if not lacks and _can_join(local, is_fused=self._settings[0]):
+                joined.append((param, part))
+            else:
+                piece = Piece(local.detach(), part, state, owners=[param], lacks_states=lacks)
+                alone.append(piece)
+        self._join([param for param, _ in joined], states)
+        self._last = Members([self._members[id(param)] for param, _ in joined])
+        return [part for _, part in joined], alone
+
+    def _join(self, params: list[DTensor], states: States) -> None:
+        """Make the spaces anew if these are not all in them, with those that are."""
+        stay = {key: each for key, each in self._members.items() if each.is_intact(states)}
+        newcomers = {id(param): param for param in params if id(param) not in stay}
+        if newcomers:
+            wanted = [*(member.param for member in stay.values()), *newcomers.values()]
+            members = [Member(param, states.get(param)) for param in wanted]
+            self._members = {id(member.param): member for member in members}
+            self._spaces = spaces_of(members)
+
+
+def _can_join(local: torch.Tensor, *, is_fused: bool) -> bool:
+    """Whether the bits of a step do not depend on where its tensor ends.
+
+    On a CPU they do in two cases: what is left after the last whole vector register goes another
+    way, through which 16-bit and fused kernels round differently (torch 2.13).
+    """
+    if not local.is_contiguous() or not local.is_floating_point():
+        return False
+    return local.device.type != "cpu" or (local.itemsize > 2 and not is_fused)
+
+
+def _local_gradient(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient, if it is cut as its parameter is."""
+    if not isinstance(grad, DTensor) or type(local_of(param)) is not torch.Tensor:
+        return None
+    spec, other = param._spec, grad._spec
+    if other is not spec and (other.placements != spec.placements or other.mesh != spec.mesh):
+        return None
+    part = local_of(grad)
+    return part if type(part) is torch.Tensor and part.dtype == param.dtype else None
+
+
+def _local_state(param: DTensor, states: States) -> State | None:
+    """The states of a parameter with this rank's parts, or None if they are not cut as it is."""
+    shape = local_of(param).shape
+    parts: State = {}
+    for name, value in (states.get(param) or {}).items():
+        is_number = name in SCALARS and isinstance(value, torch.Tensor) and value.dim() == 0
+        if value is None or is_number:
+            parts[name] = value
+        elif isinstance(value, DTensor) and local_of(value).shape == shape:
+            parts[name] = local_of(value)
+        else:
+            return None
+    return parts
+
+
+def _wrapped(parts: State, param: DTensor) -> State:
+    """The states of a parameter as they are kept, from those of its local part."""
+    return {
+        name: part if part is None or name in SCALARS else wrap(part, param._spec)
+        for name, part in parts.items()
+    }
+
+
+def _lacks_states(optimizer: Optimizer, group: Group, state: State) -> bool:
+    """Whether torch will make states for a parameter in this step, as in its first one."""
+    if isinstance(optimizer, SGD):
+        return group["momentum"] != 0 and state.get("momentum_buffer") is None
+    return not state

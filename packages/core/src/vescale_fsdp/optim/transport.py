@@ -1,0 +1,217 @@
+"""Taking matrices to their owners and results back, in packed messages under the compute.
+
+One uneven all-to-all each way per bucket. While a rank computes one bucket, the next one is on its
+way to it, and the results of the one before are on their way back::
+
+    gather 0   gather 1 .......   gather 2 .......
+               compute 0          compute 1           compute 2
+                                  scatter 0 .......   scatter 1 .......   scatter 2
+
+So two buckets each way are in memory at a time. On gloo, a long all-to-all is sends and receives
+with the same bytes, because those go both ways at a time (see `Exchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp import compat, waiting
+from vescale_fsdp.backends import backend_name
+from vescale_fsdp.dbuffer import SHORTEST_BYTES, Exchange
+from vescale_fsdp.optim.layout import Matrix, Part
+from vescale_fsdp.optim.routes import Bucket, Routes, Run
+from vescale_fsdp.ragged import as_bytes
+
+# The values of a run of a parameter's flat local tensor, [stop - start]. Nobody writes to them.
+Source = Callable[[Run], torch.Tensor]
+# The result of a matrix from its index and its values, both [rows, cols]; does not write to them.
+Compute = Callable[[int, torch.Tensor], torch.Tensor]
+# Takes results for a run, flat. The run may go through several matrices of one shape in a row; the
+# index is that of the first.
+Sink = Callable[[Run, int, torch.Tensor], None]
+
+
+def from_tensors(tensors: Sequence[torch.Tensor]) -> Source:
+    """A source of the values of local tensors, one per parameter."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return lambda run: flat[run.param][run.start : run.stop]
+
+
+class _InFlight:
+    """A message on its way. Holds what is sent until it has arrived."""
+
+    def __init__(
+        self, work: dist.Work | Exchange, received: torch.Tensor, sent: torch.Tensor
+    ) -> None:
+        self._work, self._tensors = work, (received, sent)
+
+    def wait(self) -> torch.Tensor:
+        """What has been received. Call it once."""
+        waiting.wait(self._work, "an exchange of matrices for the optimizer")
+        received, _ = self._tensors
+        del self._tensors, self._work
+        return received
+
+
+class Transport:
+    """Runs a function on whole matrices, each on its owner, of values that lie on shards.
+
+    Args:
+        matrices: those that the routes are of.
+        routes: from the view of this rank.
+        group: the process group of the members; None where there is one.
+        gather_dtype: in which values travel, and in which they are given to the function.
+        scatter_dtype: in which results travel, and in which they are given to the sink.
+        device: where messages arrive and the function runs.
+
+    Cost of `run`: at most two uneven all-to-alls for each bucket, of the elements that change
+    their rank.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        routes: Routes,
+        group: dist.ProcessGroup | None,
+        *,
+        gather_dtype: torch.dtype,
+        scatter_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._matrices, self._routes, self._group = matrices, routes, group
+        self._gather_dtype, self._scatter_dtype = gather_dtype, scatter_dtype
+        self._device = device
+
+    def run(self, source: Source, compute: Compute, sink: Sink) -> None:
+        """Compute each matrix once, on its owner, and give the results to all who hold parts.
+
+        All members call it. The source is asked in any order, also while results of other
+        matrices come in; it must not give what the sink changes.
+        """
+        buckets = self._routes.buckets
+        arriving = self._start_gather(buckets[0], source) if buckets else None
+        returning: tuple[Bucket, _InFlight | None] | None = None
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            gather = arriving
+            arriving = self._start_gather(following, source) if following else None
+            results = {index: compute(index, self._held(index, source)) for index in bucket.ready}
+            received = gather.wait() if gather is not None else None
+            for index in bucket.gathered:
+                assert received is not None, "the bucket has a gather"
+                results[index] = compute(index, self._assembled(bucket, index, received, source))
+            del received, gather
+            results = {index: result.contiguous() for index, result in results.items()}
+            scatter = self._start_scatter(bucket, results)
+            self._keep(bucket, results, sink)
+            if returning is not None:
+                self._finish_scatter(*returning, sink)
+            returning = (bucket, scatter)
+        if returning is not None:
+            self._finish_scatter(*returning, sink)
+
+    def _held(self, index: int, source: Source) -> torch.Tensor:
+        """A matrix that is whole here."""
+        matrix = self._matrices[index]
+        values = [source(_run_of(matrix, part)) for part in matrix.parts]
+        return self._joined(matrix, values)
+
+    def _assembled(
+        self, bucket: Bucket, index: int, received: torch.Tensor, source: Source
+    ) -> torch.Tensor:
+        """A matrix of which parts have come from other ranks."""
+        matrix = self._matrices[index]
+        values = [
+            source(_run_of(matrix, part)) if start is None else received[start : start + part.numel]
+            for part, start in bucket.assembly[index]
+        ]
+        return self._joined(matrix, values)
+
+    def _joined(self, matrix: Matrix, values: list[torch.Tensor]) -> torch.Tensor:
+        """The matrix of the values of its parts, [rows, cols]."""
+        if matrix.has_runs:
+            typed = [each.to(self._device, self._gather_dtype) for each in values]
+            flat = typed[0] if len(typed) == 1 else torch.cat(typed)
+            return flat.view(matrix.rows, matrix.cols)
+        whole = self._empty(matrix.numel, self._gather_dtype).view(matrix.rows, matrix.cols)
+        for part, each in zip(matrix.parts, values, strict=True):
+            view = part.of(whole)
+            view.copy_(each.view(view.shape))
+        return whole
+
+    def _start_gather(self, bucket: Bucket, source: Source) -> _InFlight | None:
+        if not bucket.longest_send:
+            return None
+        sent = self._empty(sum(bucket.send_counts), self._gather_dtype)
+        lengths = [run.stop - run.start for run in bucket.sends]
+        for run, place in zip(bucket.sends, sent.split(lengths), strict=True):
+            place.copy_(source(run))
+        return self._exchange(
+            sent, bucket.send_counts, bucket.receive_counts, longest=bucket.longest_send
+        )
+
+    def _start_scatter(self, bucket: Bucket, results: dict[int, torch.Tensor]) -> _InFlight | None:
+        if not bucket.longest_return:
+            return None
+        sent = self._empty(sum(bucket.return_counts), self._scatter_dtype)
+        lengths = [part.numel for _, part in bucket.returns]
+        for (index, part), place in zip(bucket.returns, sent.split(lengths), strict=True):
+            values = part.of(results[index])
+            place.view(values.shape).copy_(values)
+        return self._exchange(
+            sent, bucket.return_counts, bucket.arrival_counts, longest=bucket.longest_return
+        )
+
+    def _finish_scatter(self, bucket: Bucket, scatter: _InFlight | None, sink: Sink) -> None:
+        if scatter is None:
+            return
+        received = scatter.wait()
+        lengths = [run.stop - run.start for run, _ in bucket.arrivals]
+        for (run, index), values in zip(bucket.arrivals, received.split(lengths), strict=True):
+            sink(run, index, values)
+
+    def _keep(self, bucket: Bucket, results: dict[int, torch.Tensor], sink: Sink) -> None:
+        """Give the parts that this rank holds to the sink."""
+        for index in bucket.ready:
+            matrix = self._matrices[index]
+            for part in matrix.parts:
+                self._keep_part(index, part, results[index], sink)
+        for index in bucket.gathered:
+            for part, start in bucket.assembly[index]:
+                if start is None:
+                    self._keep_part(index, part, results[index], sink)
+
+    def _keep_part(self, index: int, part: Part, result: torch.Tensor, sink: Sink) -> None:
+        values = part.of(result).reshape(-1).to(self._scatter_dtype)
+        sink(_run_of(self._matrices[index], part), index, values)
+
+    def _exchange(
+        self, sent: torch.Tensor, sent_counts: list[int], received_counts: list[int], longest: int
+    ) -> _InFlight:
+        """Start an all-to-all. ``longest`` is the longest part between any two ranks."""
+        received = self._empty(sum(received_counts), sent.dtype)
+        assert self._group is not None, "who sends to others has a group"
+        is_gloo = self._device.type == "cpu" and backend_name(self._group, "cpu") == "gloo"
+        if is_gloo and longest * sent.element_size() >= SHORTEST_BYTES:
+            outgoing = [as_bytes(part) for part in sent.split(sent_counts)]
+            incoming = [as_bytes(part) for part in received.split(received_counts)]
+            exchange = Exchange(outgoing, incoming, dist.get_rank(self._group), self._group)
+            return _InFlight(exchange, received, sent)
+        size = sent.element_size()
+        work = compat.all_to_all_single(
+            as_bytes(received),
+            as_bytes(sent),
+            self._group,
+            [count * size for count in received_counts],
+            [count * size for count in sent_counts],
+        )
+        return _InFlight(work, received, sent)
+
+    def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=dtype, device=self._device)
+
+
+def _run_of(matrix: Matrix, part: Part) -> Run:
+    return Run(matrix.param, part.local, part.local + part.numel)
