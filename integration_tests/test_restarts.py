@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.checkpoint.disk.files import DataReader
+from vescale_fsdp.checkpoint.files import DataReader
 
 SCRIPT = Path(__file__).resolve().parent / "train_with_faults.py"
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]

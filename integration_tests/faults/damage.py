@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import VeScaleError, checkpoint
-from vescale_fsdp.checkpoint.disk.manifest import NAME, Manifest
+from vescale_fsdp.checkpoint.manifest import NAME, Manifest
 
 from .engines import OURS, load, local_digest, make, newest, save, state_of, train
 from .harness import Scenario, Trial, observe

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.checkpoint.disk import files
+from vescale_fsdp.checkpoint import files
 
 from .engines import (
     FOLDERS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_fsdp import Granularity, fully_shard
-from vescale_fsdp.checkpoint.disk.manifest import (
+from vescale_fsdp.checkpoint.manifest import (
     NAME,
     Chunk,
     Manifest,

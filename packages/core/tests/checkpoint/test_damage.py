@@ -23,9 +23,8 @@ from vescale_fsdp import (
     VeScaleError,
     checkpoint,
 )
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.disk.manifest import NAME, Span, Variant
-from vescale_fsdp.checkpoint.state import targets
+from vescale_fsdp.checkpoint import targets
+from vescale_fsdp.checkpoint.manifest import NAME, Span, Variant, to_json
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import fingerprint, flip_bit, make, manifest_of, train
@@ -298,7 +297,7 @@ def load_forged(two: Path, folder: Path) -> None:
 
 def forge(source: Path, path: Path, name: str, value: Any) -> None:
     shutil.copytree(source, path)
-    manifest, text = manifest_of(path), jsons.dump(value).encode()
+    manifest, text = manifest_of(path), to_json(value).encode()
     (path / "forged").write_bytes(text)
     (old,) = manifest.values[name]
     span = Span("forged", 0, len(text), zlib.crc32(text))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import CheckpointIncompleteError, CheckpointMismatchError, checkpoint
-from vescale_fsdp.checkpoint.state import full
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, flatten_
 from vescale_fsdp.testing import run_ranks
 

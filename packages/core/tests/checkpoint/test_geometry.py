@@ -4,7 +4,7 @@ import math
 import random
 from itertools import pairwise, product
 
-from vescale_fsdp.checkpoint.disk.geometry import boxes_fault, spans_fault
+from vescale_fsdp.checkpoint.manifest import boxes_fault, spans_fault
 
 
 def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

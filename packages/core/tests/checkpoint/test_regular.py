@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vescale_fsdp import CheckpointCorruptError, VeScaleError, checkpoint
-from vescale_fsdp.checkpoint.disk.regular import open_regular, read_regular, size_of
+from vescale_fsdp.checkpoint.files import open_regular, read_regular, size_of
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make, train

@@ -27,8 +27,8 @@ from vescale_fsdp import (
     checkpoint,
     fully_shard,
 )
-from vescale_fsdp.checkpoint.disk.files import DataReader
-from vescale_fsdp.checkpoint.transfer.reading import Arrival
+from vescale_fsdp.checkpoint.files import DataReader
+from vescale_fsdp.checkpoint.reading import Arrival
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State

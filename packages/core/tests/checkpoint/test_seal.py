@@ -26,9 +26,8 @@ from vescale_fsdp import (
     CheckpointWriteError,
     checkpoint,
 )
-from vescale_fsdp.checkpoint.disk import files, seal
-from vescale_fsdp.checkpoint.disk.manifest import NAME
-from vescale_fsdp.checkpoint.transfer import planning
+from vescale_fsdp.checkpoint import files, planning, seal
+from vescale_fsdp.checkpoint.manifest import NAME
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import everything, flip_bit, make, train
@@ -362,3 +361,40 @@ def test_a_killed_rank_leaves_an_exception_on_others_and_no_checkpoint(
         checkpoint.load(tmp_path / "step-2", nn.Linear(4, 4))
     save_plain(tmp_path / "step-2")
     assert names(tmp_path) == ["step-1", "step-2"]
+
+
+class Queued:
+    """A send as gloo leaves it when the other side has died with it in the queue."""
+
+    def wait(self, *_: Any) -> None:
+        threading.Event().wait()
+
+
+def save_beside_one_that_dies(root: Path, victim: int) -> None:
+    checkpoint.save(root / "step-1", nn.Linear(4, 4))
+    if dist.get_rank() == victim:
+        planning.LocalPlan.offer = kill  # type: ignore[method-assign]
+    isend, send = dist.isend, dist.send
+
+    def lost(data: torch.Tensor, *_: Any, group_dst: int, **others: Any) -> Any:
+        if group_dst == victim:
+            return Queued()
+        return isend(data, group_dst=group_dst, **others)
+
+    def waited(data: torch.Tensor, *_: Any, group_dst: int, **others: Any) -> Any:
+        return lost(data, group_dst=group_dst, **others).wait()
+
+    dist.isend, dist.send = lost, waited
+    try:
+        with pytest.raises(CheckpointIncompleteError, match=f"rank {victim} did not answer"):
+            checkpoint.save(root / "step-2", nn.Linear(4, 4))
+    finally:
+        dist.isend, dist.send = isend, send
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_waits_for_a_send_to_one_that_has_died(tmp_path: Path, victim: int) -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(save_beside_one_that_dies, 3, tmp_path, victim, timeout_s=30)
+    failed = [(failure.rank, failure.type_name) for failure in error.value.failures]
+    assert failed == [(victim, "RankDied")], str(error.value)

@@ -40,8 +40,8 @@ from vescale_fsdp import (
     checkpoint,
     fully_shard,
 )
-from vescale_fsdp.checkpoint.dcp.directory import StockDirectory
-from vescale_fsdp.checkpoint.transfer.reading import Arrival
+from vescale_fsdp.checkpoint.dcp_directory import StockDirectory
+from vescale_fsdp.checkpoint.reading import Arrival
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State, assert_same, everything, fingerprint

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from vescale_fsdp import CheckpointCorruptError
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.state.values import decode, encode
+from vescale_fsdp.checkpoint.manifest import from_json, to_json
+from vescale_fsdp.checkpoint.values import decode, encode
 from vescale_fsdp.errors import CheckpointValueError
 
 
 def there_and_back(value: Any) -> Any:
     encoded, tensors = encode(value, "extra")
-    return decode(jsons.load(jsons.dump(encoded)), tensors.__getitem__, "extra")
+    return decode(from_json(to_json(encoded)), tensors.__getitem__, "extra")
 
 
 EXACT = [

@@ -124,7 +124,7 @@ class Messages(logging.Handler):
 def check_load(folder: str) -> dict[str, Tensors]:
     """On another number of ranks: the same states, cut otherwise; error feedback starts anew."""
     messages = Messages()
-    logging.getLogger("vescale_fsdp.checkpoint.state.targets").addHandler(messages)
+    logging.getLogger("vescale_fsdp.checkpoint.targets").addHandler(messages)
     found = {}
     for kind in KINDS:
         model, optimizer = sharded(kind, 2)
@@ -168,7 +168,7 @@ def check_failed_load(folder: str) -> None:
         raise CheckpointMismatchError("no")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vescale_fsdp.checkpoint.state.targets.RngTarget.apply", fail)
+        patch.setattr("vescale_fsdp.checkpoint.targets.RngTarget.apply", fail)
         with pytest.raises(CheckpointMismatchError, match="no"):
             load(f"{folder}/one", model, optimizer)
     assert_bit_equal(dict(ErrorFeedback(model).tensors()), dict(before))

@@ -13,33 +13,31 @@ A checkpoint is a directory::
       rank-00000.bin     what rank 0 has written: boxes of tensors, row-major, and JSON texts,
       rank-00001.bin     ...                      one after the other
 
-What the folders here do, from the bottom up:
+What the files here do, from the bottom up:
 
-* `disk`: what lies there, byte by byte, and the seal
-* `state`: what models and optimizers have, and where it goes when it is loaded; `state.full` is the
-  way to whole tensors in one process
-* `transfer`: who writes and reads what, and all of it or nothing
-* `sealed`: the format above
-* `safetensors`, `dcp`: formats of others, in and out
-* by one process: `convert` from one to another, and `read` (`sources` is behind both)
+* what lies on disk: `manifest`, `files`, and `seal`, by which it is whole or not there
+* what models and optimizers have: `tensors`, `values` (as JSON), `optimizer`, `rng`, all of it in
+  `contents`; `targets` is where it goes when it is loaded; `full` is the way to whole tensors in
+  one process
+* who writes and reads what: `ranks`, `planning`; `saving` and `reading` are all of it or nothing
+* the format above: `saving`, `loading`, and `sealed`, which finds and checks checkpoints
+* formats of others, in and out: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
+* by one process: `convert` from one to another, and `sources`, which reads any
 * `stop`: to end; and to begin again, `engine.attempts`
 
 Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`;
-`dcp.directory` says how.
+`dcp_directory` says how.
 """
 
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.convert import convert
-from vescale_fsdp.checkpoint.dcp.read import import_dcp
-from vescale_fsdp.checkpoint.dcp.write import export_dcp
-from vescale_fsdp.checkpoint.disk.manifest import Manifest
-from vescale_fsdp.checkpoint.read import read, read_extra
-from vescale_fsdp.checkpoint.safetensors.load import LoadedNames, load_safetensors
-from vescale_fsdp.checkpoint.safetensors.save import save_safetensors
-from vescale_fsdp.checkpoint.sealed.latest import latest
-from vescale_fsdp.checkpoint.sealed.load import load
-from vescale_fsdp.checkpoint.sealed.save import SaveHandle, save
-from vescale_fsdp.checkpoint.sealed.verify import verify
-from vescale_fsdp.checkpoint.state import full
+from vescale_fsdp.checkpoint.dcp import export_dcp, import_dcp
+from vescale_fsdp.checkpoint.loading import load
+from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.safetensors import LoadedNames, load_safetensors, save_safetensors
+from vescale_fsdp.checkpoint.saving import SaveHandle, save
+from vescale_fsdp.checkpoint.sealed import latest, verify
+from vescale_fsdp.checkpoint.sources import read, read_extra
 from vescale_fsdp.checkpoint.stop import StopOnSignal
 from vescale_fsdp.engine import init_process_group
 

@@ -5,34 +5,32 @@ Chunks are read, checked, and written one after the other, so that memory is nee
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.dcp.directory import METADATA
-from vescale_fsdp.checkpoint.dcp.files import StockWriter, write_metadata
-from vescale_fsdp.checkpoint.dcp.write import flat_state, merged
-from vescale_fsdp.checkpoint.disk import jsons, seal
-from vescale_fsdp.checkpoint.disk.files import DataWriter, bytes_of
-from vescale_fsdp.checkpoint.disk.manifest import (
+from vescale_fsdp.checkpoint import seal, tensors, values
+from vescale_fsdp.checkpoint.dcp import (
+    data_file,
+    flat_state,
+    merged,
+    write_item,
+    write_metadata,
+)
+from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
+from vescale_fsdp.checkpoint.manifest import (
     DTYPES,
     Chunk,
-    Manifest,
-    Seal,
-    Span,
     TensorEntry,
-    Variant,
+    to_json,
 )
-from vescale_fsdp.checkpoint.safetensors.format import lay_out
-from vescale_fsdp.checkpoint.safetensors.placing import Place, PlacedWriter, make_files
-from vescale_fsdp.checkpoint.safetensors.save import MAX_FILE_BYTES, check_no_weights, finish_files
-from vescale_fsdp.checkpoint.sealed.latest import next_sequence
-from vescale_fsdp.checkpoint.sealed.save import software
+from vescale_fsdp.checkpoint.safetensors import MAX_FILE_BYTES, check_no_weights, finish_files
+from vescale_fsdp.checkpoint.safetensors_files import PlacedWriter, lay_out, make_files
+from vescale_fsdp.checkpoint.saving import manifest_text, publish_files
 from vescale_fsdp.checkpoint.sources import Source, open_source
-from vescale_fsdp.checkpoint.state import tensors, values
 from vescale_fsdp.errors import (
     CheckpointIncompleteError,
     CheckpointMismatchError,
@@ -80,7 +78,7 @@ def convert(
 
     After an error nothing is left behind.
     """
-    writers: dict[str, Callable[[_Job], list[str] | Manifest]] = {
+    writers: dict[str, Callable[[_Job], list[str] | bytes]] = {
         "safetensors": _to_safetensors,
         "dcp": _to_dcp,
         "vescale": _to_vescale,
@@ -97,12 +95,10 @@ def convert(
         stage = seal.Stage(folder, into=to == "safetensors")
         try:
             written = writers[to](_Job(opened, stage, progress))
-            if isinstance(written, Manifest):
-                stage.publish(written.render())
-            elif folder.is_dir():
-                stage.merge(written)
+            if isinstance(written, bytes):
+                stage.publish(written)
             else:
-                stage.publish(None)
+                publish_files(stage, written)
         except BaseException:  # an interrupt, too
             stage.abandon()
             raise
@@ -139,14 +135,10 @@ def _to_safetensors(job: _Job) -> list[str]:
     shapes = {fqn: (DTYPES[entry.dtype], entry.shape) for fqn, entry in held.items()}
     files = lay_out(shapes, MAX_FILE_BYTES, {"format": "pt"})
     make_files(job.stage.path, files)
-    places = {
-        names[fqn]: Place(file.name, entry.offset, entry.dtype)
-        for file in files
-        for fqn, entry in file.entries.items()
-    }
+    places = {names[fqn]: entry for file in files for fqn, entry in file.entries.items()}
     with PlacedWriter(job.stage.path) as writer:
-        for name, entry, chunk, data in job.chunks(list(places)):
-            writer.write(name, places[name], entry.shape, chunk.offsets, data)
+        for name, _, chunk, data in job.chunks(list(places)):
+            writer.write(name, places[name], chunk.offsets, data)
         writer.finish()
     return finish_files(job.stage.path, files)
 
@@ -175,24 +167,20 @@ def _to_dcp(job: _Job) -> list[str]:
     found = {name: values.decode(text, tensor_of, name) for name, text in job.source.texts.items()}
     flat, paths = flat_state(_stock_state(found))
     keys = {names[id(each)]: key for key, each in flat.items() if id(each) in names}
-    entries: dict[str, TensorEntry] = {}
-    spans: dict[str, Span] = {}
-    writer = StockWriter(job.stage.path, 0)
-    try:
+    boxes: dict[str, list[Any]] = {key: [] for key in keys.values()}  # in the order of the state
+    others: list[Any] = []
+    with DataWriter(job.stage.path, data_file(0)) as writer:
         for key, each in flat.items():
             if id(each) not in names:
-                spans[key] = writer.write(each, f"value {key!r}")
+                others.append([paths[key], astuple(write_item(writer, each, f"value {key!r}"))])
         for name, entry, chunk, data in job.chunks(list(keys)):
-            span = writer.write(data, f"tensor {keys[name]!r}")
-            before = entries[keys[name]].chunks if keys[name] in entries else ()
-            chunks = (*before, Chunk(chunk.offsets, chunk.sizes, span))
-            entries[keys[name]] = TensorEntry(entry.dtype, entry.shape, chunks)
+            key = keys[name]
+            span = astuple(write_item(writer, data, f"tensor {key!r}"))
+            box = [paths[key], entry.dtype, entry.shape, chunk.offsets, chunk.sizes, span]
+            boxes[key].append(box)
         writer.finish()
-    finally:
-        writer.abandon()
-    ordered = {key: entries[key] for key in flat if key in entries}
-    write_metadata(job.stage.path, ordered, spans, paths)
-    return [*sorted({span.file for span in _spans(entries, spans)}), METADATA]
+    part = {"boxes": [box for each in boxes.values() for box in each], "values": others}
+    return write_metadata(job.stage.path, [part])
 
 
 def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
@@ -208,38 +196,17 @@ def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
     return {**state, **parts}
 
 
-def _spans(entries: dict[str, TensorEntry], spans: dict[str, Span]) -> Iterator[Span]:
-    yield from spans.values()
-    for entry in entries.values():
-        yield from (chunk.span for chunk in entry.chunks)
-
-
-def _to_vescale(job: _Job) -> Manifest:
-    chunks: dict[str, list[Chunk]] = {name: [] for name in job.source.tensors}
-    texts: dict[str, tuple[Variant, ...]] = {}
-    writer = DataWriter(job.stage.path, seal.data_name(0))
-    try:
-        for name, _, chunk, data in job.chunks(list(chunks)):
+def _to_vescale(job: _Job) -> bytes:
+    chunks: list[Any] = []
+    texts: list[Any] = []
+    with DataWriter(job.stage.path, seal.data_name(0)) as writer:
+        for name, entry, chunk, data in job.chunks(list(job.source.tensors)):
             span = writer.write(bytes_of(tensors.on_host(data)), f"tensor {name!r}")
-            chunks[name].append(Chunk(chunk.offsets, chunk.sizes, span))
+            box = chunk.offsets, chunk.sizes
+            chunks.append([name, entry.dtype, entry.shape, box, astuple(span)])
         for name, text in job.source.texts.items():
-            span = writer.write(memoryview(jsons.dump(text).encode()), f"value {name!r}")
-            texts[name] = (Variant((0,), span),)
+            span = writer.write(memoryview(to_json(text).encode()), f"value {name!r}")
+            texts.append([name, [0], astuple(span)])
         writer.finish()
-    finally:
-        writer.abandon()
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    sequence = next_sequence(job.stage.target.parent)
-    manifest = Manifest(
-        Seal(job.stage.id, sequence, job.source.step, now),
-        world_size=1,
-        software=software(),
-        files={writer.name: writer.num_bytes},
-        tensors={
-            name: TensorEntry(entry.dtype, entry.shape, tuple(chunks[name]))
-            for name, entry in sorted(job.source.tensors.items())
-        },
-        values=texts,
-    )
-    # What could not be loaded is not published.
-    return Manifest.parse(manifest.render(), str(job.stage.path / "manifest.json"))
+    part = {"file": [writer.name, writer.num_bytes], "chunks": chunks, "values": texts}
+    return manifest_text(job.stage, job.source.step, [part])

@@ -7,6 +7,7 @@ which tensors are named.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,19 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint.dcp.directory import METADATA, StockDirectory
-from vescale_fsdp.checkpoint.dcp.names import StockNames
-from vescale_fsdp.checkpoint.dcp.read import plain_values
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.disk.manifest import DTYPES, NAME, Chunk, Span, TensorEntry
-from vescale_fsdp.checkpoint.safetensors.format import INDEX, SINGLE, read_files
-from vescale_fsdp.checkpoint.safetensors.load import manifest_of
-from vescale_fsdp.checkpoint.sealed.latest import read_manifest
-from vescale_fsdp.checkpoint.state import values
+from vescale_fsdp.checkpoint import values
+from vescale_fsdp.checkpoint.dcp import plain_values
+from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames
+from vescale_fsdp.checkpoint.files import DataReader
+from vescale_fsdp.checkpoint.manifest import (
+    DTYPES,
+    NAME,
+    Chunk,
+    TensorEntry,
+)
+from vescale_fsdp.checkpoint.safetensors import manifest_of
+from vescale_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, TensorFiles
+from vescale_fsdp.checkpoint.sealed import read_manifest, read_text
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 _PIECE = 1 << 28  # bytes of the largest chunk that is made of a tensor
@@ -50,12 +54,7 @@ class Source(Protocol):
 
 @contextlib.contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """The checkpoint at a path, in whatever format.
-
-    Raises:
-        CheckpointIncompleteError: there is none.
-        CheckpointCorruptError: it is not what its format allows.
-    """
+    """The checkpoint at a path, in whatever format."""
     with contextlib.ExitStack() as stack:
         if (path / NAME).exists():
             yield _Sealed(path, stack)
@@ -84,19 +83,10 @@ class _Sealed:
             if name.partition(".")[0] not in ("model", "optimizer", "extra"):
                 continue
             for variant in variants:  # by ranks with other parts of the model
-                text = _checked(name, self._text(name, variant.span))
+                text = _checked(name, read_text(self._reader, name, variant.span))
                 self.texts[name] = _united(self.texts[name], text) if name in self.texts else text
         wanted = ("model.", "optimizer.", "extra.")
         self.tensors = {n: e for n, e in manifest.tensors.items() if n.startswith(wanted)}
-
-    def _text(self, name: str, span: Span) -> values.Json:
-        data = self._reader.read(span, f"value {name!r}")
-        try:
-            return jsons.load(bytes(bytes_of(data)))
-        except ValueError as error:
-            raise CheckpointCorruptError(
-                f"{self._reader.folder / span.file} has a value {name!r} that is refused: {error}"
-            ) from error
 
     def read(self, name: str, chunk: Chunk) -> torch.Tensor:
         data = self._reader.read(chunk.span, f"tensor {name!r}")
@@ -141,17 +131,16 @@ class _Safetensors:
     format = "safetensors"
 
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        folder, files = read_files(path)
-        manifest = manifest_of(files)
-        self._reader = stack.enter_context(DataReader(folder, manifest.files, advice=""))
+        self._files = TensorFiles(path)
+        stack.enter_context(self._files.reader)
+        manifest, self._origin = manifest_of(self._files)
         self.step: int | None = None
         self.tensors = {name: _in_pieces(entry) for name, entry in manifest.tensors.items()}
         model = {name.removeprefix("model."): {"$tensor": name} for name in self.tensors}
         self.texts: dict[str, dict[str, Any]] = {"model": model, "extra": {}}
 
     def read(self, name: str, chunk: Chunk) -> torch.Tensor:
-        data = self._reader.read_part(chunk.span, 0, chunk.span.length, f"tensor {name!r}")
-        return data.view(DTYPES[self.tensors[name].dtype]).view(chunk.sizes)
+        return self._files.box(self._origin[name], chunk.offsets, chunk.sizes)
 
 
 def _in_pieces(entry: TensorEntry) -> TensorEntry:
@@ -168,3 +157,59 @@ def _in_pieces(entry: TensorEntry) -> TensorEntry:
         rest = (0,) * (len(entry.shape) - 1)
         chunks.append(Chunk((first, *rest), (count, *entry.shape[1:]), span))
     return replace(entry, chunks=tuple(chunks))
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """All that a checkpoint holds, to look into it or to write it otherwise. Not collective.
+
+    Args:
+        path: of a checkpoint of `save`, of a DCP directory, or of safetensors.
+
+    Returns:
+        ``{"model": {name: tensor}, "optimizer.0": {"state": ..., "param_groups": ...}, "extra":
+        ...}`` with whole tensors in the host's memory, tied ones once. Optimizers by the names of
+        parameters, as `full.optimizer_state` has them; "0" is the name of the only one. What each
+        rank has of its own is left out: generators, data loaders, error feedback.
+
+    Cost: every byte is read once, and checked as far as the format can; memory for all of it.
+
+    Raises:
+        CheckpointIncompleteError: there is no checkpoint, or something of it is missing.
+        CheckpointCorruptError: its bytes are not those that were saved.
+    """
+    found: dict[str, torch.Tensor] = {}
+    with open_source(Path(path)) as source:
+
+        def tensor_of(name: str) -> torch.Tensor:
+            if name not in found:
+                found[name] = _tensor(source, name, path)
+            return found[name]
+
+        return {name: values.decode(text, tensor_of, name) for name, text in source.texts.items()}
+
+
+def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The ``extra`` of a checkpoint of `save`. Not collective.
+
+    Cost: the manifest, the values beside the tensors, and the tensors in ``extra``.
+
+    Raises:
+        CheckpointIncompleteError, CheckpointCorruptError: as `read`.
+    """
+    with open_source(Path(path)) as source:
+        text = source.texts.get("extra", {})
+        found = values.decode(text, lambda name: _tensor(source, name, path), "extra")
+    return found if isinstance(found, dict) else {}
+
+
+def _tensor(source: Source, name: str, path: str | os.PathLike[str]) -> torch.Tensor:
+    entry = source.tensors.get(name)
+    if entry is None:
+        raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
+    made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for chunk in entry.chunks:
+        box = made
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            box = box.narrow(dim, offset, size)
+        box.copy_(source.read(name, chunk))
+    return made

@@ -10,10 +10,16 @@ the others, which would wait for it in a collective::
     rank 2  work --- fault ----> |         | --- fault ------------->
 
 Messages are JSON: nothing is unpickled.
+
+Nobody waits for a send. In torch 2.13 gloo forgets a send that it has queued when the other side
+dies (`Pair::signalException` passes over the unbound buffers in its queue), and who waits for it
+waits until a timeout. Receives it does end. So whoever sends waits for an answer instead: the first
+rank for a receipt, the others for their reply.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +29,10 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, errors
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.disk.files import bytes_of
+from vescale_fsdp.checkpoint.files import bytes_of
+from vescale_fsdp.checkpoint.manifest import from_json, to_json
 
-_TAG = 7_651  # apart from the user's sends and receives
+_TAG, _RECEIPT = 7_651, 7_652  # apart from the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
     each.__name__: each
     for each in (
@@ -38,6 +44,7 @@ _KNOWN: dict[str, type[Exception]] = {
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+_RECEIPTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # sent last
 
 
 class Ranks:
@@ -66,27 +73,24 @@ class Ranks:
             work: returns JSON.
             combine: gets what all returned, by rank; returns JSON for each. First rank only.
             give_up: is called when somebody has failed, before any rank raises. First rank only.
-
-        Raises:
-            Exception: what ``work`` or ``combine`` raised. On other ranks an error of that type
-                that names the rank.
-            CheckpointIncompleteError: a rank has died or does not answer.
         """
         value, own = _attempt(work)
         fault = None if own is None else [self.rank, type(own).__name__, str(own)]
         if self.is_first:
-            replies = self._combined(what, value, fault, combine)
-            reply, own = replies[0], own or replies.error
+            replies, error = self._combined(what, value, fault, combine)
+            reply, own = replies[0], own or error
             if reply[1] is not None:
                 give_up()
-            for rank in range(1, self.size):
-                self._send(replies[rank], rank)
+            self._answer(replies)
         else:
             try:
-                self._send([value, fault], 0, must_arrive=True)
+                sent = self._post([value, fault], 0)
                 reply = self._receive(0)
             except RuntimeError as error:
                 raise own or _gone(0, what) from error
+            del sent  # it has arrived
+            with contextlib.suppress(RuntimeError):
+                _RECEIPTS[self._group] = self._isend(torch.zeros(1), 0, _RECEIPT)
         answer, fault = reply
         if fault is not None:
             raise own or _error_of(fault)
@@ -98,7 +102,8 @@ class Ranks:
 
     def _combined(
         self, what: str, value: Any, fault: Any, combine: Callable[[list[Any]], Sequence[Any]]
-    ) -> _Replies:
+    ) -> tuple[list[Any], Exception | None]:
+        """What each rank gets, and the error of ``combine``."""
         values, faults = [value], [fault]
         for rank in range(1, self.size):
             try:
@@ -113,33 +118,36 @@ class Ranks:
         if fault is None:
             answers, error = _attempt(lambda: list(combine(values)))
             if error is None:
-                return _Replies([[answer, None] for answer in answers], None)
+                return [[answer, None] for answer in answers], None
             fault = [0, type(error).__name__, str(error)]
-        return _Replies([[None, fault]] * self.size, error)
+        return [[None, fault]] * self.size, error
 
-    def _send(self, message: Any, rank: int, *, must_arrive: bool = False) -> None:
-        data = torch.frombuffer(bytearray(jsons.dump(message).encode()), dtype=torch.uint8)
-        try:
-            dist.send(torch.tensor([data.numel()]), group=self._group, tag=_TAG, group_dst=rank)
-            dist.send(data, group=self._group, tag=_TAG, group_dst=rank)
-        except RuntimeError:  # it has died; who waits for it finds out
-            if must_arrive:
-                raise
+    def _answer(self, replies: list[Any]) -> None:
+        """Give all others their replies. One that has died is for those to find who wait for it."""
+        waits: list[tuple[Any, ...]] = []
+        for rank in range(1, self.size):
+            with contextlib.suppress(RuntimeError):
+                receipt = torch.zeros(1)
+                wait = dist.irecv(receipt, group=self._group, tag=_RECEIPT, group_src=rank)
+                waits.append((wait, receipt, self._post(replies[rank], rank)))
+        for wait, *_ in waits:
+            with contextlib.suppress(RuntimeError):
+                wait.wait()
+
+    def _post(self, message: Any, rank: int) -> list[Any]:
+        """Begin to send. The result is to be held until there is an answer."""
+        data = torch.frombuffer(bytearray(to_json(message).encode()), dtype=torch.uint8)
+        return [self._isend(each, rank, _TAG) for each in (torch.tensor([data.numel()]), data)]
+
+    def _isend(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        return dist.isend(data, group=self._group, tag=tag, group_dst=rank), data
 
     def _receive(self, rank: int) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, group=self._group, tag=_TAG, group_src=rank)
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(data, group=self._group, tag=_TAG, group_src=rank)
-        return jsons.load(bytes(bytes_of(data)))
-
-
-class _Replies(list[Any]):
-    """What each rank gets, and the error of the first one's own ``combine``."""
-
-    def __init__(self, replies: list[Any], error: Exception | None) -> None:
-        super().__init__(replies)
-        self.error = error
+        return from_json(bytes(bytes_of(data)))
 
 
 def all_ranks() -> Ranks:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from vescale_fsdp.checkpoint.disk import seal
-from vescale_fsdp.checkpoint.disk.manifest import NAME, SEAL_BYTES, Manifest, Seal
-from vescale_fsdp.checkpoint.disk.regular import open_regular, size_of
+from vescale_fsdp.checkpoint import seal
+from vescale_fsdp.checkpoint.files import DataReader, bytes_of, open_regular, size_of
+from vescale_fsdp.checkpoint.manifest import NAME, SEAL_BYTES, Manifest, Seal, Span, from_json
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 FEWEST = 2  # checkpoints that `prune` leaves
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The checkpoint that was made last in a folder, or None.
 
-    What is not whole is passed over, and the log (``vescale_fsdp.checkpoint.latest``, as warnings)
+    What is not whole is passed over, and the log (``vescale_fsdp.checkpoint.sealed``, as warnings)
     says what and why: stages of saves that did not finish, folders with a damaged manifest or
     without a data file. The data are not read; `load` checks them, and `verify`.
 
@@ -68,12 +69,7 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at ``path``, checked.
-
-    Raises:
-        CheckpointIncompleteError: there is no sealed checkpoint.
-        CheckpointCorruptError: the manifest is damaged.
-    """
+    """The manifest of the checkpoint at ``path``, checked."""
     file = path / NAME
     try:
         with open_regular(file) as stream:
@@ -84,6 +80,17 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise CheckpointIncompleteError(f"{file} cannot be read: {error}") from error
+
+
+def read_text(reader: DataReader, name: str, span: Span) -> Any:
+    """The JSON of a value, checked."""
+    data = reader.read(span, f"value {name!r}")
+    try:
+        return from_json(bytes(bytes_of(data)))
+    except ValueError as error:
+        raise CheckpointCorruptError(
+            f"{reader.folder / span.file} has a value {name!r} that is refused: {error}"
+        ) from error
 
 
 def _hint(path: Path) -> str:
@@ -135,3 +142,60 @@ def prune(root: Path, keep: int) -> None:
 def _age(entry: tuple[Path, Seal]) -> tuple[int, str, str]:
     path, found = entry
     return found.sequence, found.created, path.name
+
+
+_MOST_SHOWN = 20
+
+
+def verify(
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+) -> Manifest:
+    """Check every byte of a checkpoint against its manifest. Not collective.
+
+    Args:
+        path: of the checkpoint.
+        progress: is told the bytes that were read so far, and those of all files.
+
+    Returns:
+        The manifest: what is in the checkpoint.
+
+    Cost: reads all files once, with 4 MiB of memory.
+
+    Raises:
+        CheckpointIncompleteError: it is not there, or a file is missing.
+        CheckpointCorruptError: bytes are not those that were saved. The message names each file
+            and what is damaged in it, up to 20.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    done = 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, manifest.num_bytes)
+
+    faults: list[CheckpointCorruptError | CheckpointIncompleteError] = []
+    broken: set[str] = set()  # files that are missing, or have another size
+    with DataReader(folder, manifest.files, report, advice="") as reader:
+        for span, label in sorted(manifest.spans(), key=lambda entry: _place(entry[0])):
+            if span.file in broken:
+                continue
+            try:
+                broken.add(span.file)
+                reader.check_size(span.file, label)
+                broken.remove(span.file)
+                reader.check(span, label)
+            except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+                faults.append(error)
+    if faults:
+        more = [f"and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
+        is_corrupt = any(isinstance(each, CheckpointCorruptError) for each in faults)
+        kind = CheckpointCorruptError if is_corrupt else CheckpointIncompleteError
+        raise kind("\n".join([*map(str, faults[:_MOST_SHOWN]), *more]))
+    return manifest
+
+
+def _place(span: Span) -> tuple[str, int]:
+    return span.file, span.offset

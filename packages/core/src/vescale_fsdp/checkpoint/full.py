@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint.state.contents import weights_of
-from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.checkpoint.contents import weights_of
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.errors import CheckpointMismatchError
 
 Models = nn.Module | Sequence[nn.Module]

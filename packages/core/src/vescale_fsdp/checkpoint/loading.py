@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.disk.files import DataReader, bytes_of
-from vescale_fsdp.checkpoint.disk.manifest import Manifest
-from vescale_fsdp.checkpoint.sealed.latest import read_manifest
-from vescale_fsdp.checkpoint.sealed.save import finish_saves
-from vescale_fsdp.checkpoint.state.contents import PER_RANK, Optimizers, Stateful, Weights, named
-from vescale_fsdp.checkpoint.state.targets import (
+from vescale_fsdp.checkpoint.contents import PER_RANK, Optimizers, Stateful, Weights, named
+from vescale_fsdp.checkpoint.files import DataReader
+from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.reading import Change, read
+from vescale_fsdp.checkpoint.saving import finish_saves
+from vescale_fsdp.checkpoint.sealed import read_manifest, read_text
+from vescale_fsdp.checkpoint.targets import (
     FeedbackTarget,
     ModelTarget,
     RngTarget,
@@ -28,9 +29,6 @@ from vescale_fsdp.checkpoint.state.targets import (
     ValueTarget,
     optimizer_targets,
 )
-from vescale_fsdp.checkpoint.transfer.change import Change
-from vescale_fsdp.checkpoint.transfer.ranks import all_ranks
-from vescale_fsdp.checkpoint.transfer.reading import read
 from vescale_fsdp.errors import CheckpointCorruptError
 
 
@@ -119,13 +117,6 @@ def _read_texts(
             if is_own and len(variants) > 1 and rank not in variant.ranks:
                 texts[name].append((variant.ranks, None))
                 continue
-            data = reader.read(variant.span, f"value {name!r}")
-            try:
-                text = jsons.load(bytes(bytes_of(data)))
-            except ValueError as error:
-                raise CheckpointCorruptError(
-                    f"{variant.span.file} in {reader.folder} has a value {name!r} that is refused: "
-                    f"{error}"
-                ) from error
+            text = read_text(reader, name, variant.span)
             texts[name].append((variant.ranks, text))
     return texts

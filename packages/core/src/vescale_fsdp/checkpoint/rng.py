@@ -34,9 +34,6 @@ def restorer(state: dict[str, Any]) -> Callable[[], None]:
     """What gives the generators these states. The states are tried on other generators first.
 
     Generators that this process does not have (NumPy is not imported, no CUDA) are passed over.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: a state is not one.
     """
     random.Random().setstate(state["python"])
     torch.Generator().set_state(state["torch"])

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.disk.manifest import DTYPES
+from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, VeScaleError
 
 Json = Any  # None, bool, int, float, str, list or dict of these
@@ -40,9 +40,6 @@ def encode(value: Any, name: str) -> tuple[Json, Tensors]:
     Args:
         value: what the table above has, nested at most 100 deep.
         name: of the value; tensors are named ``name.key.index...``.
-
-    Raises:
-        CheckpointValueError: something else is in it; the message says where and what.
     """
     tensors: Tensors = {}
     return _encode(value, (name,), tensors), tensors
@@ -108,9 +105,6 @@ def decode(value: Json, tensor_of: Callable[[str], torch.Tensor], where: str) ->
     Args:
         tensor_of: gives the tensor of a name.
         where: for messages.
-
-    Raises:
-        CheckpointCorruptError: the JSON is not what `encode` makes.
     """
     if isinstance(value, list):
         return [decode(each, tensor_of, where) for each in value]

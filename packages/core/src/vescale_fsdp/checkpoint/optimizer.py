@@ -26,9 +26,6 @@ State = dict[str, Any]
 class NamedOptimizer:
     """An optimizer whose parameters have names. Make it after ``model.state_dict()`` was called:
     that puts the shards in the place of gathered parameters.
-
-    Raises:
-        CheckpointMismatchError: it has a parameter that the model has not.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:

@@ -27,8 +27,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from vescale_fsdp.checkpoint.disk import manifest
-from vescale_fsdp.checkpoint.disk.files import flush_folder, write_errors, write_file
+from vescale_fsdp.checkpoint import manifest
+from vescale_fsdp.checkpoint.files import flush_folder, write_errors, write_file
 from vescale_fsdp.errors import CheckpointExistsError, CheckpointWriteError
 
 _STAGE = re.compile(r"(?s)(.+)\.tmp-[0-9a-f]{32}")
@@ -67,10 +67,6 @@ class Stage:
 
     Args:
         into: the target may be a folder that exists, to `merge` into.
-
-    Raises:
-        CheckpointExistsError: there is something at the target.
-        CheckpointWriteError: the folder cannot be made.
     """
 
     def __init__(self, target: Path, *, into: bool = False) -> None:
@@ -102,12 +98,7 @@ class Stage:
                     os.close(lock)
 
     def publish(self, data: bytes | None) -> None:
-        """Write the manifest, if there is one, and give the checkpoint its name.
-
-        Raises:
-            CheckpointExistsError: another job was faster.
-            CheckpointWriteError: naming what could not be written.
-        """
+        """Write the manifest, if there is one, and give the checkpoint its name."""
         if data is not None:
             write_file(self.path / manifest.NAME, data)
         with write_errors(self.target):
@@ -125,12 +116,7 @@ class Stage:
         self._release()
 
     def merge(self, names: Sequence[str]) -> None:
-        """Move files into the target, a folder that exists, in this order.
-
-        Raises:
-            CheckpointExistsError: one of them is there. Nothing is moved then.
-            CheckpointWriteError: the system refuses; those that were moved are taken back.
-        """
+        """Move files into the target, a folder that exists, in this order."""
         there = [name for name in names if os.path.lexists(self.target / name)]
         if there:
             raise CheckpointExistsError(
@@ -191,11 +177,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint or a stage: the manifest first, what we wrote, the folder if empty.
-
-    Raises:
-        OSError: something else is in it, or the system refuses.
-    """
+    """Delete a checkpoint or a stage: the manifest first, what we wrote, the folder if empty."""
     (path / manifest.NAME).unlink(missing_ok=True)
     for file in list(path.iterdir()):
         if _DATA.fullmatch(file.name):
@@ -204,11 +186,7 @@ def remove(path: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a folder for this process; None where the file system cannot.
-
-    Raises:
-        CheckpointWriteError: another process holds it.
-    """
+    """Lock a folder for this process; None where the file system cannot."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.checkpoint.disk.manifest import DTYPES
+from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointValueError
 
 _PIECE = 1 << 16  # elements: at most 1 MiB, and so in the processor's cache
@@ -23,11 +25,7 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def check(tensor: torch.Tensor, name: str) -> None:
-    """Raise unless the elements of this rank's part are plain memory.
-
-    Raises:
-        CheckpointValueError: naming the tensor, and what it is.
-    """
+    """Raise unless the elements of this rank's part are plain memory."""
     local = plain(compat.local_tensor(tensor))
     if compat.is_wrapper(local):
         found = f"holds several tensors ({type(local).__name__})"
@@ -88,6 +86,12 @@ def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
 def staged(tensor: torch.Tensor, staging: devices.Staging) -> torch.Tensor:
     """A copy in the host's memory, in row-major order, to be read when ``staging`` is through."""
     return staging.copy(plain(tensor.detach()).resolve_conj().resolve_neg())
+
+
+def box_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The elements of a box, in memory of their own."""
+    index = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+    return whole[index].clone(memory_format=torch.contiguous_format)
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint.disk import jsons
-from vescale_fsdp.checkpoint.disk.files import bytes_of
-from vescale_fsdp.checkpoint.state import rng, tensors, values
-from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer
+from vescale_fsdp.checkpoint import rng, tensors, values
+from vescale_fsdp.checkpoint.files import bytes_of
+from vescale_fsdp.checkpoint.manifest import to_json
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
 from vescale_fsdp.engine import ErrorFeedback
 from vescale_fsdp.errors import CheckpointValueError
 
@@ -76,7 +76,7 @@ class Contents:
         encoded, found = values.encode(value, name)
         self._check(found)
         self.planned |= found
-        self.texts[name] = jsons.dump(encoded)
+        self.texts[name] = to_json(encoded)
 
     def add_own(self, name: str, value: Any) -> None:
         """Add an item that each rank has for itself. Sharded tensors in it are the ranks' own."""
@@ -84,7 +84,7 @@ class Contents:
         self._check(found)
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
         self.planned |= {key: each for key, each in found.items() if key not in plain}
-        self.own[name] = OwnItem(jsons.dump(encoded), plain)
+        self.own[name] = OwnItem(to_json(encoded), plain)
 
     def _check(self, found: dict[str, torch.Tensor]) -> None:
         for name, tensor in found.items():
@@ -100,12 +100,7 @@ def collect(
     with_rng: bool,
     weights: Weights = "all",
 ) -> Contents:
-    """This rank's items. Tensors are those of model and optimizers, not copies.
-
-    Raises:
-        CheckpointValueError: something cannot be saved, by name.
-        CheckpointMismatchError: an optimizer has parameters that the model has not.
-    """
+    """This rank's items. Tensors are those of model and optimizers, not copies."""
     contents = Contents()
     contents.add("model", weights_of(model, weights))  # first: puts shards in place
     for name, each in named(optimizer).items():
@@ -134,11 +129,7 @@ def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
 
 
 def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
-    """The state of an object.
-
-    Raises:
-        CheckpointValueError: it has not the methods that are needed.
-    """
+    """The state of an object."""
     if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
         raise CheckpointValueError(
             f"stateful[{name!r}] is a {type(other).__name__} without state_dict() and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint.disk.manifest import DTYPES, Manifest
-from vescale_fsdp.checkpoint.state import rng, tensors, values
-from vescale_fsdp.checkpoint.state.contents import Stateful, Weights, read_stateful, weights_of
-from vescale_fsdp.checkpoint.state.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.checkpoint import rng, tensors, values
+from vescale_fsdp.checkpoint.contents import Stateful, Weights, read_stateful, weights_of
+from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.engine import ErrorFeedback, Residuals, blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -35,7 +35,7 @@ from vescale_fsdp.errors import (
 _log = logging.getLogger(__name__)
 
 
-class Target(Protocol):
+class Target:
     """Something that is loaded.
 
     Attributes:
@@ -43,8 +43,9 @@ class Target(Protocol):
         fresh: new tensors, by name.
     """
 
-    live: dict[str, torch.Tensor]
-    fresh: dict[str, torch.Tensor]
+    def __init__(self) -> None:
+        self.live: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.Tensor] = {}
 
     def apply(self) -> None:
         """Take over the values; tensors are filled."""
@@ -124,7 +125,7 @@ class Saved:
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
 
 
-class ModelTarget:
+class ModelTarget(Target):
     """Parameters, buffers and extra states of a model.
 
     Args:
@@ -148,8 +149,7 @@ class ModelTarget:
         self._model, self._saved = model, saved
         self._strict = saved.strict and weights == "all"
         self._state = weights_of(model, weights)
-        self.live: dict[str, torch.Tensor] = {}
-        self.fresh: dict[str, torch.Tensor] = {}
+        super().__init__()
         self._before: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for variant in saved.variants("model"):
@@ -187,11 +187,7 @@ class ModelTarget:
             self.check_filled()
 
     def check_filled(self) -> None:
-        """Raise if something of the model has no values yet, and gets none.
-
-        Raises:
-            CheckpointIncompleteError: names it.
-        """
+        """Raise if something of the model has no values yet, and gets none."""
         if self._left:
             shown = ", ".join(self._left[:5]) + (", ..." if len(self._left) > 5 else "")
             raise CheckpointIncompleteError(
@@ -219,7 +215,7 @@ class ModelTarget:
         set_model_state_dict(self._model, dict(self._state), options=StateDictOptions(strict=False))
 
 
-class OptimizerTarget:
+class OptimizerTarget(Target):
     """States and options of an optimizer.
 
     Attributes:
@@ -228,8 +224,7 @@ class OptimizerTarget:
     """
 
     def __init__(self, name: str, optimizer: Optimizer, model: nn.Module, saved: Saved) -> None:
-        self.live: dict[str, torch.Tensor] = {}
-        self.fresh: dict[str, torch.Tensor] = {}
+        super().__init__()
         self._saved, self._key = saved, f"optimizer.{name}"
         self._snapshot = Snapshot(optimizer)
         self._named = NamedOptimizer(name, optimizer, model)
@@ -329,12 +324,7 @@ class OptimizerTarget:
 def optimizer_targets(
     optimizers: Mapping[str, Optimizer], model: nn.Module, saved: Saved
 ) -> list[OptimizerTarget]:
-    """The targets of all optimizers, that together take the states of all their parameters.
-
-    Raises:
-        CheckpointMismatchError: strict, and a parameter of the model has been saved with one of
-            them, and is in none now: its states would be lost.
-    """
+    """The targets of all optimizers, that together take the states of all their parameters."""
     made: list[OptimizerTarget] = []
     try:
         made += [OptimizerTarget(name, each, model, saved) for name, each in optimizers.items()]
@@ -355,12 +345,11 @@ def optimizer_targets(
     return made
 
 
-class StatefulTarget:
+class StatefulTarget(Target):
     """A scheduler, a data loader: this rank's own state."""
 
     def __init__(self, name: str, other: Stateful, saved: Saved) -> None:
-        self.live: dict[str, torch.Tensor] = {}
-        self.fresh: dict[str, torch.Tensor] = {}
+        super().__init__()
         self._other, self._state = other, None
         key = f"stateful.{name}"
         found = saved.own(key)
@@ -395,12 +384,11 @@ class StatefulTarget:
             self._other.load_state_dict(self._before)
 
 
-class ValueTarget:
+class ValueTarget(Target):
     """A value that is returned."""
 
     def __init__(self, name: str, saved: Saved) -> None:
-        self.live: dict[str, torch.Tensor] = {}
-        self.fresh: dict[str, torch.Tensor] = {}
+        super().__init__()
         found = saved.own(name)
 
         def tensor_of(key: str) -> torch.Tensor:
@@ -409,14 +397,8 @@ class ValueTarget:
         text, suffix = found or (None, "")
         self.value = values.decode(text, tensor_of, name)
 
-    def apply(self) -> None:
-        """Nothing: tensors in the value are filled."""
 
-    def undo(self) -> None:
-        """Nothing."""
-
-
-class FeedbackTarget:
+class FeedbackTarget(Target):
     """What rounding took from this rank's gradients; forgotten where it was another rank's.
 
     Args:
@@ -425,8 +407,7 @@ class FeedbackTarget:
     """
 
     def __init__(self, model: nn.Module, saved: Saved, num_ranks: int) -> None:
-        self.live: dict[str, torch.Tensor] = {}
-        self.fresh: dict[str, torch.Tensor] = {}
+        super().__init__()
         self._feedback, self._saved = ErrorFeedback(model), saved
         self._before: list[Residuals] | None = None
         self._found: dict[str, torch.Tensor] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_fsdp.checkpoint.disk.manifest import DTYPES
-from vescale_fsdp.checkpoint.state import tensors
-from vescale_fsdp.checkpoint.state.contents import Contents
+from vescale_fsdp.checkpoint import tensors
+from vescale_fsdp.checkpoint.contents import Contents
+from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointMismatchError
 
 # What a rank brings: its boxes as [name, offsets, sizes, dtype, shape, is a shard], and what
@@ -32,38 +32,47 @@ Offer = dict[str, Any]
 Task = dict[str, Any]
 
 
+class Piece(NamedTuple):
+    """A box of a tensor: a view of what the model or the optimizer has."""
+
+    name: str
+    data: torch.Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class LocalPlan:
     """This rank's part of a save."""
 
     def __init__(self, contents: Contents, is_first: bool) -> None:
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         self._planner.set_up_planner(contents.planned, is_coordinator=is_first)
-        self.items = self._planner.create_local_plan().items
+        self._items = self._planner.create_local_plan().items
         self._contents = contents
 
     def offer(self) -> Offer:
         """What this rank can write, as JSON."""
         digests = {name: _digest(text) for name, text in self._contents.texts.items()}
         digests |= {name: item.digest() for name, item in self._contents.own.items()}
-        return {"boxes": [_box(item) for item in self.items], "values": digests}
+        return {"boxes": [_box(item) for item in self._items], "values": digests}
 
-    def data(self, item: WriteItem) -> torch.Tensor:
-        """The elements of a box: a view of what the model or the optimizer has.
-
-        Raises:
-            CheckpointMismatchError: the rank holds another shape than its placement says.
-        """
-        assert item.tensor_data is not None, "bytes are not planned here"
-        found = self._planner.resolve_data(item)
-        assert isinstance(found, torch.Tensor), "bytes are not planned here"
-        expected = item.tensor_data.chunk.sizes
-        if found.shape != expected:
-            raise CheckpointMismatchError(
-                f"{item.index.fqn!r} of shape {list(item.tensor_data.size)} should have "
-                f"{list(expected)} on this rank, as its placements say, but has "
-                f"{list(found.shape)}; was it made by from_local() with another placement?"
-            )
-        return found
+    def chosen(self, task: Task) -> Iterator[Piece]:
+        """The boxes that are this rank's to write."""
+        for number in task["boxes"]:
+            item = self._items[number]
+            assert item.tensor_data is not None, "bytes are not planned here"
+            name, shape = item.index.fqn, item.tensor_data.size
+            offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+            found = self._planner.resolve_data(item)
+            assert isinstance(found, torch.Tensor), "bytes are not planned here"
+            if found.shape != sizes:
+                raise CheckpointMismatchError(
+                    f"{name!r} of shape {list(shape)} should have {list(sizes)} on this rank, as "
+                    f"its placements say, but has {list(found.shape)}; was it made by from_local() "
+                    "with another placement?"
+                )
+            yield Piece(name, found, tuple(shape), tuple(offsets), tuple(sizes))
 
 
 def _digest(text: str) -> str:
@@ -73,16 +82,9 @@ def _digest(text: str) -> str:
 def _box(item: WriteItem) -> list[Any]:
     data = item.tensor_data
     assert data is not None, "bytes are not planned here"
-    is_shard = item.type is WriteItemType.SHARD
-    dtype = tensors.dtype_name(data.properties.dtype)
-    chunk = data.chunk
-    return [
-        item.index.fqn,
-        *map(list, (chunk.offsets, chunk.sizes)),
-        dtype,
-        list(data.size),
-        is_shard,
-    ]
+    dtype, is_shard = tensors.dtype_name(data.properties.dtype), item.type is WriteItemType.SHARD
+    offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+    return [item.index.fqn, offsets, sizes, dtype, list(data.size), is_shard]
 
 
 def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bool) -> WriteItem:
@@ -94,11 +96,7 @@ def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bo
 
 
 def divide(offers: Sequence[Offer]) -> list[Task]:
-    """The task of each rank. Every box is written once, replicas by the rank with the least to do.
-
-    Raises:
-        CheckpointMismatchError: ranks disagree about a tensor, or the boxes do not cover one.
-    """
+    """The task of each rank. Every box is written once, replicas by who has the least to do."""
     _check_agreement(offers)
     plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
     try:

@@ -1,14 +1,18 @@
-"""Data files: written once, in order, with the CRC32 of each item; read back in spans.
+"""Files: regular ones are opened, and nothing else; data are written once, in order, with the CRC32
+of each item, and read back in spans.
 
-Errors name the file and what was being written or read.
+A FIFO would be waited for until somebody writes to it, a device could do anything. Errors name the
+file and what was being written or read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +21,78 @@ from typing import BinaryIO
 
 import torch
 
-from vescale_fsdp.checkpoint.disk.manifest import Span
-from vescale_fsdp.checkpoint.disk.regular import open_regular
+from vescale_fsdp.checkpoint.manifest import Span
 from vescale_fsdp.dbuffer import mapped_empty
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointWriteError,
 )
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_regular(path: Path, label: str = "") -> io.FileIO:
+    """Open a file to read it, without a buffer. Links are followed.
+
+    Args:
+        label: what is in it, for the message.
+    """
+    _check(path, os.stat(path), label)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check(path, os.fstat(descriptor), label)  # it may have been replaced meanwhile
+        return io.FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most_bytes: int, first: bytes = b"") -> bytes:
+    """All bytes of a file.
+
+    Args:
+        most_bytes: a longer file is refused before it is read.
+        first: so is one that does not begin with these bytes.
+    """
+    with open_regular(path) as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        if num_bytes > most_bytes:
+            raise CheckpointCorruptError(
+                f"{path} is refused: it has {num_bytes} bytes, expected {most_bytes} at most. It "
+                "was damaged or made by hand; load another one"
+            )
+        found = stream.read(len(first))
+        if found != first:
+            raise CheckpointCorruptError(
+                f"{path} is refused: it begins with {found!r}, expected {first!r}. It was "
+                "damaged, or is of another format"
+            )
+        return found + stream.read()
+
+
+def size_of(path: Path, label: str = "") -> int:
+    """The bytes of a file. Raises as `open_regular` does."""
+    status = os.stat(path)
+    _check(path, status, label)
+    return status.st_size
+
+
+def _check(path: Path, status: os.stat_result, label: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        within = f", with {label} in it," if label else ""
+        raise CheckpointCorruptError(
+            f"{path}{within} is {kind}, expected a regular file: put the file that was saved back, "
+            "or use another checkpoint"
+        )
+
 
 Progress = Callable[[int], None]  # is told of bytes that have been read
 _HUGE = 1 << 24  # bytes; below it malloc has memory to use again
@@ -58,11 +126,7 @@ class DataWriter:
         self._stream: BinaryIO | None = None
 
     def write(self, data: memoryview, label: str) -> Span:
-        """Append an item. Returns where it lies, with its CRC32.
-
-        Raises:
-            CheckpointWriteError: naming the file and the item.
-        """
+        """Append an item. Returns where it lies, with its CRC32."""
         with write_errors(self.path, label):
             if self._stream is None:
                 self._stream = open(self.path, "xb", buffering=1 << 20)  # noqa: SIM115
@@ -79,8 +143,11 @@ class DataWriter:
                 os.fsync(self._stream.fileno())
                 self._stream.close()
 
-    def abandon(self) -> None:
-        """Close the file after an error."""
+    def __enter__(self) -> DataWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file, also after an error."""
         if self._stream is not None:
             try:
                 self._stream.close()
@@ -89,17 +156,10 @@ class DataWriter:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small new file, and bring it to the disk.
-
-    Raises:
-        CheckpointWriteError: naming the file.
-    """
-    writer = DataWriter(path.parent, path.name)
-    try:
+    """Write a small new file, and bring it to the disk."""
+    with DataWriter(path.parent, path.name) as writer:
         writer.write(memoryview(data), "all of it")
         writer.finish()
-    finally:
-        writer.abandon()
 
 
 def flush_folder(folder: Path) -> None:
@@ -128,11 +188,7 @@ _REASONS = {
 
 @contextmanager
 def write_errors(path: Path, label: str = "") -> Iterator[None]:
-    """Within it, an ``OSError`` becomes an error of ours that says what to do.
-
-    Raises:
-        CheckpointWriteError: naming the path and what was being written.
-    """
+    """Within it, an ``OSError`` becomes an error of ours that says what to do."""
     try:
         yield
     except CheckpointWriteError:
@@ -181,12 +237,7 @@ class DataReader:
             stream.close()
 
     def read(self, span: Span, label: str) -> torch.Tensor:
-        """The bytes of a span, checked. Returns uint8, [length].
-
-        Raises:
-            CheckpointCorruptError: they are not those that were saved.
-            CheckpointIncompleteError: the file is not there.
-        """
+        """The bytes of a span, checked. Returns uint8, [length]."""
         found = _memory(span.length)
         self._check(self._fill_by_pieces(bytes_of(found), span, label), span, label)
         return found

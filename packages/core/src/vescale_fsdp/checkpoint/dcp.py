@@ -1,0 +1,329 @@
+"""export_dcp and import_dcp: what FSDP2 loads and saves with torch.distributed.checkpoint.
+
+Items are written one after the other, so that memory is needed for one of them. The metadata are
+pickled: they are made of our own names and numbers. `dcp_directory` reads.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from vescale_fsdp import compat
+from vescale_fsdp.checkpoint import seal, tensors, values
+from vescale_fsdp.checkpoint.contents import (
+    Contents,
+    Optimizers,
+    Weights,
+    named,
+    weights_of,
+)
+from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames, put
+from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
+from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
+from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
+from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.reading import Boxes, Change, arrivals
+from vescale_fsdp.checkpoint.saving import Writing, finish_saves, publish_files
+from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
+from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
+
+
+def write_item(writer: DataWriter, value: Any, label: str) -> Span:
+    """Append a tensor or a plain value, as ``torch.save`` writes it. Returns where it lies."""
+    if isinstance(value, torch.Tensor):
+        value = tensors.on_host(value)
+        if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+            value = value.clone()  # torch.save writes all of a storage
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return writer.write(buffer.getbuffer(), label)
+
+
+def data_file(rank: int) -> str:
+    """The name of a rank's data file."""
+    return f"__{rank}_0.distcp"
+
+
+def write_metadata(folder: Path, written: Sequence[Any]) -> list[str]:
+    """Write the file that makes a directory loadable. Returns the names of all files, it last.
+
+    Args:
+        written: by each rank: the boxes ``[path, dtype, shape, offsets, sizes, span]``, where a
+            path is what a key was joined from, and the values ``[path, span]``.
+    """
+    boxes: dict[str, TensorStorageMetadata] = {}
+    others: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, Span] = {}
+    paths: dict[str, Any] = {}
+    for part in written:
+        for path, dtype, shape, offsets, sizes, span in part["boxes"]:
+            key = ".".join(map(str, path))
+            properties = TensorProperties(dtype=DTYPES[dtype])
+            entry = TensorStorageMetadata(properties, torch.Size(shape), [])
+            box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            boxes.setdefault(key, entry).chunks.append(box)
+            paths[key], places[MetadataIndex(key, box.offsets)] = tuple(path), Span(*span)
+        for path, span in part["values"]:
+            key = ".".join(map(str, path))
+            if key not in others:
+                others[key] = BytesStorageMetadata()
+                paths[key], places[MetadataIndex(key)] = tuple(path), Span(*span)
+    files = sorted({span.file for span in places.values()})
+    storage = {
+        index: filesystem._StorageInfo(span.file, span.offset, span.length)
+        for index, span in places.items()
+    }
+    known = Metadata({**boxes, **others}, paths, storage, StorageMeta())
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+        known.version = filesystem.CURRENT_DCP_VERSION
+    write_file(folder / METADATA, pickle.dumps(known))
+    return [*files, METADATA]
+
+
+def export_dcp(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    model_key: str = "model",
+    optimizer_key: str = "optimizer",
+    weights: Weights = "all",
+) -> None:
+    """Write a directory in the format of ``torch.distributed.checkpoint``. Collective.
+
+    With FSDP2, on any number of ranks::
+
+        state = {"model": get_model_state_dict(model),
+                 "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+
+    As stock does, it wants states of all parameters: those that never had a gradient have none
+    (``DefaultLoadPlanner(allow_partial_load=True)``). Keys of states become texts.
+
+    Args:
+        path: of the directory; must not exist. The same on every rank, on a file system that all
+            of them share.
+        model: sharded or not.
+        optimizer: one, or a mapping; the states of several go together, as
+            ``get_optimizer_state_dict(model, optimizers)`` has them.
+        extra: the first rank's plain values, beside the model: ``{"step": 100}``.
+        model_key: what the model's keys begin with; dots nest: "app.model".
+        optimizer_key: the same for the optimizer.
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for the
+            optimizer alone.
+
+    Cost: as a `save`; memory for one box of a tensor twice.
+
+    Raises:
+        CheckpointExistsError: there is something at ``path``. Nothing is ever overwritten.
+        CheckpointValueError: a state holds what is no plain data, by name.
+        CheckpointMismatchError: ranks hold different models.
+        CheckpointWriteError: disk full, no permission, no folder that all ranks share.
+        CheckpointIncompleteError: another rank has died.
+
+    After an error nothing is left behind.
+    """
+    writing = Writing(Path(path), f"the export to {path}")
+    check_last = finish_saves()  # it talks over the same group
+    flat: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+
+    def collect() -> Contents:
+        check_last()
+        state = dict(extra or {}) if writing.ranks.is_first else {}
+        if of_model := weights_of(model, weights):
+            _nest(state, model_key, of_model)
+        if optimizers := named(optimizer):
+            trees = [NamedOptimizer(name, each, model).tree() for name, each in optimizers.items()]
+            _nest(state, optimizer_key, merged(trees))
+        found, of_keys = flat_state(state)
+        flat.update(found)
+        paths.update(of_keys)
+        held = {key: each for key, each in flat.items() if isinstance(each, torch.Tensor)}
+        for key, each in held.items():
+            tensors.check(each, key)
+        # Of several ranks that have a value, the first one writes it.
+        return Contents(planned=held, texts=dict.fromkeys(flat.keys() - held.keys(), ""))
+
+    def write() -> Any:
+        boxes, others = [], []
+        with DataWriter(writing.folder, data_file(writing.ranks.rank)) as writer:
+            for name, data, shape, offsets, sizes in writing.local.chosen(writing.task):
+                span = astuple(write_item(writer, data, f"tensor {name!r}"))
+                dtype = tensors.dtype_name(data.dtype)
+                boxes.append([paths[name], dtype, shape, offsets, sizes, span])
+            for key in sorted(writing.task["values"].keys() & flat.keys()):
+                others.append(
+                    [paths[key], astuple(write_item(writer, flat[key], f"value {key!r}"))]
+                )
+            writer.finish()
+        return {"boxes": boxes, "values": others}
+
+    def publish(stage: seal.Stage, written: list[Any]) -> None:
+        publish_files(stage, write_metadata(stage.path, written))
+
+    writing.plan(collect, options=[model_key, optimizer_key])
+    writing.write(write, publish)
+
+
+def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """States and options of several optimizers together."""
+    state: dict[str, Any] = {}
+    groups: list[Any] = []
+    for tree in trees:
+        twice = sorted(map(str, state.keys() & tree["state"].keys()))
+        if twice:
+            raise CheckpointValueError(
+                f"two optimizers have states of {twice[0]!r}, and this format keeps those of all "
+                "together; export them one by one, with another optimizer_key"
+            )
+        state |= tree["state"]
+        groups += tree["param_groups"]
+    return {"state": state, "param_groups": groups}
+
+
+def _nest(state: dict[str, Any], key: str, value: dict[str, Any]) -> None:
+    """Put a value under a key whose dots nest; with "" beside the others."""
+    for part in key.split(".") if key else ():
+        state = state.setdefault(part, {})
+    state |= value
+
+
+def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Tensors and plain values by DCP's keys, and the path of each key."""
+    try:
+        flat, paths = compat.flattened(state)
+    except ValueError as error:
+        raise CheckpointValueError(f"the state cannot be flattened: {error}") from error
+    for key, each in flat.items():
+        _, inner = values.encode(each, key)
+        if inner and not isinstance(each, torch.Tensor):
+            raise CheckpointValueError(
+                f"{key!r} has tensors within a {type(each).__name__}; put them into a list or dict"
+            )
+    return flat, paths
+
+
+Texts = dict[str, list[tuple[tuple[int, ...], Any]]]
+_log = logging.getLogger(__name__)
+
+
+def import_dcp(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    strict: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    weights: Weights = "all",
+) -> dict[str, Any]:
+    """Load a directory that ``torch.distributed.checkpoint`` has written, in place. Collective.
+
+    As `load`: all of it or nothing, on any number of ranks, with any units and granularity. But the
+    format has no checksums: damaged elements are loaded as they are.
+
+    Args:
+        path: of the directory.
+        model: of the same architecture.
+        optimizer: one, or a mapping of names. Each takes the states of its parameters from where
+            the directory has them: by name, or those of all optimizers together.
+        strict: refuse a checkpoint that lacks entries of the model or the optimizers.
+        model_key: what the model's keys begin with: "model", "app.model"; "" if with nothing. By
+            default it is looked for.
+        optimizer_key: the same for the optimizers: "optimizer", "optim", "app.optim".
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
+            alone.
+
+    Returns:
+        What else is there, if it is plain data: ``{"step": 100}``. Other objects are left out, and
+        the log says so.
+
+    Cost: each rank reads the saved chunks of which it needs a part; memory in the host for its
+    part, and for one chunk.
+
+    Raises:
+        CheckpointIncompleteError: there is no such checkpoint, or it lacks files or entries.
+        CheckpointCorruptError: it holds something that is not of this format or could run code,
+            or an item cannot be read.
+        CheckpointMismatchError: an entry has another shape.
+
+    After an error nothing has changed, on any rank.
+    """
+    check_last = finish_saves()
+    ranks = all_ranks()
+    change = Change(ranks, f"the import of {path}")
+    others: dict[str, Any] = {}
+
+    def prepare() -> str:
+        check_last()
+        directory = StockDirectory(Path(path))
+        with DataReader(directory.folder, directory.files, advice="; nothing was loaded") as reader:
+            optimizers = named(optimizer)
+            keys = (model_key, optimizer_key)
+            found = StockNames(
+                directory, reader, optimizers, *keys, strict=strict, with_model=weights != "none"
+            )
+            manifest = Manifest(
+                Seal(directory.digest, 0, None, ""), 1, {}, directory.files, found.tensors, {}
+            )
+            texts: Texts = {name: [((0,), text)] for name, text in found.texts.items()}
+            saved = Saved(str(path), manifest, texts, ranks.rank, strict)
+            change.targets.append(ModelTarget(model, saved, weights=weights))
+            change.targets += optimizer_targets(optimizers, model, saved)
+
+            def boxes(name: str, chunk: Chunk) -> Boxes:
+                dtype = found.tensors[name].dtype
+                whole = directory.chunk(reader, dtype, chunk, f"tensor {name!r}")
+                return lambda offsets, lengths: tensors.box_of(whole, offsets, lengths)
+
+            change.take(arrivals(manifest, change.wanted, boxes))
+            others.update(plain_values(directory, reader, found.others))
+        return directory.digest
+
+    change.carry_out(prepare)
+    return others
+
+
+def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str]) -> dict[str, Any]:
+    """The values of some keys that are plain data, nested as they were. Others are logged."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        if key in directory.tensors:
+            _log.info("left out the tensor %r of %s", key, directory.folder)
+            continue
+        try:
+            text = directory.value(reader, key)
+        except CheckpointCorruptError as error:
+            _log.warning("left out %r: %s", key, error)
+            continue
+        put(found, directory.paths[key], values.decode(text, _no_tensor, key))
+    return found
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointCorruptError(f"{name!r} is no tensor of this checkpoint")

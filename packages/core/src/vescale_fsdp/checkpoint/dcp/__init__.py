@@ -1,1 +1,0 @@
-"""The format of `torch.distributed.checkpoint`: `import_dcp` and `export_dcp`."""

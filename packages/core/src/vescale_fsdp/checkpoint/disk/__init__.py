@@ -1,1 +1,0 @@
-"""What lies on disk: JSON, boxes of elements, the manifest, files, the seal."""

@@ -1,1 +1,0 @@
-"""safetensors: the format, which rank writes what, `save_safetensors` and `load_safetensors`."""

@@ -1,0 +1,395 @@
+"""save, and what every format that ranks write together needs: all of a directory, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vescale_fsdp import devices
+from vescale_fsdp.checkpoint import seal, tensors
+from vescale_fsdp.checkpoint.contents import Contents, Optimizers, Stateful, Weights, collect
+from vescale_fsdp.checkpoint.files import DataWriter, bytes_of, write_errors
+from vescale_fsdp.checkpoint.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
+from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
+from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.sealed import FEWEST, next_sequence, prune
+from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
+
+
+class SaveHandle:
+    """A save that has been started.
+
+    Attributes:
+        path: where the checkpoint is, when it is whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is whole on the disk of all ranks.
+
+        Raises:
+            Exception: what went wrong, here or on another rank, the first time it is asked.
+        """
+        error = self._taken()
+        if error is not None:
+            raise error
+
+    def _taken(self) -> Exception | None:
+        """What went wrong, after all is done; only the first time."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, work: Any) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  whoever waits gets it
+            self._error = error
+
+    def _start(self, work: Any) -> None:
+        # Not a daemon: a process that ends waits for it.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="vescale-fsdp save")
+        self._thread.start()
+
+
+_last: SaveHandle | None = None
+
+
+def finish_saves() -> Callable[[], None]:
+    """Wait for the save that was started last. Returns what raises what went wrong in it.
+
+    To be called where all ranks learn of it: the user may have waited on some of them.
+    """
+    global _last
+    handle, _last = _last, None
+    error = None if handle is None else handle._taken()
+
+    def check() -> None:
+        if error is not None:
+            raise error
+
+    return check
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    rng: bool = True,
+    keep_last: int | None = None,
+    async_: bool = False,
+    weights: Weights = "all",
+) -> SaveHandle:
+    """Save model, optimizers and all that training goes on with into a new directory. Collective.
+
+    The directory appears under its name when all of it is on the disk; a save that fails or is
+    killed leaves nothing there (see `seal`).
+
+    Args:
+        path: of the directory; must not exist. The same on every rank, on a file system that all
+            of them share.
+        model: sharded or not; its state dict is saved, names without the prefixes of wrappers.
+        optimizer: one, or a mapping of names to several.
+        extra: the first rank's is saved: None, bool, int, float, str, bytes, list, tuple, dict and
+            tensors. ``extra["step"]`` is the checkpoint's step.
+        stateful: schedulers, data loaders and the like by name: what has ``state_dict()`` and
+            ``load_state_dict()``. Each rank's own state is saved.
+        rng: save the states of the random number generators of each rank.
+        keep_last: after it has succeeded, delete older checkpoints beside it until so many are
+            left, this one included; at least 2.
+        async_: return when all is copied to the host's memory, and write in the background. The
+            next save or load waits for it, and raises what went wrong. Wait for the last one
+            before you destroy the process group.
+        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
+            alone. The model gives their parameters names all the same.
+
+    Returns:
+        A handle; ``wait()`` returns when the checkpoint is whole.
+
+    Cost: each rank writes what it holds, replicas once; three small messages per rank. With
+    ``async_`` memory for this rank's part.
+
+    Raises:
+        CheckpointExistsError: there is something at ``path``. Nothing is ever overwritten.
+        CheckpointValueError: a state holds what cannot be saved, by name.
+        CheckpointMismatchError: ranks hold different models, or an optimizer is of another one.
+        CheckpointWriteError: disk full, no permission, no folder that all ranks share.
+        CheckpointIncompleteError: another rank has died.
+    """
+    global _last
+    check_last = finish_saves()
+    if keep_last is not None and keep_last < FEWEST:
+        raise ValueError(f"keep_last is {keep_last}; at least {FEWEST} checkpoints are kept")
+    target = Path(path)
+    writing = Writing(target, f"the save of {target}")
+
+    def collected() -> Contents:
+        check_last()
+        return collect(model, optimizer, extra, stateful or {}, rng, weights)
+
+    writing.plan(collected)
+    step = writing.contents.step
+    items: list[_Item] = []
+    if async_:
+        writing.agree(lambda: items.extend(_items(writing, copies=True)))
+        del writing.contents, writing.local  # the copies are enough
+
+    def write() -> Any:
+        try:
+            return _write(writing, items if async_ else _items(writing, copies=False))
+        finally:
+            items.clear()  # free the copies
+
+    def publish(stage: seal.Stage, written: list[Any]) -> None:
+        with write_errors(target):
+            data = manifest_text(stage, step, written)
+        stage.publish(data)
+        if keep_last is not None:
+            prune(target.parent, keep_last)
+
+    handle = SaveHandle(target)
+    if async_:
+        handle._start(lambda: writing.write(write, publish))
+        _last = handle
+    else:
+        writing.write(write, publish)
+    return handle
+
+
+class Writing:
+    """A directory that all ranks write together: who writes what, the stage, and its name at last.
+
+    Args:
+        title: words for it, for messages.
+        into: the target may be a folder that exists.
+
+    Attributes:
+        contents, local, task, folder: what this rank has, in which boxes, what of it to write, and
+            where to; from `plan` on. The task has ``told``, what the first rank says.
+    """
+
+    contents: Contents
+    local: LocalPlan
+    task: Task
+    folder: Path
+
+    def __init__(self, target: Path, title: str, *, into: bool = False) -> None:
+        self.ranks = all_ranks()
+        self._target, self._title, self._into = target, title, into
+        self._stage: seal.Stage | None = None
+
+    def plan(
+        self,
+        collect: Callable[[], Contents],
+        begin: Callable[[Path, list[Any]], list[Any]] | None = None,
+        options: Any = None,
+    ) -> None:
+        """Agree on who writes what and where. Collective.
+
+        Args:
+            collect: this rank's items.
+            begin: gets the stage and what each rank offers to write (see `planning`); returns what
+                each rank is told, as JSON. First rank only.
+            options: JSON that must be the same on every rank.
+        """
+
+        def offer() -> Any:
+            self.contents = collect()
+            self.local = LocalPlan(self.contents, self.ranks.is_first)
+            target = str(self._target.absolute())
+            return {**self.local.offer(), "target": target, "options": options}
+
+        def combine(offers: list[Any]) -> list[Any]:
+            self._check_same(offers)
+            tasks = divide(offers)
+            seal.clean(self._target.parent)
+            self._stage = seal.Stage(self._target, into=self._into)
+            told = [None] * len(tasks) if begin is None else begin(self._stage.path, offers)
+            where = {"stage": self._stage.path.name}
+            return [{**task, **where, "told": each} for task, each in zip(tasks, told, strict=True)]
+
+        with self._abandoned_on_error():
+            self.task = self.ranks.exchange(self._title, offer, combine, self._abandon)
+            self.folder = self._target.with_name(self.task["stage"])
+
+    @staticmethod
+    def _check_same(offers: list[Any]) -> None:
+        for rank, each in enumerate(offers):
+            if each["target"] != offers[0]["target"]:
+                raise CheckpointWriteError(
+                    f"rank 0 saves to {offers[0]['target']}, rank {rank} to {each['target']}; the "
+                    "path must be the same on every rank"
+                )
+            if each["options"] != offers[0]["options"]:
+                raise RankMismatchError(
+                    f"rank {rank} exports with {each['options']}, rank 0 with "
+                    f"{offers[0]['options']}; options must be the same on every rank"
+                )
+
+    def agree(self, work: Callable[[], Any]) -> None:
+        """Work on every rank; on an error all raise, and nothing is left behind. Collective."""
+        with self._abandoned_on_error():
+            self.ranks.agree(self._title, work)
+
+    def write(
+        self, write: Callable[[], Any], publish: Callable[[seal.Stage, list[Any]], None]
+    ) -> None:
+        """Write, and publish. Collective.
+
+        Args:
+            write: writes and flushes this rank's part; returns JSON.
+            publish: gets the stage, and what ``write`` returned on each rank. First rank only.
+        """
+
+        def combine(written: list[Any]) -> list[Any]:
+            assert self._stage is not None, "the first rank publishes"
+            publish(self._stage, written)
+            return [None] * len(written)
+
+        with self._abandoned_on_error():
+            self.ranks.exchange(self._title, write, combine, self._abandon)
+
+    @contextlib.contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # an interrupt, too
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        if self._stage is not None:
+            self._stage.abandon()
+
+
+def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
+    """Publish an export, or move its files into a target that exists.
+
+    Args:
+        names: of all files, the one that makes them valid last.
+    """
+    missing = [name for name in names if not (stage.path / name).is_file()]
+    if missing:
+        raise CheckpointWriteError(
+            f"{stage.path / missing[0]} is not there for rank 0, but a rank has written it: the "
+            "path must be on a file system that all ranks share"
+        )
+    if stage.target.is_dir():
+        stage.merge(names)
+    else:
+        stage.publish(None)
+
+
+class _Item(NamedTuple):
+    """What this rank writes: boxes of tensors, then texts."""
+
+    name: str
+    data: torch.Tensor | bytes
+    box: tuple[Sequence[int], Sequence[int]] = ((), ())
+    shape: Sequence[int] = ()
+    ranks: Sequence[int] = ()  # that have the same text
+
+
+def _items(writing: Writing, *, copies: bool) -> list[_Item]:
+    """This rank's items, in the order of the file; with ``copies`` copied to the host's memory."""
+    staging, found = devices.Staging(), []
+    contents, task = writing.contents, writing.task
+    for item in writing.local.chosen(task):
+        data = tensors.staged(item.data, staging) if copies else item.data
+        found.append(_Item(item.name, data, (item.offsets, item.sizes), item.shape))
+    texts = []
+    for name, ranks in task["values"].items():
+        own = contents.own.get(name)
+        text = contents.texts[name] if own is None else own.text
+        texts.append(_Item(name, text.encode(), ranks=ranks))
+        suffix = f"@{ranks[0]}" if name in task["several"] else ""
+        for key, tensor in own.tensors.items() if own is not None else ():
+            data = tensors.staged(tensor, staging) if copies else tensors.on_host(tensor)
+            box = ((0,) * data.dim(), tuple(data.shape))
+            found.append(_Item(key + suffix, data, box, data.shape))
+    staging.wait()
+    return [*found, *texts]
+
+
+def _write(writing: Writing, items: Sequence[_Item]) -> Any:
+    chunks, variants = [], []
+    with DataWriter(writing.folder, seal.data_name(writing.ranks.rank)) as writer:
+        for item in items:
+            if isinstance(item.data, bytes):
+                span = writer.write(memoryview(item.data), f"value {item.name!r}")
+                variants.append([item.name, item.ranks, astuple(span)])
+            else:
+                data = tensors.on_host(item.data)
+                span = writer.write(bytes_of(data), f"tensor {item.name!r}")
+                dtype = tensors.dtype_name(data.dtype)
+                chunks.append([item.name, dtype, item.shape, item.box, astuple(span)])
+        writer.finish()
+    return {"file": [writer.name, writer.num_bytes], "chunks": chunks, "values": variants}
+
+
+def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -> bytes:
+    """The manifest of what ranks have written, checked: what could not be loaded raises.
+
+    Args:
+        written: by each rank, its file and size, the chunks ``[name, dtype, shape, (offsets,
+            sizes), span]``, and the values ``[name, ranks, span]``.
+    """
+    found: dict[str, tuple[str, Any, list[Chunk]]] = {}
+    values: dict[str, list[Variant]] = {}
+    for part in written:
+        for name, dtype, shape, (offsets, sizes), span in part["chunks"]:
+            chunks = found.setdefault(name, (dtype, shape, []))[2]
+            chunks.append(Chunk(tuple(offsets), tuple(sizes), Span(*span)))
+        for name, ranks, span in part["values"]:
+            values.setdefault(name, []).append(Variant(tuple(ranks), Span(*span)))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    manifest = Manifest(
+        Seal(stage.id, next_sequence(stage.target.parent), step, now),
+        world_size=len(written),
+        software=_software(),
+        files=dict(sorted(part["file"] for part in written if part["chunks"] or part["values"])),
+        tensors={
+            name: TensorEntry(dtype, tuple(shape), tuple(chunks))
+            for name, (dtype, shape, chunks) in sorted(found.items())
+        },
+        values={name: tuple(each) for name, each in sorted(values.items())},
+    )
+    text = manifest.render()
+    for file, num_bytes in Manifest.parse(text, str(stage.path / "manifest.json")).files.items():
+        path = stage.path / file
+        size = path.stat().st_size if path.exists() else None
+        if size != num_bytes:
+            state = "is not there" if size is None else f"has {size} bytes"
+            raise CheckpointWriteError(
+                f"{path} {state} for rank 0, but a rank has written {num_bytes} bytes: the path "
+                "must be on a file system that all ranks share"
+            )
+    return text
+
+
+def _software() -> dict[str, str]:
+    import vescale_fsdp
+
+    return {"vescale-fsdp": vescale_fsdp.__version__, "torch": torch.__version__}

@@ -1,1 +1,0 @@
-"""What models and optimizers have, as it is saved and loaded."""

@@ -1,1 +1,0 @@
-"""Who writes and reads what; ranks that agree; loads of all or nothing."""
