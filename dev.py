@@ -23,6 +23,7 @@ PYTHON = DEV / "venv" / "bin" / "python"
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels", *CLIENTS]
+NEWEST = "2.14.1"  # of torch; constraints.txt has the oldest that is supported
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
@@ -32,6 +33,9 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
+  core-newest
+          the core's tests on torch {NEWEST}, an environment of 5.5 GB
+  nightly core-newest, fuzz and faults
   gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
@@ -53,6 +57,10 @@ def main() -> int:
     if command == "clients":
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
+    if command == "core-newest":
+        return core_newest(arguments)
+    if command == "nightly":
+        return max(core_newest([]), *(run_environment(name, []) for name in ("fuzz", "faults")))
     if command == "gpu":
         return gpu(arguments)
     if command == "release":
@@ -72,6 +80,16 @@ def gpu(arguments: list[str]) -> int:
         return run_environment("gpu", arguments)
     print(f"There is no GPU on this machine. On one that has a GPU, this would run:\n{plan()}")
     return 0
+
+
+def core_newest(arguments: list[str]) -> int:
+    """Run the core's tests on the newest torch. All other pins hold, but for what torch brings."""
+    install_tox()
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    others = [pin for pin in pins if not pin.startswith(("torch==", "triton=="))]
+    newest = DEV / "constraints-newest.txt"
+    newest.write_text("\n".join([f"torch=={NEWEST}", *others, ""]))
+    return run_environment("core-newest", arguments)
 
 
 def release(arguments: list[str]) -> int:

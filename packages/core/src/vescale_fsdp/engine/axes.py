@@ -34,7 +34,7 @@ class Axes:
         None  # with all axes of the job, if its parameters are DTensors on it
     )
     data_names: tuple[str, ...] = ()  # of the axes of ``whole`` that this class is about
-    cuts_outside: bool = False  # whether what rests is cut over the replicas too
+    cuts_outside: bool = False  # also shard optimizer state over the replicas
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod

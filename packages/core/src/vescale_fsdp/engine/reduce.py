@@ -46,7 +46,7 @@ class Gradients:
         slots: the parameters, in the order of the buffer's layout.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         pool: lends the memory of what is not reduced yet.
-        cuts_outside: whether what rests is cut over the replicas too.
+        cuts_outside: also shard optimizer state over the replicas.
     """
 
     def __init__(

@@ -333,7 +333,7 @@ class Unit(Residency):
         super().end_backward()
 
     def end_modules(self) -> bool:
-        """The outermost forward has ended; returns whether modules of a list have not run in it."""
+        """The outermost forward has ended; returns whether a list unit has modules left."""
         had_more = bool(self.running.modules_left)
         self.running.modules_left.clear()
         return had_more

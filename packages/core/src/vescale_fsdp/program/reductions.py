@@ -59,7 +59,7 @@ class Reductions:
         most: how many may be under way while gradients of another group appear. 0: each is waited
             for at once.
         most_at_end: how many may be under way while another group is copied when the backward has
-            ended: it has let go of parameters then, so that there is room for one more.
+            ended: its parameters are resharded by then, which leaves memory for one more.
     """
 
     def __init__(

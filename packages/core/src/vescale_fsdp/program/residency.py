@@ -157,7 +157,7 @@ class Residency(ABC):
         return None
 
     def end_modules(self) -> bool:
-        """The outermost forward has ended; returns whether modules of a list have not run in it."""
+        """The outermost forward has ended; returns whether a list unit has modules left."""
         return False
 
     def keeps_no_message(self) -> None:
@@ -277,7 +277,7 @@ class Residency(ABC):
         self.release(Lease.BACKWARD, Lease.FORWARD)
 
     def release_open(self) -> None:
-        """A backward has ended: free it, if it has run and was not told that nothing of it is left.
+        """A backward has ended: reshard a unit that has run in it and was not completed by it.
 
         That is where its inputs want no gradient (tokens, say), or where another forward of it has
         got none.
