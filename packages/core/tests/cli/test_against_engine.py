@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce
-from vescale_fsdp.cli.blocks import BlockRules
-from vescale_fsdp.cli.codes import Code, Codes
-from vescale_fsdp.cli.dtypes import parse_dtype
 from vescale_fsdp.cli.estimate import Figures, figures_of
 from vescale_fsdp.cli.layouts import lay_out_model
+from vescale_fsdp.cli.model import parse_dtype
 from vescale_fsdp.cli.modules import model_of_module
-from vescale_fsdp.cli.settings import Backend, Settings
+from vescale_fsdp.cli.settings import Backend, BlockRules, Code, Codes, Settings
 from vescale_fsdp.testing import run_ranks
 
 from .training import (

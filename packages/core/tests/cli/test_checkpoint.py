@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.cli import main, progress
+from vescale_fsdp.cli import main, text
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointExistsError
 
 Capture = pytest.CaptureFixture[str]
@@ -286,7 +286,7 @@ def test_long_work_shows_bytes_on_a_terminal(
 ) -> None:
     ticks = itertools.count(0.0, step_s)
     stream = Terminal()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(text.time, "monotonic", lambda: next(ticks))
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     assert main(["checkpoint", "verify", str(saved / "step-20")]) == 0

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from vescale_fsdp import compat
 from vescale_fsdp.cli import main
-from vescale_fsdp.cli.checkup import processes, rank, selftest
-from vescale_fsdp.cli.checkup.findings import Section, look
-from vescale_fsdp.cli.checkup.processes import Outcome, run_steps
-from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.cli.checkup import Section, devices, look, selftest, steps
+from vescale_fsdp.cli.checkup.devices import Outcome, ask_torch
+from vescale_fsdp.testing import RankError, RankFailure, run_ranks
 
 Capture = pytest.CaptureFixture[str]
 GOOD_LOOKS: dict[str, Any] = {
@@ -45,12 +38,16 @@ GOOD_LOOKS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def healthy() -> tuple[Outcome, list[str]]:
     """One real self-test, and the files that it has left behind."""
+    run_ranks(nothing, 2)  # the ranks stay for other tests, and so do their files
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", folder)
         patch.setenv("GLOO_SOCKET_IFNAME", loopback())
-        outcome, only_over = selftest.self_test(dict(os.environ))
-        assert only_over == ""
+        outcome = ask_torch()
+        assert selftest.self_test(outcome) == ""
         return outcome, [path.name for path in Path(folder).iterdir()]
+
+
+def nothing() -> None: ...
 
 
 def loopback() -> str:
@@ -59,8 +56,8 @@ def loopback() -> str:
 
 def give(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
     """Let this be the outcome of every self-test."""
-    monkeypatch.setattr(selftest, "self_test", lambda environ: (outcome, ""))
-    monkeypatch.setattr(selftest, "look_at_torch", lambda environ: outcome)
+    monkeypatch.setattr(devices, "ask_torch", lambda: outcome)
+    monkeypatch.setattr(selftest, "self_test", lambda outcome: "")
 
 
 # The command
@@ -69,11 +66,11 @@ def give(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
 def test_the_self_test_passes_here(healthy: tuple[Outcome, list[str]]) -> None:
     outcome, left_behind = healthy
     assert (outcome.failed, outcome.error) == (None, "")
-    assert list(outcome.values) == list(rank.STEPS)
+    looks = ["import torch", "devices", "import vescale_fsdp", "connect"]
+    assert list(outcome.values) == [*looks, *steps.STEPS]
     assert min(outcome.values["bandwidth"].values()) > 0
     assert outcome.values["import torch"]["version"] == torch.__version__
     assert left_behind == []
-    assert not [each for each in psutil.Process().children() if "checkup" in str(each.cmdline())]
 
 
 def test_text_fits_80_columns_and_a_screen(
@@ -139,9 +136,8 @@ def test_something_broken_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys
 def test_without_the_self_test_nothing_is_claimed(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
+    give(monkeypatch, Outcome(GOOD_LOOKS, dict.fromkeys(GOOD_LOOKS, 0.1)))
     monkeypatch.setattr(selftest, "self_test", None)  # not called
-    outcome = Outcome(GOOD_LOOKS, dict.fromkeys(GOOD_LOOKS, 0.1))
-    monkeypatch.setattr(selftest, "look_at_torch", lambda environ: outcome)
     assert main(["doctor", "--no-self-test"]) == 0
     out = capsys.readouterr().out
     assert "self-test" not in out
@@ -157,7 +153,7 @@ def test_a_broken_torch_is_a_finding(
     out, err = capsys.readouterr()
     assert err == ""
     assert "Traceback" not in out
-    assert "does not work: import torch: rank 0: ImportError: libtorch.so: not found\n" in out
+    assert "does not work: import torch: ImportError: libtorch.so: not found\n" in out
     assert "see pytorch.org/get-started" in out
     assert out.count("not tried") == 1
 
@@ -194,134 +190,106 @@ def test_what_cannot_be_looked_at_is_a_finding() -> None:
 # Processes that are not well
 
 
-def run_code(
-    monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float = 20.0
-) -> tuple[Outcome, float]:
-    """Two processes with this code for what comes after their first step."""
-    start = (
-        "import json, os, signal, sys, time\n"
-        "path, rank, world_size, folder, steps = json.loads(sys.argv[1])\n"
-        "report = open(f'{folder}/report-{rank}.jsonl', 'a')\n"
-        "def done(step, **more):\n"
-        "    print(json.dumps({'step': step, **more}), file=report, flush=True)\n"
-        "done('one', value=rank, seconds=0.5 + rank)\n"
-    )
-    monkeypatch.setattr(processes, "_CODE", start + code)
-    monkeypatch.setattr(processes, "_GRACE_S", 0.3)
-    begin = time.monotonic()
-    outcome = run_steps(["one", "two", "three"], 2, limit_s=limit_s)
-    left = [each for each in psutil.Process().children() if "report-" in str(each.cmdline())]
-    assert left == []
-    return outcome, time.monotonic() - begin
+def ask(monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float = 60.0) -> Outcome:
+    """What is known of a torch whose import ends with this code, after a first step."""
+    start = """
+import json, os, signal, sys, time
+print("noise")
+print(json.dumps({"step": "import torch", "value": 1, "seconds": 0.5}), flush=True)
+"""
+    monkeypatch.setattr(devices, "_CODE", start + code)
+    outcome = ask_torch(limit_s)
+    assert outcome.values == {"import torch": 1}
+    assert outcome.failed == "devices"
+    return outcome
 
 
-def test_values_are_of_the_first_rank_and_times_of_the_slowest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    code = "done('two', value='x', seconds=1)\ndone('three', value=None, seconds=0)"
-    outcome, _ = run_code(monkeypatch, code)
-    assert outcome.failed is None
-    assert outcome.values == {"one": 0, "two": "x", "three": None}
-    assert outcome.seconds == {"one": 1.5, "two": 1, "three": 0}
-
-
-def test_processes_that_hang_in_a_step_are_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "time.sleep(1.2)\ndone('two', value=None, seconds=1.2)\ntime.sleep(60)"
-    outcome, seconds = run_code(monkeypatch, code, limit_s=2.0)
-    assert 3.2 <= seconds < 20.0  # the limit is for each step, not for all
-    assert (outcome.failed, outcome.error) == ("three", "rank 0: no answer within 2 s")
-    assert outcome.values == {"one": 0, "two": None}
+def test_a_torch_that_hangs_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = ask(monkeypatch, "time.sleep(60)", limit_s=5.0)
+    assert outcome.error == "no answer within 5 s"
+    assert not [each for each in psutil.Process().children() if "noise" in str(each.cmdline())]
 
 
 def test_a_crash_is_told_by_its_signal_and_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "if rank == 0: time.sleep(60)\n"
-        "print('terminate called:\\n  address in use', file=sys.stderr, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    outcome, seconds = run_code(monkeypatch, code)
-    assert seconds < 10.0
-    assert outcome.failed == "two"
-    assert outcome.error == "rank 1: its process ended with signal SIGKILL: address in use"
+    code = "print('terminate:\\n  no driver', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)"
+    assert ask(monkeypatch, code).error == "its process ended with signal SIGKILL: no driver"
 
 
-def test_an_exception_is_told_rather_than_who_waits_for_that_rank(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_step_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "print(json.dumps({'step': 'devices', 'error': 'OSError: No\\nspace'}))"
+    assert ask(monkeypatch, code).error == "OSError: No space"
+
+
+def test_reports_end_with_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    code = "if rank == 0: time.sleep(60)\ndone('two', error='OSError: No\\nspace')"
-    outcome, _ = run_code(monkeypatch, code)
-    assert (outcome.failed, outcome.error) == ("two", "rank 1: OSError: No space")
+    wrong = {"good": lambda: 3, "bad": lambda: 1 / 0, "never": lambda: None}
+    monkeypatch.setattr(devices, "_STEPS", wrong)
+    devices.report()
+    good, bad = (json.loads(line) for line in capsys.readouterr().out.split("\n") if line)
+    assert (good["step"], good["value"]) == ("good", 3)
+    assert bad == {"step": "bad", "error": "ZeroDivisionError: division by zero"}
 
 
-def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    code = (
-        "import time\n"
-        "from vescale_fsdp.cli.checkup import rank\n"
-        "rank.STEPS['sleep'] = lambda place: time.sleep(60)\n"
-        f"rank.main(0, 1, {str(tmp_path)!r}, ['sleep'])\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.close()  # as the end of this process would
-    assert process.wait(20) == 1
+def outcomes(monkeypatch: pytest.MonkeyPatch, over: str) -> Section:
+    """What is shown if ranks meet only over this interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
 
+    def run(
+        fn: Any, world_size: int, step: str, folder: str, wanted: str | None, timeout_s: float
+    ) -> list[tuple[Any, float]]:
+        assert os.environ.get("GLOO_SOCKET_IFNAME") is None
+        if (wanted or loopback()) != over:
+            raise RankError([RankFailure(0, "RuntimeError", "refused", "")], 2)
+        speeds = {"all_gather_mb_per_s": 1e3, "all_to_all_mb_per_s": 50.0, "message_bytes": 1}
+        return [(speeds if step == "bandwidth" else None, 0.1)] * 2
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, over: str) -> Iterator[Section]:
-    """What is shown if processes meet only where ``GLOO_SOCKET_IFNAME`` is ``over``."""
-
-    def run(steps: list[str], world_size: int, environ: dict[str, str], limit_s: float) -> Outcome:
-        meets = environ.get("GLOO_SOCKET_IFNAME") == over
-        done = steps if meets else steps[: steps.index("connect")]
-        values: dict[str, Any] = dict.fromkeys(done)
-        if meets:
-            values["bandwidth"] = {"all_gather_mb_per_s": 1e3, "all_to_all_mb_per_s": 50.0}
-        failed = None if meets else "connect"
-        return Outcome(values, dict.fromkeys(done, 0.1), failed, "rank 0: refused", 1.0)
-
-    monkeypatch.setattr(selftest, "run_steps", run)
-    outcome, only_over = selftest.self_test({})
+    monkeypatch.setattr(steps, "run_ranks", run)
+    outcome = Outcome(dict(GOOD_LOOKS), dict.fromkeys(GOOD_LOOKS, 0.1))
+    only_over = selftest.self_test(outcome)
     section = Section("self-test")
     selftest.look_at_self_test(section, outcome, only_over)
-    yield section
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    return section
 
 
 def test_the_loopback_is_tried_where_nothing_else_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (section,) = outcomes(monkeypatch, over=loopback())
+    section = outcomes(monkeypatch, over=loopback())
     slow, alone = section.findings
     assert alone.level == "broken"
     assert alone.change.startswith(f"export GLOO_SOCKET_IFNAME={loopback()};")
     assert section.as_json()["checkpoint"]["ok"] is True
-    assert section.as_json()["total"]["seconds"] == 2.0
     assert slow.level == "better"
     assert slow.what == "processes exchange only 50 MB/s within this machine"
 
 
-def test_if_the_loopback_does_not_help_the_first_failure_is_told(
+def test_if_the_loopback_does_not_help_the_failure_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (section,) = outcomes(monkeypatch, over="elsewhere")
-    (finding,) = section.findings
-    assert finding.what == "connect: rank 0: refused"
+    (finding,) = outcomes(monkeypatch, over="elsewhere").findings
+    assert finding.what == "connect: rank 0: RuntimeError: refused"
 
 
-def test_a_crash_after_all_is_done_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = "rank 0: its process ended with signal SIGABRT"
-    monkeypatch.setattr(selftest, "run_steps", lambda *_: Outcome({}, {}, "disconnect", died))
-    assert selftest.self_test({}) == (Outcome(), "")
+def test_an_interface_that_does_not_exist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By real ranks, which go on over the loopback."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing7")
+    monkeypatch.setattr(steps, "STEPS", {})
+    outcome = Outcome()
+    assert steps.run_steps(outcome) is True
+    assert (outcome.failed, list(outcome.values)) == (None, ["connect"])
 
 
 # Faults that the steps must find
 
 
-def place() -> rank.Place:
-    return rank.Place(dist.get_rank(), 2, Path(tempfile.gettempdir()))
+FOLDER = Path(tempfile.gettempdir())
 
 
 def check_wrong_numbers() -> None:
-    rank._all_gather(place())
-    rank._all_to_all(place())
+    steps._all_gather(FOLDER)
+    steps._all_to_all(FOLDER)
 
     class Done:
         def wait(self) -> None: ...
@@ -334,9 +302,9 @@ def check_wrong_numbers() -> None:
         patch.setattr(compat, "all_gather_single", keep)
         patch.setattr(compat, "all_to_all_single", keep)
         with pytest.raises(AssertionError, match=r"received \[1\.0, 1\.0, .* instead of \[0\.0, "):
-            rank._all_gather(place())
+            steps._all_gather(FOLDER)
         with pytest.raises(AssertionError, match=r"received \[1\.0, 1\.0, .* instead of \["):
-            rank._all_to_all(place())
+            steps._all_to_all(FOLDER)
 
 
 def test_wrong_numbers_are_found() -> None:
@@ -344,18 +312,18 @@ def test_wrong_numbers_are_found() -> None:
 
 
 def check_wrong_training() -> None:
-    rank._train(place())
+    steps._train(FOLDER)
     with pytest.MonkeyPatch.context() as patch:
-        original = rank._make_sharded_model
+        original = steps._make_sharded_model
 
         def summing() -> Any:
             model = original()
             model.set_gradient_divide_factor(1.0)  # the sum, not the mean
             return model
 
-        patch.setattr(rank, "_make_sharded_model", summing)
+        patch.setattr(steps, "_make_sharded_model", summing)
         with pytest.raises(AssertionError, match=r"is off by .* after two steps"):
-            rank._train(place())
+            steps._train(FOLDER)
 
 
 def test_a_training_step_with_another_result_is_found() -> None:
@@ -363,26 +331,12 @@ def test_a_training_step_with_another_result_is_found() -> None:
 
 
 def check_wrong_checkpoint(folder: str) -> None:
-    from torch.distributed.checkpoint import state_dict_loader
-
-    good, bad = (rank.Place(dist.get_rank(), 2, Path(folder) / name) for name in ("a", "b"))
-    rank._checkpoint(good)
+    steps._checkpoint(Path(folder) / "a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_dict_loader, "load", lambda state, checkpoint_id: None)
+        patch.setattr(steps.state_dict_loader, "load", lambda state, checkpoint_id: None)
         with pytest.raises(AssertionError, match=r"0\.weight is not what was saved"):
-            rank._checkpoint(bad)
+            steps._checkpoint(Path(folder) / "b")
 
 
 def test_a_checkpoint_that_does_not_come_back_is_found(tmp_path: Path) -> None:
     run_ranks(check_wrong_checkpoint, 2, str(tmp_path))
-
-
-def test_a_step_that_raises_ends_the_rank_with_a_report(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank.os, "_exit", lambda code: None)
-        patch.setattr(rank, "_exit_without_parent", lambda: None)
-        patch.setattr(sys, "stderr", io.StringIO())
-        patch.setitem(rank.STEPS, "bad", lambda place: 1 / 0)
-        rank.main(0, 1, str(tmp_path), ["bad", "never"])
-    (line,) = (tmp_path / "report-0.jsonl").read_text().splitlines()
-    assert json.loads(line)["error"] == "ZeroDivisionError: division by zero"

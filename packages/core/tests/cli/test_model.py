@@ -1,5 +1,4 @@
-from vescale_fsdp.cli.dtypes import parse_dtype
-from vescale_fsdp.cli.model import Group, Tensor, joined, kinds, make_model
+from vescale_fsdp.cli.model import Group, Tensor, joined, kinds, make_model, parse_dtype
 
 FP32 = parse_dtype("fp32", "")
 

@@ -6,10 +6,9 @@ import pytest
 from torch import nn
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.cli.dtypes import parse_dtype
-from vescale_fsdp.cli.errors import InputError
-from vescale_fsdp.cli.model import Model
+from vescale_fsdp.cli.model import Model, parse_dtype
 from vescale_fsdp.cli.modules import model_of_module, reason
+from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 

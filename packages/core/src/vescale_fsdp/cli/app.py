@@ -22,10 +22,9 @@ from typing import Annotated
 import typer
 
 from vescale_fsdp.cli import checkpoint
-from vescale_fsdp.cli.amounts import plain
 from vescale_fsdp.cli.doctor import doctor
-from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.plan import plan
+from vescale_fsdp.cli.text import InputError, plain
 from vescale_fsdp.errors import VeScaleError
 
 PLUGINS = "vescale_fsdp.cli"

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vescale_fsdp.cli.amounts import binary, plain, several
-from vescale_fsdp.cli.errors import InputError
+from vescale_fsdp.cli.text import InputError, binary, console, plain, several, track_bytes
 
 _SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
 
@@ -61,7 +60,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
     """
     _check_exists(directory)
     # Imported here, as below: --help, and a mistake in the path, need not wait for it.
-    from vescale_fsdp.cli.checkpoint_places import find
+    from vescale_fsdp.cli.checkpoint_contents import find
 
     found = find(directory)
     reports = []
@@ -84,7 +83,6 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
 def _verified(path: Path) -> dict[str, Any]:
     """What `checkpoint.verify` says about one, for JSON."""
     from vescale_fsdp import checkpoint
-    from vescale_fsdp.cli.progress import track_bytes
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
     report: dict[str, Any] = {"path": str(path), "is_whole": False, "faults": []}
@@ -125,12 +123,9 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
     there is none.
     """
     _check_exists(directory)
-    from rich.console import Console
-
     from vescale_fsdp.checkpoint.sealed.latest import read_manifest
     from vescale_fsdp.cli import checkpoint_contents as contents
-    from vescale_fsdp.cli.checkpoint_places import find
-    from vescale_fsdp.cli.progress import color_system
+    from vescale_fsdp.cli.checkpoint_contents import find
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
     found = find(directory)
@@ -141,7 +136,6 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
         except (CheckpointCorruptError, CheckpointIncompleteError) as error:
             manifests.append((path, str(error)))
     code = 1 if any(isinstance(manifest, str) for _, manifest in manifests) else 0
-    console = Console(color_system=color_system())
     if not found.is_folder:
         path, manifest = manifests[0]
         if isinstance(manifest, str):
@@ -149,11 +143,11 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
         elif as_json:
             _print_json(contents.as_json(path, manifest))
         else:
-            contents.show(path, manifest, console, everything=everything)
+            contents.show(path, manifest, console(), everything=everything)
     elif as_json:
         _print_json(contents.list_as_json(manifests, found.unfinished))
     else:
-        contents.show_list(manifests, found.unfinished, console)
+        contents.show_list(manifests, found.unfinished, console())
     return code
 
 
@@ -171,8 +165,7 @@ def convert(source: _Source, target: _Target, to: _To) -> int:
     """
     _check_exists(source)
     from vescale_fsdp import checkpoint
-    from vescale_fsdp.cli.checkpoint_places import check_source
-    from vescale_fsdp.cli.progress import track_bytes
+    from vescale_fsdp.cli.checkpoint_contents import check_source
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
     check_source(source)

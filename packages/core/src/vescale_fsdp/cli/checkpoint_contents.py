@@ -1,27 +1,116 @@
-"""What a manifest says, as tables that fit 80 columns and as JSON."""
+"""What DIR on the command line is (a checkpoint, a folder with several, or something foreign), and
+what manifests say, as tables that fit 80 columns and as JSON."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from vescale_fsdp.checkpoint.disk.manifest import Manifest, TensorEntry, Variant
+from vescale_fsdp.checkpoint.disk import seal
+from vescale_fsdp.checkpoint.disk.manifest import NAME, Manifest, TensorEntry, Variant
+from vescale_fsdp.checkpoint.sealed.latest import sealed
 from vescale_fsdp.checkpoint.state.contents import PER_RANK
-from vescale_fsdp.cli.amounts import binary, count, plain, several
+from vescale_fsdp.cli.text import InputError, binary, count, line, several, table
 
 # With the manifest, or what is wrong with it.
 Manifests = list[tuple[Path, Manifest | str]]
 
 _MOST_FILES, _MOST_TENSORS = 4, 12
+_DCP = "a directory of torch.distributed.checkpoint"
+_SAFETENSORS = "safetensors"
+_DATA = re.compile(r"rank-[0-9]{5,}\.bin")
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Found:
+    """Checkpoints, whole or not, in the order in which they were made; without a seal last."""
+
+    checkpoints: list[Path]
+    unfinished: list[Path]  # stages of saves
+    is_folder: bool  # they are in DIR; else it is one itself
+
+
+def find(directory: Path) -> Found:
+    """The checkpoints that ``directory`` means; InputError if it means none."""
+    children = _children(directory)
+    if _is_ours(directory, children):
+        return Found([directory], [], is_folder=False)
+    foreign = _foreign(directory, children)
+    if foreign:
+        raise InputError(
+            f"{directory} is {foreign}, which has no checksums and no seal; make a checkpoint of "
+            f"it with: vescale-fsdp checkpoint convert {directory} TARGET --to vescale"
+        )
+    folders = [child for child in children if child.is_dir()]
+    unfinished = [child for child in folders if seal.is_stage(child)]
+    order = {path: found.sequence for path, found in sealed(directory)}
+    checkpoints = sorted(
+        (
+            child
+            for child in folders
+            if child not in unfinished and _is_ours(child, _children(child, can_fail=True))
+        ),
+        key=lambda path: (path not in order, order.get(path, 0), path.name),
+    )
+    if not checkpoints:
+        raise InputError(f"{directory} is no checkpoint, and there is none in it{_others(folders)}")
+    return Found(checkpoints, unfinished, is_folder=True)
+
+
+def check_source(source: Path) -> None:
+    """Raise InputError unless ``source`` may be something to convert."""
+    if source.is_file():
+        return
+    children = _children(source)
+    if _is_ours(source, children) or _foreign(source, children):
+        return
+    inside = [path for path, _ in sealed(source)]
+    if inside:
+        raise InputError(f"{source} is a folder with checkpoints; name one of them: {inside[-1]}")
+    raise InputError(f"{source} is no checkpoint in a format that is known")
+
+
+def _children(directory: Path, *, can_fail: bool = False) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except NotADirectoryError as error:
+        kind = ", but safetensors" if directory.suffix == ".safetensors" else ""
+        raise InputError(f"{directory} is no directory{kind}") from error
+    except OSError as error:
+        if can_fail:
+            return []
+        raise InputError(f"cannot read {directory}: {error.strerror}") from error
+
+
+def _is_ours(directory: Path, children: list[Path]) -> bool:
+    """Also if the manifest is gone, or it is a stage that somebody names."""
+    names = {child.name for child in children}
+    return NAME in names or any(map(_DATA.fullmatch, names)) or seal.is_stage(directory)
+
+
+def _foreign(directory: Path, children: list[Path]) -> str:
+    """What it is, if it has another format that is known."""
+    if any(child.name == ".metadata" for child in children):
+        return _DCP
+    if any(child.suffix == ".safetensors" for child in children):
+        return _SAFETENSORS
+    return ""
+
+
+def _others(folders: list[Path]) -> str:
+    """Words for what else is in a folder, if a user may have meant that."""
+    for folder in folders:
+        kind = "" if not os.access(folder, os.R_OK) else _foreign(folder, _children(folder))
+        if kind:
+            return f"; {folder.name} is {kind}"
+    return ""
 
 
 def as_json(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -87,41 +176,42 @@ def _part_of(tensor: str, manifest: Manifest) -> str:
 
 def show_list(manifests: Manifests, unfinished: Sequence[Path], console: Console) -> None:
     """A line for each checkpoint, in the order in which they were made."""
-    table = _table("checkpoint", "step", "saved", "ranks", "tensors", "size")
-    for path, manifest in manifests:
-        if isinstance(manifest, str):
-            table.add_row(_text(path.name), Text("NOT WHOLE"), *[Text()] * 4)
-        else:
-            table.add_row(
-                _text(path.name),
-                _text(_step(manifest)),
-                _text(_saved(manifest)),
-                _text(f"{manifest.world_size:,}"),
-                _text(f"{len(manifest.tensors):,}"),
-                _text(binary(manifest.num_bytes)),
-            )
-    console.print(table)
+    rows = [
+        (path.name, "NOT WHOLE", "", "", "", "")
+        if isinstance(manifest, str)
+        else (
+            path.name,
+            _step(manifest),
+            _saved(manifest),
+            f"{manifest.world_size:,}",
+            f"{len(manifest.tensors):,}",
+            binary(manifest.num_bytes),
+        )
+        for path, manifest in manifests
+    ]
+    console.print(table(("checkpoint", "step", "saved", "ranks", "tensors", "size"), rows))
     for _, manifest in manifests:
         if isinstance(manifest, str):
-            _line(console, manifest)
+            line(console, manifest)
     for path in unfinished:
-        _line(console, f"{path.name}: a save that is under way or did not finish")
+        line(console, f"{path.name}: a save that is under way or did not finish")
 
 
 def show(path: Path, manifest: Manifest, console: Console, *, everything: bool) -> None:
     """Print when and by what it was saved, its parts, its files and its tensors."""
     software = ", ".join(f"{name} {version}" for name, version in manifest.software.items())
     step = "" if manifest.seal.step is None else f"step {manifest.seal.step}, "
-    _line(console, f"{path}: {step}{binary(manifest.num_bytes)}", "bold")
+    line(console, f"{path}: {step}{binary(manifest.num_bytes)}", "bold")
     by = several(manifest.world_size, "rank")
-    _line(console, f"saved {_saved(manifest)} UTC by {by} with {software}", "dim")
+    line(console, f"saved {_saved(manifest)} UTC by {by} with {software}", "dim")
     console.print()
-    console.print(_parts_table(manifest))
+    columns = ("part", "tensors", "elements", "size", "kept")
+    console.print(table(columns, _part_rows(manifest)))
     console.print()
-    most = math.inf if everything else _MOST_FILES
+    most = None if everything else _MOST_FILES
     _print_some(_file_rows(manifest), ("file", "size"), most, "files", console)
     console.print()
-    most = math.inf if everything else _MOST_TENSORS
+    most = None if everything else _MOST_TENSORS
     columns = ("tensor", "dtype", "shape", "pieces", "size")
     _print_some(_tensor_rows(manifest), columns, most, "tensors", console)
 
@@ -135,25 +225,20 @@ def _saved(manifest: Manifest) -> str:
     return manifest.seal.created[:19].replace("T", " ")
 
 
-def _parts_table(manifest: Manifest) -> Table:
+def _part_rows(manifest: Manifest) -> list[Sequence[str]]:
     """Each value is the frame of a part, and the tensors that begin with its name are in it."""
-    table = _table("part", "tensors", "elements", "size", "kept")
     tensors: dict[str, list[TensorEntry]] = {name: [] for name in manifest.values}
     for name, tensor in manifest.tensors.items():
         tensors.setdefault(_part_of(name, manifest), []).append(tensor)
+    rows: list[Sequence[str]] = []
     for name, inside in tensors.items():
         variants = manifest.values.get(name, ())
         size = sum(each.num_bytes for each in inside)
         size += sum(variant.span.length for variant in variants)
         elements = sum(math.prod(each.shape) for each in inside)
-        table.add_row(
-            _text(name),
-            _text(f"{len(inside):,}"),
-            _text(count(elements)),
-            _text(binary(size)),
-            _text(_kept(name, variants)),
-        )
-    return table
+        kept = _kept(name, variants)
+        rows.append((name, f"{len(inside):,}", count(elements), binary(size), kept))
+    return rows
 
 
 def _kept(name: str, variants: Sequence[Variant]) -> str:
@@ -180,35 +265,13 @@ def _tensor_rows(manifest: Manifest) -> list[tuple[str, ...]]:
 
 
 def _print_some(
-    rows: list[tuple[str, ...]],
+    rows: Sequence[Sequence[str]],
     columns: Sequence[str],
-    most: float,
+    most: int | None,
     noun: str,
     console: Console,
 ) -> None:
     """A table of the first rows, and how many more there are."""
-    shown = rows if len(rows) <= most else rows[: int(most)]
-    table = _table(*columns)
-    for row in shown:
-        table.add_row(*map(_text, row))
-    console.print(table)
-    if len(shown) < len(rows):
-        _line(console, f"... and {len(rows) - len(shown):,} more {noun}: --all shows them", "dim")
-
-
-def _text(words: str) -> Text:
-    """Not markup: names come from a file."""
-    return Text(plain(words))
-
-
-def _line(console: Console, words: str, style: str | None = None) -> None:
-    console.print(plain(words), style=style, highlight=False, markup=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
+    console.print(table(columns, rows[:most]))
+    if most is not None and len(rows) > most:
+        line(console, f"... and {len(rows) - most:,} more {noun}: --all shows them", "dim")

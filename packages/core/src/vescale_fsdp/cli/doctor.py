@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vescale_fsdp.cli.checkup import Section, look
+from vescale_fsdp.cli.text import console
+
 if TYPE_CHECKING:
-    from vescale_fsdp.cli.checkup.findings import Section
+    from rich.console import Console
+
+_SCHEMA_VERSION = 1
 
 _Json = Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")]
 _NoSelfTest = Annotated[bool, typer.Option("--no-self-test", help="Only look.")]
@@ -23,32 +29,30 @@ def doctor(as_json: _Json = False, no_self_test: _NoSelfTest = False) -> int:
     The test starts two processes that talk to each other, train and save for some seconds. The
     exit code is 0 if all of it works, and 1 if something does not.
     """
-    # Imported here: --help need not wait for it.
-    from rich.console import Console
-
-    from vescale_fsdp.cli.checkup import show
-
-    with _watching("testing with two processes" if not no_self_test else "looking"):
+    what = "looking" if no_self_test else "testing with two processes"
+    with console(stderr=True).status(what) if sys.stderr.isatty() else nullcontext():
         sections = _examine(with_test=not no_self_test)
+    works = not any(f.level == "broken" for section in sections for f in section.findings)
     if as_json:
-        sys.stdout.write(json.dumps(show.as_json(sections), indent=1) + "\n")
+        sys.stdout.write(json.dumps(_as_json(sections, works), indent=1) + "\n")
     else:
-        show.show(sections, Console())
-    return 0 if show.works(sections) else 1
+        _show(sections, console())
+    return 0 if works else 1
 
 
 def _examine(with_test: bool) -> list[Section]:
-    from vescale_fsdp.cli.checkup.devices import look_at_devices
-    from vescale_fsdp.cli.checkup.environment import look_at_environment
-    from vescale_fsdp.cli.checkup.findings import look
+    # Imported here: --help need not wait for it.
+    from vescale_fsdp.cli.checkup import selftest
+    from vescale_fsdp.cli.checkup.devices import ask_torch, look_at_devices
     from vescale_fsdp.cli.checkup.host import look_at_host, usable_cpus
-    from vescale_fsdp.cli.checkup.selftest import look_at_self_test, look_at_torch, self_test
-    from vescale_fsdp.cli.checkup.software import look_at_software
+    from vescale_fsdp.cli.checkup.software import look_at_environment, look_at_software
 
     environ = dict(os.environ)
     # The machine first: the test itself keeps it busy.
     machine = look("machine", look_at_host)
-    outcome, loopback = self_test(environ) if with_test else (look_at_torch(environ), "")
+    outcome, loopback = ask_torch(), ""
+    if with_test:
+        loopback = selftest.self_test(outcome)
     sections = [
         look("software", look_at_software),
         look("devices", lambda section: look_at_devices(section, outcome)),
@@ -56,15 +60,62 @@ def _examine(with_test: bool) -> list[Section]:
         look("environment", lambda section: look_at_environment(section, environ, usable_cpus())),
     ]
     if with_test:
-        test = look("self-test", lambda section: look_at_self_test(section, outcome, loopback))
+        test = look("self-test", lambda it: selftest.look_at_self_test(it, outcome, loopback))
         sections.append(test)
     return sections
 
 
-def _watching(what: str) -> AbstractContextManager[Any]:
-    """Says on stderr what takes so long, where somebody watches."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
+def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
+    """Everything, with units in the names."""
+    return {
+        "schema_version": _SCHEMA_VERSION,
+        "works": works,
+        **{section.title.replace("-", "_"): section.as_json() for section in sections},
+        "findings": [
+            {"about": section.title, "level": f.level, "what": f.what, "change": f.change}
+            for section in sections
+            for f in section.findings
+        ],
+    }
 
-    return Console(stderr=True).status(what)
+
+def _show(sections: Sequence[Section], console: Console) -> None:
+    """Print the facts, a table a section, then what to change, then one line that sums it up."""
+    from rich.table import Table
+    from rich.text import Text
+
+    width = max(len(fact.label) for section in sections for fact in section.facts)
+    for section in sections:
+        if not section.facts:
+            continue
+        console.print(Text(section.title, "bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=width + 2)
+        table.add_column(overflow="fold")
+        for fact in section.facts:
+            table.add_row(Text(f"  {fact.label}", "dim"), Text(fact.text))
+        console.print(table)
+    console.print()
+    _show_findings(sections, console)
+
+
+def _show_findings(sections: Sequence[Section], console: Console) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    findings = [finding for section in sections for finding in section.findings]
+    ordered = sorted(findings, key=lambda each: each.level != "broken")
+    for finding in ordered:
+        broken = finding.level == "broken"
+        mark = Text("does not work" if broken else "better", "bold red" if broken else "yellow")
+        console.print(Text.assemble(mark, f": {finding.what}"))
+        console.print(Padding(Text(finding.change), (0, 0, 0, 2), expand=False))
+    num_broken = sum(finding.level == "broken" for finding in findings)
+    num_better = len(findings) - num_broken
+    tested = any(section.title == "self-test" for section in sections)
+    end = "Everything works" if tested else "No fault seen, without a test"
+    if num_broken:
+        end = "1 thing does not work" if num_broken == 1 else f"{num_broken} things do not work"
+    if num_better:
+        end += f"; {num_better} thing{'s' if num_better > 1 else ''} could be better"
+    console.print(Text(f"{end}.", "bold" if not num_broken else "bold red"))

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from vescale_fsdp.cli.layouts import PlannedGroup
 from vescale_fsdp.cli.model import Group, Model, Tensor, Unit
 from vescale_fsdp.cli.settings import Settings
-from vescale_fsdp.cli.sizes import GroupMemory, UnitMemory
-from vescale_fsdp.cli.timeline import Peak, Step, run_step
+from vescale_fsdp.cli.timeline import GroupMemory, Peak, Step, UnitMemory, run_step
 
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
 _LEAST_CODED = 4096  # smaller tensors keep full states

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_fsdp.cli.blocks import BlockRules
-from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
-from vescale_fsdp.cli.dtypes import Dtype
-from vescale_fsdp.cli.model import Group, Model, Unit
+from vescale_fsdp.cli.model import Dtype, Group, Model, Unit
+from vescale_fsdp.cli.settings import AS_THEY_ARE, BlockRules, Codes
 from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
 from vescale_fsdp.planner.advice import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size

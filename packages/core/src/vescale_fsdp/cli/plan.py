@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vescale_fsdp.cli.amounts import plain, several
-from vescale_fsdp.cli.codes import Code, Codes, parse_code
-from vescale_fsdp.cli.dtypes import parse_dtype
-from vescale_fsdp.cli.errors import InputError
-from vescale_fsdp.cli.settings import Settings, parse_bandwidth
+from vescale_fsdp.cli.model import parse_dtype
+from vescale_fsdp.cli.settings import BlockRules, Code, Codes, Settings, parse_bandwidth, parse_code
+from vescale_fsdp.cli.text import InputError, console, plain, track
 
 if TYPE_CHECKING:
-    from vescale_fsdp.cli.layouts import PlannedGroup
-    from vescale_fsdp.cli.picture import PictureGroup
-    from vescale_fsdp.cli.result import Report
+    from vescale_fsdp.cli.report import Report
 
 _Model = Annotated[
     str,
@@ -123,9 +119,6 @@ _Svg = Annotated[
 
 _GATHERED, _REDUCED = ("int8", "e4m3"), ("int8",)  # codes
 
-# A page with the pictures of hundreds of groups takes 25 MB, and nobody looks at them all.
-_MOST_PICTURES = 16
-
 
 def plan(
     model: _Model,
@@ -177,24 +170,17 @@ def plan(
     _refuse_same(files)
     dtype = None if shard_dtype is None else parse_dtype(shard_dtype, "--param-dtype")
     # Imported here: --help, and a mistake in an option, need not wait for it.
-    from vescale_fsdp.cli.blocks import BlockRules
-    from vescale_fsdp.cli.progress import track
-    from vescale_fsdp.cli.result import make_report
+    from vescale_fsdp.cli.report import make_report
     from vescale_fsdp.cli.sources import load
+    from vescale_fsdp.cli.tables import print_report
 
     rules = granularity or []
     BlockRules(rules)  # a mistake in a rule is found before the model is built
     report = make_report(load(model, dtype), settings, rules, lambda work: track(work, "planning"))
     _warn_of_unmatched(report)
     _write(report, files)
-    if "-" in files.values():
-        return
-    from rich.console import Console
-
-    from vescale_fsdp.cli.progress import color_system
-    from vescale_fsdp.cli.report import print_report
-
-    print_report(report, Console(color_system=color_system()))
+    if "-" not in files.values():
+        print_report(report, console())
 
 
 def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
@@ -238,55 +224,22 @@ def _warn_of_unmatched(report: Report) -> None:
 
 def _write(report: Report, files: Mapping[str, str | None]) -> None:
     """What goes to files, and to stdout where one is ``-``."""
+    from vescale_fsdp.cli import picture
+    from vescale_fsdp.cli.report import as_json
 
-    def json_text() -> str:
-        from vescale_fsdp.cli.export import as_json
-
-        return json.dumps(as_json(report), indent=1) + "\n"
-
-    def html_text() -> str:
-        from vescale_fsdp.cli import picture
-        from vescale_fsdp.cli.report import facts
-
-        groups, title = _pictures(report)
-        return picture.html(groups, title=title, facts=facts(report))
-
-    def svg_text() -> str:
-        from vescale_fsdp.cli import picture
-
-        groups, title = _pictures(report)
-        return picture.svg(groups, title=title)
-
-    makers = {"--json": json_text, "--html": html_text, "--svg": svg_text}
+    makers: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "--json": lambda plan: json.dumps(plan, indent=1) + "\n",
+        "--html": picture.html,
+        "--svg": picture.svg,
+    }
     for option, file in files.items():
+        if file is None:
+            continue
+        text = makers[option](as_json(report))
         if file == "-":
-            sys.stdout.write(makers[option]())
-        elif file is not None:
-            _write_text(Path(file), makers[option])
-
-
-def _pictures(report: Report) -> tuple[list[PictureGroup], str]:
-    """What to draw, and the title of all. Of many groups the largest, the largest first."""
-    from vescale_fsdp.cli.picture import PictureGroup
-
-    shown: Sequence[PlannedGroup] = report.planned
-    title = f"{report.model.name} on {several(report.settings.num_shards, 'rank')}"
-    if len(shown) > _MOST_PICTURES:
-        title += f", the {_MOST_PICTURES} largest of {len(shown):,} groups"
-        by_size = sorted(shown, key=lambda each: -each.unit.count * each.group.numel)
-        shown = by_size[:_MOST_PICTURES]
-    groups = [
-        PictureGroup(
-            f"{each.title}, {each.unit.count:,} times" if each.unit.count > 1 else each.title,
-            each.layout,
-        )
-        for each in shown
-    ]
-    return groups, title
-
-
-def _write_text(path: Path, make: Callable[[], str]) -> None:
-    try:
-        path.write_text(make(), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+            sys.stdout.write(text)
+            continue
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {file}: {error.strerror}") from error

@@ -1,19 +1,106 @@
-"""What a plan is asked for: ranks, dtypes, optimizer, wire. Parsed and checked."""
+"""What a plan is asked for, parsed and checked: ranks, dtypes, wire, blocks, 8-bit codes.
+
+``--granularity`` is a list of rules, ``SPEC`` (for matrices: tensors of two or more dimensions) or
+``PATTERN=SPEC`` (for tensors whose name in their unit matches the shell pattern). The last rule
+that fits a tensor holds; where none does, it may be cut anywhere.
+
+``--gather-codec`` and ``--reduce-codec`` are ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of
+the codes, then the block, rows x columns of a tile or consecutive elements.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from vescale_fsdp.cli.codes import AS_THEY_ARE, Codes
-from vescale_fsdp.cli.dtypes import BF16, FP32, Dtype
-from vescale_fsdp.cli.errors import InputError
+from vescale_fsdp.cli.model import BF16, FP32, Dtype, Group, Tensor
+from vescale_fsdp.cli.text import InputError
+
+if TYPE_CHECKING:
+    from vescale_fsdp.dbuffer import Coding
+    from vescale_fsdp.planner import TensorSpec
 
 Backend = Literal["nccl", "gloo"]
 
-
 _MOST_RANKS = 1 << 20  # states are counted rank by rank
+_CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
+_SPECS = "elements:256, rows:128, tile:32x32 or whole, after an optional PATTERN="
+_SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
+
+_Block = Callable[[Sequence[int]], int]  # from the shape to the block, in elements
+
+
+@dataclass(frozen=True)
+class Code:
+    """The dtype of codes, and what shares a scale."""
+
+    dtype: Literal["int8", "e4m3"]
+    block: int | tuple[int, int]
+
+    def __str__(self) -> str:
+        size = f"{self.block[0]}x{self.block[1]}" if isinstance(self.block, tuple) else self.block
+        return f"{self.dtype}:{size}"
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many elements as a block."""
+        numel = math.prod(self.block) if isinstance(self.block, tuple) else self.block
+        return tensor.numel >= numel
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How weights and gradients travel; None: as they are."""
+
+    gather: Code | None = None
+    reduce: Code | None = None
+
+    def of(self, tensor: Tensor, group: Group) -> tuple[Coding | None, Coding | None]:
+        """How one tensor travels in gathers and in reductions, by the rules of the engine."""
+        if (self.gather is None and self.reduce is None) or not group.dtype.floating:
+            return None, None
+        from vescale_fsdp.dbuffer import Coding  # loads torch
+        from vescale_fsdp.engine import is_matrix
+        from vescale_fsdp.ragged import Blocks
+
+        def coding(code: Code | None, is_chosen: bool) -> Coding | None:
+            if code is None or not is_chosen or not code.fits(tensor):
+                return None
+            return Coding(code.dtype, Blocks(code.block, tensor.shape))
+
+        return coding(self.gather, tensor.is_hidden), coding(self.reduce, is_matrix(tensor.shape))
+
+    def spec(self, tensor: Tensor, group: Group, asked: int | None) -> TensorSpec:
+        """A tensor for the planner, with a block that keeps those of its codes whole.
+
+        Args:
+            asked: the block of ``--granularity``; None: it asks for nothing.
+
+        Raises:
+            InputError: ``--granularity`` lets cuts go through them.
+        """
+        from vescale_fsdp.planner import TensorSpec  # --help need not wait for it
+
+        gather, reduce = self.of(tensor, group)
+        if gather is None and reduce is None:
+            return TensorSpec(tensor.name, tensor.shape, 1 if asked is None else asked)
+        from vescale_fsdp.engine import checked_block
+
+        try:
+            block = checked_block(tensor.name, tensor.shape, asked, gather, reduce)
+        except ValueError as error:
+            raise InputError(
+                f"--granularity lets cuts go between any two blocks of {asked} elements of "
+                f"{tensor.name!r}, of shape {list(tensor.shape)}, but it travels as "
+                f"{gather or reduce}; leave it out for this tensor, and it will be what is needed"
+            ) from error
+        return TensorSpec(tensor.name, tensor.shape, block)
+
+
+AS_THEY_ARE = Codes()
 
 
 @dataclass(frozen=True)
@@ -47,6 +134,72 @@ class Settings:
     def num_shards(self) -> int:
         """Ranks that one copy of the model is sharded over."""
         return self.num_ranks // self.num_replicas
+
+
+class BlockRules:
+    """The rules of one command line; InputError if one is none."""
+
+    def __init__(self, rules: Sequence[str]) -> None:
+        self._rules: list[tuple[str | None, _Block]] = []  # without a pattern: for matrices
+        for rule in rules:
+            pattern, equals, spec = rule.rpartition("=")
+            if equals and not pattern:
+                raise InputError(f"--granularity {rule!r} has no pattern before '='")
+            self._rules.append((pattern or None, _block(spec, rule)))
+        self._hits = [False] * len(rules)
+        self._texts = list(rules)
+
+    def block(self, tensor: Tensor) -> int | None:
+        """The block of a tensor, in elements; None if no rule fits it."""
+        found = None
+        for index, (pattern, block) in enumerate(self._rules):
+            if pattern is None:
+                fits = len(tensor.shape) >= 2
+            else:
+                fits = fnmatch.fnmatchcase(tensor.name, pattern)
+            if fits:
+                self._hits[index] = True
+                found = block(tensor.shape)
+        return found
+
+    def unmatched(self) -> list[str]:
+        """The rules that fitted no tensor so far: most likely a pattern with a mistake."""
+        return [text for text, hit in zip(self._texts, self._hits, strict=True) if not hit]
+
+
+def _block(spec: str, rule: str) -> _Block:
+    found = _SPEC.fullmatch(spec)
+    if not found:
+        raise InputError(f"--granularity {rule!r}: {spec!r} is none of {_SPECS}")
+    from vescale_fsdp import Granularity  # the engine's own rule; it loads torch
+
+    elements, rows, tile_rows, tile_columns = (int(n) if n else None for n in found.groups())
+    try:
+        if elements is not None:
+            return Granularity.elements(elements).block
+        if rows is not None:
+            return Granularity.rows(rows).block
+        if tile_rows is not None and tile_columns is not None:
+            return Granularity.tile(tile_rows, tile_columns).block
+    except ValueError as error:
+        raise InputError(f"--granularity {rule!r}: {error}") from error
+    return Granularity.whole().block
+
+
+def parse_code(
+    text: str, option: str, dtypes: tuple[str, ...], block: int | tuple[int, int]
+) -> Code:
+    """A code as it is written on the command line: of these dtypes, with this block if none is."""
+    found = _CODE.fullmatch(text)
+    if not found or found["dtype"] not in dtypes:
+        raise InputError(
+            f"{option} is {text!r}, expected {' or '.join(dtypes)}, and a block if need be: "
+            f"{dtypes[0]}:128x128 or {dtypes[0]}:256"
+        )
+    if found["first"]:
+        first = int(found["first"])
+        block = (first, int(found["columns"])) if found["columns"] else first
+    return Code(found["dtype"], block)  # type: ignore[arg-type]
 
 
 _BANDWIDTH = re.compile(

@@ -12,12 +12,11 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.cli.blocks import BlockRules
-from vescale_fsdp.cli.errors import InputError
 from vescale_fsdp.cli.estimate import Figures, figures_of
 from vescale_fsdp.cli.layouts import PlannedGroup, lay_out_model
 from vescale_fsdp.cli.model import Model, kinds
-from vescale_fsdp.cli.settings import Settings
+from vescale_fsdp.cli.settings import BlockRules, Settings
+from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.planner import Advice
 
 # Group sizes that are tried, from the one that suits all groups by themselves downwards.

@@ -181,14 +181,14 @@ class TuningMethods:
             ValueError: the parameters are on several meshes; or a stream, and replicas.
         """
         groups = self._groups_on_one_mesh("set_all_reduce_hook")
+        if stream is not None and any(group.axes.replicate is not None for group in groups):
+            raise ValueError("stream cannot be set when using native HSDP")
         if stream is not None and _is_on_cpu(self._unit()):
             warn_no_effect(
                 "set_all_reduce_hook(stream=...)",
                 "gradients on the CPU are not queued on streams; leave stream= out",
             )
         for group in groups:
-            if stream is not None and group.axes.replicate is not None:
-                raise ValueError("stream cannot be set when using native HSDP")
             group.gradients.hook, group.gradients.hook_stream = hook, stream
 
     # Collectives that the user supplies

@@ -1,11 +1,77 @@
-"""What ``vescale-fsdp doctor`` looks at, one file each.
+"""What ``vescale-fsdp doctor`` looks at: facts to show, and findings to act on.
 
-`findings` has what all of them return. `software` (versions, with `ranges`), `host` (CPUs, memory,
-limits, with `cgroup`), `devices`, and `environment` (variables) look; `selftest` starts two
-processes that run `rank`, and reads what they report. `show` prints it.
-
-Nothing here imports torch but `rank`, in a process of its own: a torch that is broken, hangs or
-crashes is a finding.
+`software` (versions and variables), `host` (CPUs, memory, limits) and `devices` (torch and what it
+sees, asked in a process of its own: a torch that is broken, hangs or crashes is a finding) look;
+`selftest` has two ranks work together. Only the ranks, and what runs them, import torch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# "broken": something does not work. "better": it works, but slower or less safely than it could.
+Level = Literal["broken", "better"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong or slow, and what to change, a line each."""
+
+    level: Level
+    what: str
+    change: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the output."""
+
+    label: str
+    text: str
+    value: Any = None  # for JSON, with units in the keys; the text, if None
+
+
+@dataclass
+class Section:
+    """The facts and findings about one subject."""
+
+    title: str
+    facts: list[Fact] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, label: str, text: str, value: Any = None) -> None:
+        """Add a fact."""
+        self.facts.append(Fact(label, text, value))
+
+    def broken(self, what: str, change: str) -> None:
+        """Add a finding: this does not work."""
+        self.findings.append(Finding("broken", what, change))
+
+    def better(self, what: str, change: str) -> None:
+        """Add a finding: this could be better."""
+        self.findings.append(Finding("better", what, change))
+
+    def as_json(self) -> dict[str, Any]:
+        """The facts by name."""
+        return {
+            fact.label.replace(" ", "_").replace("-", "_"): (
+                fact.text if fact.value is None else fact.value
+            )
+            for fact in self.facts
+            if fact.label
+        }
+
+
+def look(title: str, fill: Callable[[Section], None]) -> Section:
+    """A section that ``fill`` fills; what it fails at is a finding, and what it found stays."""
+    section = Section(title)
+    try:
+        fill(section)
+    except Exception as error:  # noqa: BLE001  # machines differ in more ways than we can list
+        section.better(
+            f"could not look further at the {title}: {type(error).__name__}: {error}",
+            "nothing; or report it, with this line",
+        )
+    return section

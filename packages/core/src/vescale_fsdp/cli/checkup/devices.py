@@ -1,19 +1,42 @@
-"""torch's build, the devices that it sees, and the backends between them."""
+"""torch's build, the devices that it sees, and the backends between them.
+
+A process of its own does the steps of `_STEPS`, with a time limit, and prints a line of JSON each::
+
+    {"step": "import torch", "seconds": 2.1, "value": {...}}
+    {"step": "devices", "error": "RuntimeError: ..."}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.cli.amounts import binary
-from vescale_fsdp.cli.checkup.findings import Section
-from vescale_fsdp.cli.checkup.processes import START, Outcome
+from vescale_fsdp.cli.checkup import Section
+from vescale_fsdp.cli.text import binary
+
+START = "start"  # what has failed if there are no processes at all
+LIMIT_S = 60.0  # torch takes 2 s, but from a cold disk it may take half of that
 
 # Here if the NVIDIA driver is loaded, or its devices were given to the container.
 _NVIDIA = ("proc/driver/nvidia/version", "dev/nvidia0", "dev/nvidiactl")
 _TAKEN = 0.1  # of a device's memory
 _SLOW_IMPORT_S = 15.0  # from a warm local disk it takes 2
+# With the path of this process, so that it finds the same packages, however they are found.
+_CODE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from vescale_fsdp.cli.checkup.devices import report
+report()
+"""
 # What to change if the processes could not be started, or one of these steps has failed.
 LOOK_CHANGES = {
     START: "see that the temporary folder can be written to; TMPDIR=... names another",
@@ -22,12 +45,112 @@ LOOK_CHANGES = {
 }
 
 
-def look_at_devices(section: Section, outcome: Outcome, root: Path = Path("/")) -> None:
-    """Fill in what the steps "import torch" and "devices" have found.
+@dataclass
+class Outcome:
+    """What came of steps that other processes have done.
 
-    Args:
-        root: of the file system.
+    Attributes:
+        values: of the steps that are done.
+        seconds: that each of these took, on the slowest rank.
+        failed: the first step that is not done; None if all are.
+        error: what is known of why.
+        total_s: from start to end.
     """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: str | None = None
+    error: str = ""
+    total_s: float = 0.0
+
+
+def ask_torch(limit_s: float = LIMIT_S) -> Outcome:
+    """Do the steps of `_STEPS` in a process of their own."""
+    command = [sys.executable, "-c", _CODE, json.dumps(sys.path)]
+    outcome, why = Outcome(), ""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+        )
+        lines, why = done.stdout, _end(done)
+    except subprocess.TimeoutExpired as error:
+        lines, why = error.stdout or b"", f"no answer within {limit_s:g} s"
+    except OSError as error:
+        return Outcome(failed=START, error=f"{type(error).__name__}: {error}")
+    for line in lines.decode(errors="replace").splitlines():
+        if line.startswith('{"step"'):  # torch, or what it loads, may print too
+            found = json.loads(line)
+            if "error" in found:
+                why = found["error"]
+            else:
+                outcome.values[found["step"]] = found["value"]
+                outcome.seconds[found["step"]] = found["seconds"]
+    outcome.failed = next((step for step in _STEPS if step not in outcome.values), None)
+    outcome.error = " ".join(why.split()) if outcome.failed else ""
+    return outcome
+
+
+def _end(done: subprocess.CompletedProcess[bytes]) -> str:
+    """How a process ended that has not reported all of its steps."""
+    how = f"exit code {done.returncode}"
+    if done.returncode < 0:
+        with contextlib.suppress(ValueError):
+            how = f"signal {signal.Signals(-done.returncode).name}"
+    said = done.stderr.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(said) if line.strip()), "")
+    return f"its process ended with {how}" + (f": {last}" if last else "")
+
+
+def report() -> None:
+    """Do the steps, until one fails, and print what came of each."""
+    for step, do in _STEPS.items():
+        begin = time.perf_counter()
+        found: dict[str, Any] = {"step": step}
+        try:
+            found |= {"value": do(), "seconds": round(time.perf_counter() - begin, 3)}
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the finding
+            found["error"] = f"{type(error).__name__}: {error}"
+        print(f"\n{json.dumps(found)}", flush=True)
+        if "error" in found:
+            return
+
+
+def _import_torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    has_distributed = dist.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "debug": bool(torch.version.debug),
+        "threads": torch.get_num_threads(),
+        "distributed": has_distributed,
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+            if has_distributed and getattr(dist, f"is_{name}_available", lambda: False)()
+        ],
+    }
+
+
+def _find_devices() -> dict[str, Any]:
+    found: dict[str, Any] = {"type": None, "devices": [], "complaint": ""}
+    from vescale_fsdp import devices
+
+    with warnings.catch_warnings(record=True) as caught:  # why torch sees none, among others
+        warnings.simplefilter("always")
+        found |= devices.describe_all()
+    found["complaint"] = "; ".join(str(each.message) for each in caught)
+    return found
+
+
+_STEPS: dict[str, Callable[[], Any]] = {"import torch": _import_torch, "devices": _find_devices}
+
+
+def look_at_devices(section: Section, outcome: Outcome, root: Path = Path("/")) -> None:
+    """Fill in what torch has answered; ``root`` is that of the file system."""
     if outcome.failed in LOOK_CHANGES:
         section.broken(f"{outcome.failed}: {outcome.error}", LOOK_CHANGES[outcome.failed])
     torch = outcome.values.get("import torch")

@@ -1,15 +1,14 @@
-"""Whether rank processes can work together: two of them over gloo, on this machine."""
+"""Whether two rank processes can work together on this machine, and what came of each step."""
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_fsdp.cli.checkup.devices import LOOK_CHANGES
-from vescale_fsdp.cli.checkup.findings import Section
-from vescale_fsdp.cli.checkup.processes import LIMIT_S, Outcome, run_steps
-from vescale_fsdp.cli.checkup.rank import LAST, LOOKS, MESSAGE_BYTES, STEPS
+from vescale_fsdp.cli.checkup import Section
+from vescale_fsdp.cli.checkup.devices import LIMIT_S, LOOK_CHANGES, Outcome
 
 _LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 _SLOW_MB_PER_S = 100.0  # two idle cores do ten times that over the loopback
@@ -35,33 +34,24 @@ _CHANGES = {
 }
 
 
-def look_at_torch(environ: Mapping[str, str]) -> Outcome:
-    """The steps that look at torch and the devices, in one process."""
-    return run_steps(LOOKS, 1, environ)
-
-
-def self_test(environ: Mapping[str, str], limit_s: float = LIMIT_S) -> tuple[Outcome, str]:
-    """All steps, on two processes; again over the loopback if they do not find each other.
+def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
+    """All steps, on two ranks, where torch works; what came of them is added to ``outcome``.
 
     Returns:
-        The outcome, and the name of the loopback if only over that they have met.
+        The name of the loopback if only over that they have met.
     """
-    outcome = _run_all(environ, limit_s)
+    if outcome.failed is not None:
+        return ""
+    begin, step = time.monotonic(), "import vescale_fsdp"
+    try:
+        from vescale_fsdp.cli.checkup.steps import run_steps
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is the finding
+        outcome.failed, outcome.error = step, " ".join(f"{type(error).__name__}: {error}".split())
+        return ""
+    outcome.total_s = round(time.monotonic() - begin, 3)
+    outcome.values[step], outcome.seconds[step] = None, outcome.total_s
     loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES]
-    if outcome.failed != "connect" or not loopback:
-        return outcome, ""
-    again = _run_all({**environ, "GLOO_SOCKET_IFNAME": loopback[0]}, limit_s)
-    if "connect" not in again.values:
-        return outcome, ""
-    again.total_s += outcome.total_s
-    return again, loopback[0]
-
-
-def _run_all(environ: Mapping[str, str], limit_s: float) -> Outcome:
-    outcome = run_steps(list(STEPS), 2, environ, limit_s)
-    if outcome.failed == LAST:  # gloo now and then aborts there (torch 2.13), when all is done
-        outcome.failed, outcome.error = None, ""
-    return outcome
+    return loopback[0] if run_steps(outcome, limit_s) and loopback else ""
 
 
 def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") -> None:
@@ -91,14 +81,14 @@ def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") ->
         section.broken(f"{outcome.failed}: {outcome.error}", _CHANGES.get(outcome.failed, _REPORT))
 
 
-def _look_at_bandwidth(section: Section, speeds: Mapping[str, float], seconds: float) -> None:
+def _look_at_bandwidth(section: Section, speeds: Mapping[str, Any], seconds: float) -> None:
     gather, exchange = speeds["all_gather_mb_per_s"], speeds["all_to_all_mb_per_s"]
     value: dict[str, Any] = {"ok": True, "seconds": seconds, **speeds}
     section.add(
         "bandwidth",
         f"all-gather {gather:,.0f} MB/s, all-to-all {exchange:,.0f} MB/s: what a rank "
-        f"receives while it sends as much, {MESSAGE_BYTES >> 20} MiB a message",
-        {**value, "message_bytes": MESSAGE_BYTES},
+        f"receives while it sends as much, {speeds['message_bytes'] >> 20} MiB a message",
+        value,
     )
     slowest = min(gather, exchange)
     if slowest < _SLOW_MB_PER_S:

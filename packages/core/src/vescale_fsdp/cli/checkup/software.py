@@ -1,19 +1,63 @@
-"""Python, our packages, what they need, and what they are used with: versions and ranges."""
+"""Versions of Python, our packages and what they need; variables that change how a job runs."""
 
 from __future__ import annotations
 
+import difflib
 import platform
+import socket
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 import vescale_fsdp
-from vescale_fsdp.cli.checkup.findings import Section
-from vescale_fsdp.cli.checkup.ranges import contains, parse_requirement
+from vescale_fsdp.cli.checkup import Section
 
 _CORE = "vescale-fsdp"
 _PLUGINS = ("vescale-fsdp-lightning", "vescale-fsdp-accelerate")
 # Shown if they are installed, next to what our packages need.
 _PARTNERS = ("torch", "numpy", "lightning", "pytorch-lightning", "accelerate", "transformers")
+# Ours, with the values that they may have; none: any number that is not negative.
+OURS: dict[str, tuple[str, ...]] = {
+    "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
+    "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
+    "VESCALE_FSDP_CODEC": ("auto", "torch", "triton"),
+    "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
+    "VESCALE_FSDP_SMALL_BYTES": (),
+    "VESCALE_FSDP_TIMEOUT_S": (),
+}
+_SHOWN = (
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "WORLD_SIZE",
+)
+_SHOWN_FAMILIES = ("VESCALE_FSDP_", "NCCL_", "TORCH_NCCL_", "GLOO_")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What is slow: the variable, the values, and what they do.
+_SLOW = (
+    ("CUDA_LAUNCH_BLOCKING", ("1",), "waits for every kernel"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "compares every collective between ranks"),
+    ("NCCL_DEBUG", ("INFO", "TRACE"), "writes a lot"),
+    ("NCCL_P2P_DISABLE", ("1",), "keeps GPUs from talking directly"),
+    ("NCCL_SHM_DISABLE", ("1",), "keeps GPUs from talking through shared memory"),
+    ("NCCL_IB_DISABLE", ("1",), "keeps NCCL off InfiniBand"),
+    ("VESCALE_FSDP_CHECK_MEMORY", ("1",), "frees no memory, and fills it with NaN instead"),
+    ("VESCALE_FSDP_CHECK_ORDER", ("1",), "announces every collective of every step"),
+)
+_LONGEST = 200
 
 
 def look_at_software(section: Section) -> None:
@@ -72,13 +116,24 @@ def _ranges(distributions: list[str]) -> tuple[str, dict[str, str]]:
     """The range of Python, and the range of each package, that these distributions ask for."""
     python, ranges = "", {}
     for name in distributions:
-        if not python:
-            python = parse_requirement(f"python{metadata.metadata(name)['Requires-Python']}").range
-        for line in metadata.requires(name) or []:
-            requirement = parse_requirement(line)
-            if requirement.name not in (_CORE, *_PLUGINS):
-                ranges[requirement.name] = requirement.range
+        python = python or _in_order(SpecifierSet(metadata.metadata(name)["Requires-Python"]))
+        for each in map(Requirement, metadata.requires(name) or []):
+            if each.name not in (_CORE, *_PLUGINS):
+                ranges[each.name] = _in_order(each.specifier)
     return python, ranges
+
+
+def _in_order(specifiers: SpecifierSet) -> str:
+    """People read the lower bound first; metadata have any order."""
+    return ",".join(sorted(map(str, specifiers), key=lambda each: (each[:1] != ">", each)))
+
+
+def contains(range_: str, version: str) -> bool:
+    """Whether a version is in a range. One that is not of Python's kind is."""
+    try:
+        return SpecifierSet(range_).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True
 
 
 def _version(name: str) -> str | None:
@@ -90,3 +145,99 @@ def _version(name: str) -> str | None:
 
 def _with_range(version: str, needed: str) -> str:
     return f"{version}  (supported: {needed})" if needed else version
+
+
+def look_at_environment(section: Section, environ: Mapping[str, str], cpus: float) -> None:
+    """Fill in those that are set, and findings where a value is wrong or slow.
+
+    Args:
+        environ: as ``os.environ``.
+        cpus: that this process can use.
+    """
+    for name in sorted(environ):
+        if name in _SHOWN or name.startswith(_SHOWN_FAMILIES):
+            text = environ[name]
+            shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+            section.add(name, shown or "(empty)", text)
+    if not section.facts:
+        section.add("", "nothing is set that concerns us")
+    _look_at_our_variables(section, environ)
+    _look_at_threads(section, environ, cpus)
+    _look_at_rendezvous(section, environ)
+    _look_at_interface(section, environ)
+    for name, values, effect in _SLOW:
+        value = environ.get(name, "")
+        if value.upper() in values:
+            section.better(f"{name}={value} {effect}", f"unset {name}, unless you look for a fault")
+
+
+def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None:
+    for name, value in environ.items():
+        if not name.startswith("VESCALE_FSDP_"):
+            continue
+        if name not in OURS:
+            close = difflib.get_close_matches(name, OURS, 1) or [", ".join(OURS)]
+            section.better(f"{name} is no variable of ours", f"unset it; there is {close[0]}")
+        elif OURS[name] and value not in OURS[name]:
+            section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
+        elif not OURS[name] and not _is_amount(value):
+            section.broken(f"{name}={value}", "unset it, or set a number that is not negative")
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) -> None:
+    value = environ.get("OMP_NUM_THREADS")
+    if not value:
+        if cpus > 1:
+            section.better(
+                "OMP_NUM_THREADS is not set: each rank starts a thread on every CPU",
+                f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
+            )
+        return
+    threads = value.split(",")[0].strip()  # a list, one number for each nested level, is allowed
+    if not threads.isdigit() or not int(threads):
+        section.better(f"OMP_NUM_THREADS={value} is no number above 0", "export OMP_NUM_THREADS=1")
+    elif int(threads) > cpus:
+        section.better(
+            f"OMP_NUM_THREADS={value} is more than the {cpus:g} CPUs",
+            f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
+        )
+
+
+def _look_at_rendezvous(section: Section, environ: Mapping[str, str]) -> None:
+    missing = [name for name in _RENDEZVOUS if name not in environ]
+    if len(missing) == len(_RENDEZVOUS):
+        return
+    if missing and "RANK" in environ:
+        section.broken(
+            f"RANK is set, but not {', '.join(missing)}: init_process_group wants all of them",
+            "start the job with torchrun, which sets them; or unset RANK",
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if name in environ and not environ[name].isdigit():
+            section.broken(f"{name}={environ[name]} is not a number", f"set {name} to one")
+            return
+    if {"RANK", "WORLD_SIZE"} <= set(environ) and int(environ["RANK"]) >= int(
+        environ["WORLD_SIZE"]
+    ):
+        section.broken(
+            f"RANK={environ['RANK']} does not exist in WORLD_SIZE={environ['WORLD_SIZE']}",
+            "ranks count from 0: set RANK below WORLD_SIZE",
+        )
+
+
+def _look_at_interface(section: Section, environ: Mapping[str, str]) -> None:
+    wanted = environ.get("GLOO_SOCKET_IFNAME", "")
+    names = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, wanted.split(",")):
+        if name not in names:
+            section.broken(
+                f"GLOO_SOCKET_IFNAME names {name}, which this machine does not have",
+                f"set it to the one that the machines share; here are {', '.join(names)}",
+            )

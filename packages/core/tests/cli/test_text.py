@@ -1,6 +1,10 @@
+import io
+import itertools
+
 import pytest
 
-from vescale_fsdp.cli.amounts import (
+from vescale_fsdp.cli import text as words
+from vescale_fsdp.cli.text import (
     binary,
     bits_per_s,
     count,
@@ -82,3 +86,30 @@ def test_one_is_singular() -> None:
 def test_control_characters_are_shown_and_not_sent() -> None:
     assert plain("a\x1b[31mb\nc\u202e\ud800") == "a\\x1b[31mb\\nc\\u202e\\ud800"
     assert plain("h.0 \u00e4\u2500") == "h.0 \u00e4\u2500"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, step_s: float) -> str:
+    """What appears on ``stream`` while three items take ``step_s`` seconds each."""
+    ticks = itertools.count(0.0, step_s)
+    monkeypatch.setattr(words.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(words.track([1, 2, 3], "planning")) == [1, 2, 3]
+    return stream.getvalue()
+
+
+def test_slow_work_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "planning" in shown(monkeypatch, Terminal(), 2.0)
+
+
+def test_quick_work_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "planning" not in shown(monkeypatch, Terminal(), 0.0)
+
+
+def test_nothing_is_shown_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, io.StringIO(), 2.0) == ""
