@@ -31,6 +31,7 @@ from vescale_fsdp.dbuffer import (
     SlabPool,
     codec_choice,
 )
+from vescale_fsdp.dbuffer import codec_launches as launching
 from vescale_fsdp.dbuffer import codec_tables as tables
 from vescale_fsdp.dbuffer.codec import decoded_sum, encode_parts, start_encoded_gather
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype
@@ -404,11 +405,11 @@ def test_kernels_that_fail_or_write_other_bits_are_not_taken(
     with interpreted():
         assert codec_choice._passes(CPU)
         codec_choice._passes.cache_clear()
-        with mock.patch.object(tables, "encode"):  # writes nothing
+        with mock.patch.object(launching, "encode"):  # writes nothing
             assert not codec_choice._passes(CPU)
         assert "write other bits" in caplog.text
         codec_choice._passes.cache_clear()
-        with mock.patch.object(tables, "encode", side_effect=RuntimeError("no compiler")):
+        with mock.patch.object(launching, "encode", side_effect=RuntimeError("no compiler")):
             assert not codec_choice._passes(CPU)
         assert "do not run" in caplog.text
         assert "no compiler" in caplog.text
@@ -455,7 +456,10 @@ def operators(num_shards: int) -> int:
         full_device=CPU,
     )
     launch = mock.Mock()
-    with mock.patch.object(tables, "encode", launch), mock.patch.object(tables, "decode", launch):
+    with (
+        mock.patch.object(launching, "encode", launch),
+        mock.patch.object(launching, "decode", launch),
+    ):
         for _ in range(2):  # the first one makes the table
             launch.reset_mock()
             with Counted() as counted:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce
-from vescale_fsdp.dbuffer import codec_tables as tables
+from vescale_fsdp.dbuffer import codec_launches as launching
 from vescale_fsdp.testing import run_ranks
 
 from ..dbuffer.interpreter import interpreted
@@ -17,15 +17,15 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 def check_training() -> None:
     launches = []
-    encode, decode = tables.encode, tables.decode
-    tables.encode = lambda *args, **kwargs: launches.append(encode(*args, **kwargs))
-    tables.decode = lambda *args, **kwargs: launches.append(decode(*args, **kwargs))
+    encode, decode = launching.encode, launching.decode
+    launching.encode = lambda *args, **kwargs: launches.append(encode(*args, **kwargs))
+    launching.decode = lambda *args, **kwargs: launches.append(decode(*args, **kwargs))
     try:
         with interpreted():
             reduce = QuantizedReduce((8, 8), error_feedback=True)
             train_both(reduce, torch.bfloat16, QuantizedGather("e4m3", (8, 8)))
     finally:
-        tables.encode, tables.decode = encode, decode
+        launching.encode, launching.decode = encode, decode
     assert launches
 
 

@@ -5,8 +5,8 @@ parameters of a group, `gradients` their gradients, where a `packing` says, `col
 between ranks (`exchange` on CPUs, and a `message` of several that are small, where `threads` keeps
 gloo's out of the way), `flags` tells what any rank has used. A `codec` writes what travels:
 `block_codec` has codes of `eight_bits`, which `kept_codes` hands on as they are. On CUDA
-(`codec_choice`) the kernels of `codec_kernels` write and read many messages in one launch, from
-`codec_tables`.
+(`codec_choice`) the kernels of `codec_kernels` write and read many messages in one launch
+(`codec_launches`), from `codec_tables`.
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, decode_blocks, encode_blocks

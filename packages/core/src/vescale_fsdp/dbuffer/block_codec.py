@@ -21,9 +21,11 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp import devices
+from vescale_fsdp.dbuffer import codec_launches as launches
 from vescale_fsdp.dbuffer import codec_tables as tables
 from vescale_fsdp.dbuffer.codec_choice import takes_kernels
-from vescale_fsdp.dbuffer.codec_tables import Mail, Table
+from vescale_fsdp.dbuffer.codec_launches import Mail
+from vescale_fsdp.dbuffer.codec_tables import Table
 from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
@@ -182,7 +184,7 @@ class BlockCodec:
             shard = there.copy_(shard, non_blocking=True)
         table = self._table_for(message.device, shard.dtype)
         if table is not None:
-            tables.encode(table, rank, 1, shard, message, self.raw_dtype)
+            launches.encode(table, rank, 1, shard, message, self.raw_dtype)
             return
         plan = self._plan(rank)
         scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
@@ -230,7 +232,7 @@ class BlockCodec:
         """Write the message of each part of ``full``."""
         table = self._table_for(full.device, full.dtype)
         assert table is not None, "the caller has asked"
-        tables.encode(table, 0, self.layout.num_shards, full, messages, self.raw_dtype)
+        launches.encode(table, 0, self.layout.num_shards, full, messages, self.raw_dtype)
 
     def decode_all(
         self, messages: torch.Tensor, own: torch.Tensor, first: int, full: torch.Tensor
@@ -276,7 +278,7 @@ class BlockCodec:
     ) -> None:
         table = self._table_for(numbers.device, numbers.dtype)
         assert table is not None, "the caller has asked"
-        tables.decode(
+        launches.decode(
             table, first_rank, num_ranks, mail, numbers, self.raw_dtype, subtracts=subtracts
         )
 

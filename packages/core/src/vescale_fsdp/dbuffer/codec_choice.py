@@ -16,6 +16,7 @@ import os
 
 import torch
 
+from vescale_fsdp.dbuffer import codec_launches as launches
 from vescale_fsdp.dbuffer import codec_tables as tables
 from vescale_fsdp.dbuffer import eight_bits
 
@@ -75,7 +76,7 @@ def _are_bits_equal(device: torch.device) -> bool:
     numbers = numbers.to(device)
     found = torch.zeros(224, dtype=torch.uint8, device=device)
     expected = torch.zeros_like(found)
-    tables.encode(table, 0, 1, numbers, found, torch.bfloat16)
+    launches.encode(table, 0, 1, numbers, found, torch.bfloat16)
     scales = expected[:28].view(torch.float32)
     matrix = numbers[80:140].view(6, 10)
     eight_bits.encode(numbers[:80], "int8", 32, expected[80:160], scales[:3])
@@ -88,8 +89,8 @@ def _are_bits_equal(device: torch.device) -> bool:
     eight_bits.decode(expected[160:220], "e4m3", (4, 5), scales[3:], values[80:140].view(6, 10))
     values[140:150] = expected[48:68].view(torch.bfloat16)
     read, errors = torch.ones_like(values), numbers.clone()
-    mail = tables.Mail(found, len(found))
-    tables.decode(table, 0, 1, mail, read, torch.bfloat16)
-    tables.decode(table, 0, 1, mail, errors, torch.bfloat16, subtracts=True)
+    mail = launches.Mail(found, len(found))
+    launches.decode(table, 0, 1, mail, read, torch.bfloat16)
+    launches.decode(table, 0, 1, mail, errors, torch.bfloat16, subtracts=True)
     lost = (numbers - values).nan_to_num_(0.0, 0.0, 0.0)
     return torch.equal(read.nan_to_num(7.0), values.nan_to_num(7.0)) and torch.equal(errors, lost)

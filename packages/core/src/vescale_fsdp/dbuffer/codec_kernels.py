@@ -1,6 +1,6 @@
 """The codec of blocks in two Triton kernels: one launch writes or reads any number of messages.
 
-Imported only where it is used (see `codec_tables`); nothing else of ours needs Triton. Each program
+Imported only where it is used (see `codec_launches`); nothing else of ours needs Triton. A program
 of a launch finds its row of the table, and handles a few whole blocks of that piece, or a few
 numbers of a piece that is not coded::
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
+from vescale_fsdp.dbuffer import codec_launches as launches
 from vescale_fsdp.dbuffer import codec_tables as tables
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, Coding, Piece
-from vescale_fsdp.dbuffer.codec_tables import Mail
+from vescale_fsdp.dbuffer.codec_launches import Mail
 from vescale_fsdp.planner import ShardLayout
 
 _ALIGNMENT = 128  # scales: products of codes on CUDA want theirs from a multiple of some bytes on
@@ -84,7 +85,7 @@ class KeptCodes(BlockCodec):
         table = self._table_for(numbers.device, torch.float32)
         assert table is not None, "the caller has asked"
         scales = self._all_scales
-        tables.decode(
+        launches.decode(
             table, first_rank, num_ranks, mail, numbers, torch.float32, kept_scales=scales
         )
 
