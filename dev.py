@@ -35,7 +35,8 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
   core-newest
           the core's tests on torch {NEWEST}, an environment of 5.5 GB
-  nightly core-newest, fuzz and faults
+  nightly what "test" leaves out (tests marked nightly: stock FSDP2's faults, more random models),
+          core-newest, fuzz and faults (2 hours)
   gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
@@ -60,7 +61,7 @@ def main() -> int:
     if command == "core-newest":
         return core_newest(arguments)
     if command == "nightly":
-        return max(core_newest([]), *(run_environment(name, []) for name in ("fuzz", "faults")))
+        return nightly()
     if command == "gpu":
         return gpu(arguments)
     if command == "release":
@@ -90,6 +91,12 @@ def core_newest(arguments: list[str]) -> int:
     newest = DEV / "constraints-newest.txt"
     newest.write_text("\n".join([f"torch=={NEWEST}", *others, ""]))
     return run_environment("core-newest", arguments)
+
+
+def nightly() -> int:
+    """Run what takes too long for every change, also after a part has failed."""
+    codes = [run_environment("core", ["-m", "nightly"]), core_newest([])]
+    return max(*codes, *(run_environment(name, []) for name in ("fuzz", "faults")))
 
 
 def release(arguments: list[str]) -> int:

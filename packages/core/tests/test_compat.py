@@ -64,7 +64,6 @@ def test_nccl_gets_streams_of_high_priority_and_the_configuration_of_the_default
 SOURCES = Path(vescale_fsdp.__file__).parent
 # Operators (documented, or called by their schema's name), and what a tensor subclass is made with.
 ALLOWED = ("torch._foreach_", "torch.ops.", "torch.Tensor._make_wrapper_subclass")
-NOT_YET = {"checkpoint/dcp/files.py", "checkpoint/state/full.py"}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -100,7 +99,6 @@ def test_private_names_of_torch_are_used_in_compat_only() -> None:
         f"{file}: {name}"
         for path in SOURCES.rglob("*.py")
         if not (file := path.relative_to(SOURCES).as_posix()).startswith("compat/")
-        and file not in NOT_YET
         for name in private_names(ast.parse(path.read_text()))
     }
     assert not found

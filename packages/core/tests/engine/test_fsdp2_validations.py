@@ -213,12 +213,15 @@ REFUSED_BY_FSDP2: dict[Observe, tuple[type[Exception], str, Any]] = {
 }
 
 
+LIBRARIES = ["ours", pytest.param("fsdp2", marks=pytest.mark.nightly)]
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     return observe_all([*MISTAKES, a_missing_method, *REFUSED_BY_FSDP2], WORLD_SIZE)
 
 
-@pytest.mark.parametrize("library", ["fsdp2", "ours"])
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_refused_by_both_in_the_same_words(
     outcomes: Outcomes, mistake: Observe, library: str
@@ -229,7 +232,7 @@ def test_a_mistake_is_refused_by_both_in_the_same_words(
         assert message.startswith(words)
 
 
-@pytest.mark.parametrize("library", ["fsdp2", "ours"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_missing_method_is_refused_by_both_in_the_same_words(
     outcomes: Outcomes, library: str
 ) -> None:

@@ -136,10 +136,10 @@ def counted_bytes(run: Callable[[], None]) -> int:
     """What this rank gives to all-to-alls, without what it keeps."""
     sent, all_to_all = [0], dist.all_to_all_single
 
-    def counted(output: Tensor, input: Tensor, outs: Any, ins: Any, **kwargs: Any) -> Any:
-        assert ins[dist.get_rank()] == 0, "a rank sends to itself"
+    def counted(output: Tensor, input: Tensor, **rest: Any) -> Any:
+        assert rest["input_split_sizes"][dist.get_rank()] == 0, "a rank sends to itself"
         sent[0] += input.nbytes
-        return all_to_all(output, input, outs, ins, **kwargs)
+        return all_to_all(output, input, **rest)
 
     with mock.patch.object(dist, "all_to_all_single", counted):
         run()

@@ -91,7 +91,7 @@ def write_metadata(folder: Path, written: Sequence[Any]) -> list[str]:
                 paths[key], places[MetadataIndex(key)] = tuple(path), Span(*span)
     files = sorted({span.file for span in places.values()})
     storage = {
-        index: filesystem._StorageInfo(span.file, span.offset, span.length)
+        index: compat.storage_info(span.file, span.offset, span.length)
         for index, span in places.items()
     }
     known = Metadata({**boxes, **others}, paths, storage, StorageMeta())

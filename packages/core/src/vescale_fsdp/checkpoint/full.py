@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from vescale_fsdp import compat
 from vescale_fsdp.checkpoint.contents import weights_of
@@ -95,7 +94,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         return made[id(value)]
 
     with torch.no_grad():
-        return tree_map(each, tree)
+        return compat.pytree.tree_map(each, tree)
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
