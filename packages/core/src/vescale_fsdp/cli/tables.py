@@ -238,5 +238,5 @@ def _print_cautions(suggestion: Suggestion, ours: Figures, console: Console) -> 
             line(
                 console,
                 f"({number}): less padding, but {times:.1f} times the weights and states on each "
-                "rank, as fewer ranks share them. Take it only if they have room.",
+                "rank, as fewer ranks share them. Use it only if that fits in memory.",
             )
