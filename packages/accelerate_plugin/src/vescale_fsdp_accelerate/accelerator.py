@@ -282,8 +282,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if isinstance(each, DTensor):
                 raise TypeError(
                     f"gather got a sharded tensor ({type(each).__name__} of shape "
-                    f"{tuple(each.shape)}), expected one of each process' own. It was computed "
-                    "from parameters outside of a forward, where they are sharded: take "
+                    f"{tuple(each.shape)}), expected a plain tensor. It was computed "
+                    "from parameters outside of a forward, where they are sharded: use "
                     "weight.full_tensor() there, or compute it within `with vescale_fsdp."
                     "unsharded(model, recurse=False):`"
                 )
@@ -312,8 +312,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.is_dir() and saving.is_whole(folder):
                 raise ValueError(
-                    f"{folder} is there already; set accelerator.project_configuration.iteration "
-                    "to the number that this checkpoint is to have"
+                    f"{folder} exists already; set accelerator.project_configuration.iteration to "
+                    "the number for this checkpoint"
                 )
         else:
             folder = Path(output_dir).expanduser()

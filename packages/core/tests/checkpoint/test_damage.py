@@ -280,7 +280,7 @@ def load_forged(two: Path, folder: Path) -> None:
         ("optimizer.0", {"state": {}, "param_groups": [{}]}, "'optimizer.0' .* is refused"),
         ("model", [], "'model' .* is refused"),
         ("rng", {"python": {"$tuple": [3, [], None]}}, "'rng' holds no states"),
-        ("extra", [], "the extra of .* is no mapping"),
+        ("extra", [], "the extra of .* is not a mapping"),
         ("extra", {"x": {"$tensor": "nowhere"}}, "lacks 1 entries: nowhere"),
     ]
     model, optimizer = make(seed=5)

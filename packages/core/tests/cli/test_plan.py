@@ -188,7 +188,7 @@ def test_what_a_suggestion_costs_is_said(tmp_path: Path, capsys: Capture) -> Non
 def test_the_alignment_is_named_where_no_block_is_to_blame(tmp_path: Path, capsys: Capture) -> None:
     out = " ".join(run(capsys, shapes_file(tmp_path), "--ranks", "256").split())
     assert "root: no block is to blame for its padding" in out
-    assert "multiples of 16 bytes in the narrowest dtype that travels (8 elements)" in out
+    assert "multiples of 16 bytes in the narrowest dtype that is sent (8 elements)" in out
     assert "nothing to suggest" in out
 
 
@@ -516,7 +516,7 @@ def test_former_names_of_codecs(tmp_path: Path, capsys: Capture) -> None:
         (["--gather-codec", "int8:0"], "--gather-codec is 'int8:0'"),
         (
             ["--gather-codec", "int8:128x128", "--granularity", "rows:8"],
-            "blocks of 1024 elements of 'up.weight', of shape [256, 128], but it travels as int8",
+            "blocks of 1024 elements of 'up.weight', of shape [256, 128], but it is sent as int8",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_digest_takes_any_name():
     [
         ({"shard_size": 7, "alignment": 2}, "S = 7 is not aligned"),
         ({"offsets": (2, 9, 14)}, "'b' overlaps"),
-        ({"offsets": (3, 11, 14)}, "'a': block is cut"),
+        ({"offsets": (3, 11, 14)}, "'a': block is split"),
         ({"offsets": (2, 10, 16)}, "tensors end at 26"),
         ({"order": (0, 1, 1)}, "permutation"),
     ],

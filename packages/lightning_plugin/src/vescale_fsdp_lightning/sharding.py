@@ -60,12 +60,12 @@ class Sharding(Processes):
         mp_policy: dtypes. Default: what ``precision=`` asks for. ``bf16-mixed`` gathers and
             computes in bf16 and reduces gradients in fp32, under autocast; ``bf16-true`` and
             ``16-true`` keep everything in that dtype.
-        cpu_offload: shards, gradients and the optimizer rest in the host's memory.
+        cpu_offload: shards, gradients and optimizer state stay in host memory.
         activation_checkpointing: compute activations again in backward: of the units, or of a list
             of classes or of their names.
         unused: as of ``fully_shard``.
-        in_flight: as of ``fully_shard``: how many units may be gathered, or on their way, at a
-            time; an int of at least 1.
+        in_flight: as of ``fully_shard``: how many units may be unsharded or prefetched at a time;
+            an int of at least 1.
         broadcast_buffers: give all processes the first one's buffers, such as BatchNorm's
             statistics, before the first forward of a step, as ``DDPStrategy`` does. False: each
             keeps its own, and nothing is sent.
@@ -211,8 +211,8 @@ class Sharding(Processes):
                 raise
             raise RuntimeError(
                 "the loss is a DTensor: sums or norms of sharded parameters were added to it, and "
-                "backward cannot go through both. Make them plain numbers before: loss + 0.01 * "
-                "sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
+                "backward cannot go through both. Convert them to plain numbers first: loss + "
+                "0.01 * sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
                 "[param.square().sum() for param in self.parameters()]); or use the weight_decay "
                 "of the optimizer"
             ) from error
@@ -239,7 +239,7 @@ class Sharding(Processes):
         if wanted and any(isinstance(child, CheckpointWrapper) for child in module.modules()):
             warnings.warn(
                 "the model has layers in checkpoint_wrapper already; activation_checkpointing="
-                f"{self.options.activation_checkpointing!r} of the strategy is left out",
+                f"{self.options.activation_checkpointing!r} of the strategy is ignored",
                 stacklevel=2,
             )
             return
@@ -342,8 +342,8 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     if left:
         warnings.warn(
             f"{', '.join(sorted(left))} were made on the meta device and have no "
-            "reset_parameters(): what they own has no values yet; load a checkpoint, or initialize "
-            "it in configure_model",
+            "reset_parameters(): their parameters and buffers have no values yet; load a "
+            "checkpoint, or initialize them in configure_model",
             stacklevel=2,
         )
 
@@ -373,10 +373,10 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Mod
         strangers = sum(id(param) not in known for param in params)
         if strangers:
             raise ValueError(
-                f"{type(optimizer).__name__} holds {strangers} of {len(params)} parameters "
-                "that are not the model's: it was made before the model was sharded, and "
-                "would train nothing. Make it in configure_optimizers, from self.parameters(); "
-                "with Fabric after setup_module, from model.parameters()"
+                f"{type(optimizer).__name__} holds {strangers} of {len(params)} parameters that "
+                "are not the model's: it was made before the model was sharded, and would not "
+                "train the model. Make it in configure_optimizers, from self.parameters(); with "
+                "Fabric after setup_module, from model.parameters()"
             )
 
 

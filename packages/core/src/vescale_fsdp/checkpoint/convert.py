@@ -147,7 +147,7 @@ def _tensor_name(fqn: str, value: values.Json) -> str:
     name = value.get("$tensor") if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise CheckpointValueError(
-            f"{fqn!r} of the model is no tensor, and safetensors holds tensors only"
+            f"{fqn!r} of the model is not a tensor, and safetensors holds only tensors"
         )
     return name
 
@@ -192,7 +192,7 @@ def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
         parts["optimizer"] = merged(trees)
     for name in parts:
         if name in state:
-            raise CheckpointValueError(f"extra[{name!r}] is where the format has the {name}'s keys")
+            raise CheckpointValueError(f"extra[{name!r}] has the name of the {name} in this format")
     return {**state, **parts}
 
 

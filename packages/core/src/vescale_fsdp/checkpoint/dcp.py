@@ -314,16 +314,16 @@ def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str])
     found: dict[str, Any] = {}
     for key in keys:
         if key in directory.tensors:
-            _log.info("left out the tensor %r of %s", key, directory.folder)
+            _log.info("skipped the tensor %r of %s", key, directory.folder)
             continue
         try:
             text = directory.value(reader, key)
         except CheckpointCorruptError as error:
-            _log.warning("left out %r: %s", key, error)
+            _log.warning("skipped %r: %s", key, error)
             continue
         put(found, directory.paths[key], values.decode(text, _no_tensor, key))
     return found
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointCorruptError(f"{name!r} is no tensor of this checkpoint")
+    raise CheckpointCorruptError(f"{name!r} is not a tensor of this checkpoint")

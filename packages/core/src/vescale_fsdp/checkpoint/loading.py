@@ -97,7 +97,7 @@ def load(
                 change.targets.append(RngTarget(saved))
             change.take(read(reader, manifest, change.wanted, ranks.rank, ranks.size))
         if not isinstance(extra.value, dict):
-            raise CheckpointCorruptError(f"the extra of {folder} is no mapping")
+            raise CheckpointCorruptError(f"the extra of {folder} is not a mapping")
         returned.update(extra.value)
         return [manifest.seal.id, manifest.seal.body_crc32]
 

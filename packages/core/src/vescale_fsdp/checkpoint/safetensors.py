@@ -135,8 +135,8 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointValueError(
-                f"{name!r} is a {type(value).__name__}, and safetensors holds tensors only. Take "
-                "it out of the state dict, or use checkpoint.save"
+                f"{name!r} is a {type(value).__name__}, and safetensors holds only tensors. "
+                "Remove it from the state dict, or use checkpoint.save"
             )
         if ties.get(name) in state:
             continue
@@ -264,12 +264,12 @@ def _check_names(names: LoadedNames, path: str | os.PathLike[str]) -> None:
     if names.missing:
         faults.append(f"it lacks {_shown(names.missing)}")
     if names.unexpected:
-        faults.append(f"it has {_shown(names.unexpected)}, which the model has not")
+        faults.append(f"it has {_shown(names.unexpected)}, which the model does not have")
     if faults:
         kind = CheckpointIncompleteError if names.missing else CheckpointMismatchError
         raise kind(
-            f"{path} is of another model: {', and '.join(faults)}. Pass rename= to map or drop "
-            "names, or strict=False"
+            f"{path} belongs to another model: {', and '.join(faults)}. Pass rename= to map or "
+            "drop names, or strict=False"
         )
 
 

@@ -293,7 +293,7 @@ def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
     missing = [name for name in names if not (stage.path / name).is_file()]
     if missing:
         raise CheckpointWriteError(
-            f"{stage.path / missing[0]} is not there for rank 0, but a rank has written it: the "
+            f"{stage.path / missing[0]} does not exist for rank 0, but a rank has written it: the "
             "path must be on a file system that all ranks share"
         )
     if stage.target.is_dir():
@@ -381,7 +381,7 @@ def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -
         path = stage.path / file
         size = path.stat().st_size if path.exists() else None
         if size != num_bytes:
-            state = "is not there" if size is None else f"has {size} bytes"
+            state = "does not exist" if size is None else f"has {size} bytes"
             raise CheckpointWriteError(
                 f"{path} {state} for rank 0, but a rank has written {num_bytes} bytes: the path "
                 "must be on a file system that all ranks share"

@@ -38,7 +38,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
             manifest = read_manifest(path)
             _check_files(path, manifest)
         except (CheckpointCorruptError, CheckpointIncompleteError) as error:
-            _log.warning("passed over %s: %s", path, error)
+            _log.warning("skipped %s: %s", path, error)
             continue
         return path
     return None
@@ -53,17 +53,17 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
             continue
         if seal.is_stage(path):
             if say:
-                _log.warning("passed over %s: a save that did not finish, or is under way", path)
+                _log.warning("skipped %s: a save that did not finish, or is under way", path)
             continue
         try:
             with open_regular(path / NAME) as stream:
                 found, _ = Manifest.parse_seal(stream.read(SEAL_BYTES), str(path / NAME))
         except FileNotFoundError:
             if say:
-                _log.warning("passed over %s: it has no %s", path, NAME)
+                _log.warning("skipped %s: it has no %s", path, NAME)
         except (CheckpointCorruptError, OSError) as error:
             if say:
-                _log.warning("passed over %s: %s", path, error)
+                _log.warning("skipped %s: %s", path, error)
         else:
             yield path, found
 
@@ -136,7 +136,7 @@ def prune(root: Path, keep: int) -> None:
             path.rename(gone)
             seal.remove(gone)
         except OSError as error:
-            _log.warning("%s was to be deleted, and could not be: %s", path, error)
+            _log.warning("%s could not be deleted: %s", path, error)
 
 
 def _age(entry: tuple[Path, Seal]) -> tuple[int, str, str]:

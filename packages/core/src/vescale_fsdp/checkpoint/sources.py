@@ -97,7 +97,7 @@ def _checked(name: str, text: values.Json) -> dict[str, Any]:
     parts = {"state": dict, "param_groups": list} if name.startswith("optimizer.") else {}
     fits = isinstance(text, dict) and all(type(text.get(k)) is kind for k, kind in parts.items())
     if not fits:
-        raise CheckpointCorruptError(f"the value {name!r} is refused: it has not the form of one")
+        raise CheckpointCorruptError(f"the value {name!r} is refused: it is malformed")
     return dict(text)
 
 

@@ -105,7 +105,7 @@ class StopOnSignal:
     @staticmethod
     def _refuse_early(num_processes: int) -> None:
         raise RuntimeError(
-            f"this is one of {num_processes} processes, and they do not know each other yet: make "
+            f"this is one of {num_processes} processes, and they are not connected yet: make "
             "StopOnSignal after torch.distributed.init_process_group"
         )
 
@@ -208,8 +208,8 @@ class _Peers:
             while answer is None:
                 if self._error is not None or not self._changed.wait(self._timeout_s):
                     raise RankMismatchError(
-                        f"there was a signal to stop, and {self._silent()} did not say at which "
-                        f"step it is within {self._timeout_s:.0f} s: it has died, hangs or does "
+                        f"a signal to stop has arrived, but {self._silent()} did not report its "
+                        f"step within {self._timeout_s:.0f} s: it has died, hangs or does "
                         "not use StopOnSignal; its log says which"
                     ) from self._error
                 answer = self._tally.arrive()

@@ -18,7 +18,7 @@ _Dir = Annotated[
     typer.Argument(
         metavar="DIR",
         show_default=False,
-        help="A checkpoint, or a folder with several, as of a run.",
+        help="A checkpoint, or a folder with several, such as that of a run.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
@@ -33,7 +33,7 @@ _Source = Annotated[
 ]
 _Target = Annotated[
     Path,
-    typer.Argument(metavar="TARGET", show_default=False, help="What is made; must not exist."),
+    typer.Argument(metavar="TARGET", show_default=False, help="The target; must not exist."),
 ]
 _To = Annotated[
     Literal["safetensors", "dcp", "vescale"],
@@ -74,7 +74,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
         _print_json({"checkpoints": reports, "passed_over": passed_over})
     else:
         for path in found.unfinished:
-            print(f"{plain(str(path))}: passed over, a save that is under way or did not finish")
+            print(f"{plain(str(path))}: skipped, a save that is under way or did not finish")
         if len(reports) > 1:
             print(f"{num_whole} of {several(len(reports), 'checkpoint')} whole")
     return 0 if num_whole == len(reports) else 1

@@ -52,7 +52,7 @@ from vescale_fsdp.cli.model import Dtype
 from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
-GATHERED = "gathered parameters"
+GATHERED = "unsharded parameters"
 LOCAL = "gradients on their way"
 REDUCING = "reductions"
 REDUCED = "reduced gradients"

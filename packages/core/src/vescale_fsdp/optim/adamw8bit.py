@@ -187,8 +187,8 @@ class AdamW8bit(ShardedOptimizer):
             Blocks(size, tuple(param.shape)).placements(spec.placements, spec.mesh.shape)
         except ValueError as error:
             raise PlanError(
-                f"AdamW8bit: {name} of shape {tuple(param.shape)} has a cut through a block of "
-                f"{size}: {error}. Its placements are {spec.placements}. Let fully_shard cut it "
+                f"AdamW8bit: {name} of shape {tuple(param.shape)} is split inside a block of "
+                f"{size}: {error}. Its placements are {spec.placements}. Let fully_shard shard it "
                 f"with granularity=AdamW8bit.granularity({wanted}) (combine(...) joins it with "
                 "others), or keep its moments in float32 with a larger min_8bit_size in its "
                 "parameter group"
@@ -217,8 +217,8 @@ class AdamW8bit(ShardedOptimizer):
         """
         if "max_exp_avg_sq" in saved:
             raise ValueError(
-                "AdamW8bit has no amsgrad, but the loaded state dict has its max_exp_avg_sq; take "
-                "that out of the states first"
+                "AdamW8bit has no amsgrad, but the loaded state dict has its max_exp_avg_sq; "
+                "remove that from the states first"
             )
         if not _is_8bit(param, group):
             return saved

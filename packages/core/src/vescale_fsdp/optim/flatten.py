@@ -105,9 +105,9 @@ def _refusal(optimizer: Any) -> str:
     if type(optimizer).__module__.startswith("torch.optim") and reason is not None:
         return f"flatten_ got {name}: {reason}, so it cannot step on parts of a flat shard"
     return (
-        f"flatten_ got {type(optimizer).__module__}.{name}, of which it does not know whether it "
-        f"treats each element alone. It takes {known} of torch.optim, not their subclasses; pass "
-        "the optimizer inside, if this is a wrapper, or leave it as it is"
+        f"flatten_ got {type(optimizer).__module__}.{name}, and does not know whether it treats "
+        f"each element separately. It takes {known} of torch.optim, not their subclasses; pass "
+        "the optimizer inside, if this is a wrapper, or do not flatten it"
     )
 
 

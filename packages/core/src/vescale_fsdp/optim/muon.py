@@ -274,8 +274,8 @@ class Muon(ShardedOptimizer):
         if param.dim() < 2:
             raise ValueError(
                 f"Muon only supports parameters of two or more dimensions, whereas {name} has "
-                f"shape {tuple(param.shape)}. Biases, gains and other vectors go to another "
-                "optimizer, AdamW for example"
+                f"shape {tuple(param.shape)}. Use another optimizer for biases, gains and other "
+                "vectors, AdamW for example"
             )
         if param.is_complex():
             raise ValueError(f"Muon does not support complex parameters, and {name} is one")

@@ -296,25 +296,26 @@ def _check_blocks(param: torch.Tensor, size: int, name: str) -> None:
     axes = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
     what_to_do = (
         f"Pass fully_shard(granularity=Shampoo.granularity({size})), another block_size, or "
-        'mode="owner", which takes any cuts'
+        'mode="owner", which accepts any sharding'
     )
     if len(axes) > 1:
         raise PlanError(
-            f'Shampoo: {name} is cut over {len(axes)} axes of its mesh; mode="local" needs one '
-            'that cuts between rows of blocks. Use mode="owner"'
+            f'Shampoo: {name} is sharded over {len(axes)} axes of its mesh; mode="local" needs one '
+            'that shards between rows of blocks. Use mode="owner"'
         )
     for position, spans in spans_of(layout.shape, layout.placements, layout.mesh_shape):
         if len(spans) > 1 or spans[0].width != spans[0].numel:
             raise PlanError(
-                f"Shampoo: {name} of shape {layout.shape} lies as {layout.placements}, which cuts "
-                f'its rows; mode="local" needs rows of blocks of {size} whole. {what_to_do}'
+                f"Shampoo: {name} of shape {layout.shape} has the placements {layout.placements}, "
+                f'which split its rows; mode="local" needs whole rows of blocks of {size}. '
+                f"{what_to_do}"
             )
         for cut in (spans[0].first, spans[0].first + spans[0].numel):
             row, rest = divmod(cut, cols)
             if rest or row % height % size:
                 raise PlanError(
-                    f"Shampoo: {name} of shape {layout.shape} is cut at element {cut} (row {row}, "
-                    f"column {rest}) for position {position} of its mesh, inside a block; "
-                    f'mode="local" needs cuts at every {size} rows of each matrix, or between '
+                    f"Shampoo: {name} of shape {layout.shape} is split at element {cut} (row "
+                    f"{row}, column {rest}) for position {position} of its mesh, inside a block; "
+                    f'mode="local" needs splits at every {size} rows of each matrix, or between '
                     f"matrices. {what_to_do}"
                 )

@@ -66,7 +66,7 @@ class Advice:
         if within:
             sentences.append(f"Within 5%: {', or '.join(within)}")
         if least:
-            sentences.append(f"As little as the group allows: {', or '.join(least)}")
+            sentences.append(f"The least padding that the group allows: {', or '.join(least)}")
         return ". ".join(sentences) + "."
 
     def _fewer_ranks(self) -> str:

@@ -59,8 +59,8 @@ def lay_out(
     alignment = checked_int(alignment, "alignment", 1, "pass 1 if tensors may start anywhere")
     if order not in ("auto", "definition"):
         raise PlanError(
-            f"order is {order!r}, expected 'auto' or 'definition'; pass 'definition' to keep the "
-            f"order of the specs, whatever it costs"
+            f"order is {order!r}, expected 'auto' or 'definition'; 'definition' keeps the order "
+            "of the specs"
         )
     _refuse_duplicates(specs)
     items = [units(spec.numel, spec.block, alignment) for spec in specs]
@@ -102,5 +102,5 @@ def _refuse_duplicates(specs: tuple[TensorSpec, ...]) -> None:
         if first != index:
             raise PlanError(
                 f"tensor {spec.name!r} is given twice, as specs {first} and {index}, expected "
-                f"each name once; give a tied parameter one spec, and others names of their own"
+                f"each name once; give a tied parameter one spec, and other tensors different names"
             )

@@ -70,7 +70,7 @@ class TensorSpec:
 
 
 _ASK_SHAPE = "pass the tensor's full shape"
-_ASK_BLOCK = "pass the number of elements that must stay together, 1 if any cut will do"
+_ASK_BLOCK = "pass the number of elements that must stay together, or 1 if there is no block"
 
 
 def checked_int(value: object, what: str, least: int, advice: str) -> int:
@@ -124,10 +124,10 @@ class ShardLayout:
                 continue  # nothing to cut
             cut = offset + shard_size - offset % shard_size
             if cut < end:
-                assert (cut - offset) % spec.block == 0, f"{spec.name!r}: block is cut"
+                assert (cut - offset) % spec.block == 0, f"{spec.name!r}: block is split"
                 spans = cut + shard_size < end
                 assert not spans or shard_size % spec.block == 0, (
-                    f"{spec.name!r}: later block is cut"
+                    f"{spec.name!r}: later block is split"
                 )
         assert end <= self.total_size, f"tensors end at {end}, the buffer at {self.total_size}"
 

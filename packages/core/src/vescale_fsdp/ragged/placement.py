@@ -120,7 +120,7 @@ class RaggedShard(Placement):
         stop = start + numel
         if start < 0 or stop > shard_size * num_shards:
             raise ValueError(
-                f"a tensor of {numel} elements at {start} does not lie in a buffer of {num_shards} "
+                f"a tensor of {numel} elements at {start} does not fit in a buffer of {num_shards} "
                 f"shards of {shard_size} elements; pass the offset and shard size of its layout"
             )
         if numel == 0:

@@ -49,8 +49,8 @@ WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
     "part of this rank. Inside a forward, call the module that owns the parameter, so that its "
-    "parameters are gathered; outside, `with vescale_fsdp.unsharded(model):` gathers those of all "
-    "its units."
+    "parameters are unsharded; outside, `with vescale_fsdp.unsharded(model):` unshards those of "
+    "all its units."
 )
 
 
@@ -136,9 +136,9 @@ class RaggedTensor(DTensor):
             found = f"{type(new).__name__} of shape {tuple(new.shape)}"
             found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
             raise ValueError(
-                f"{what} was to be replaced by a {found}; expected a DTensor of shape "
-                f"{tuple(self.shape)} on {mesh}. Make it one by `distribute_tensor(new, "
-                "p.device_mesh, p.placements)`, compute it of `p.full_tensor()`, or write to the "
+                f"{what} cannot be replaced by a {found}; expected a DTensor of shape "
+                f"{tuple(self.shape)} on {mesh}. Use `distribute_tensor(new, "
+                "p.device_mesh, p.placements)`, compute it from `p.full_tensor()`, or write to the "
                 "full parameter inside of `with unsharded(module, writeback=True)`"
             )
         with torch.no_grad():
@@ -230,7 +230,7 @@ class RaggedTensor(DTensor):
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
                 f"redistribute from {self.device_mesh} to another mesh ({device_mesh}) is not "
-                "there yet; use full_tensor() and distribute the result"
+                "supported yet; use full_tensor() and distribute the result"
             )
         if placements is None:
             raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
