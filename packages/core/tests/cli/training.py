@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory, pending
-from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
+from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.program.window import Window
 
