@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import RankMismatchError, compat, waiting
-from vescale_fsdp.dbuffer.exchange import Exchange
+from vescale_fsdp.dbuffer.transport import Exchange
 from vescale_fsdp.testing import run_ranks
 
 

@@ -60,7 +60,7 @@ KEPT = "messages for backward"
 MADE = "gradients"
 KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
-# As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
+# As in `dbuffer.transport`, which loads torch: from there on a rank's own part stays where it is.
 SHORTEST_EXCHANGE = 1 << 13
 
 

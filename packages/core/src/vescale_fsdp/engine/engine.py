@@ -29,14 +29,14 @@ from vescale_fsdp.engine.reducing import Reducing
 from vescale_fsdp.engine.settling import is_elsewhere, is_stalled, settle, stall
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.policy import Policy, policy_of
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
+from vescale_fsdp.program.walking import Executor
+from vescale_fsdp.program.window import Policy, policy_of
 
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"

@@ -1,4 +1,4 @@
-"""Mail: the small all-gathers of one pass, several in one message (`program.bundles`)."""
+"""Mail: the small all-gathers of one pass, several in one message (`program.order`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from vescale_fsdp.dbuffer import Comm, GatherMessage, ThenCopy
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.program.bundles import Bundles, Parcel
-from vescale_fsdp.program.order import Program
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 
 
 class _Letter(NamedTuple):
