@@ -25,7 +25,7 @@ from vescale_fsdp.backends import (
     spelling_of,
 )
 from vescale_fsdp.dbuffer import collectives, transport
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 

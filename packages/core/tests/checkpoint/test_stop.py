@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import RankMismatchError, checkpoint
 from vescale_fsdp.checkpoint.stop import Tally
-from vescale_fsdp.engine.attempts import store_for
+from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.testing import run_ranks
 
 # Every order of events: the real `Tally`, with threads, store and steps as a model

@@ -20,7 +20,7 @@ from vescale_fsdp import (
     combine,
 )
 from vescale_fsdp.checkpoint import load, save
-from vescale_fsdp.engine.feedback import ErrorFeedback
+from vescale_fsdp.engine.quantized import ErrorFeedback
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 

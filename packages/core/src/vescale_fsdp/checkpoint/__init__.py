@@ -23,7 +23,7 @@ What the files here do, from the bottom up:
 * the format above: `saving`, `loading`, and `sealed`, which finds and checks checkpoints
 * formats of others, in and out: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
 * by one process: `convert` from one to another, and `sources`, which reads any
-* `stop`: to end; and to begin again, `engine.attempts`
+* `stop`: to end; and to begin again, `engine.store`
 
 Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`;
 `dcp_directory` says how.

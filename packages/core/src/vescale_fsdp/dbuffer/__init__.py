@@ -9,7 +9,13 @@ kernels of `codec_kernels` write and read many messages in one launch (`codec_la
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, KeptCodes
-from vescale_fsdp.dbuffer.buffer import DBuffer, FlatBuffer, plain_tensors, shard_view
+from vescale_fsdp.dbuffer.buffer import (
+    DBuffer,
+    FlatBuffer,
+    ParameterBuffer,
+    plain_tensors,
+    shard_view,
+)
 from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.eight_bits import (
@@ -19,8 +25,8 @@ from vescale_fsdp.dbuffer.eight_bits import (
     encode_blocks,
     is_offered,
 )
-from vescale_fsdp.dbuffer.gradients import GradientBuffer
-from vescale_fsdp.dbuffer.memory import SlabPool, hand_back, mapped_empty, pool_for
+from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
+from vescale_fsdp.dbuffer.memory import SlabPool, hand_back, mapped_empty, on_lane, pool_for
 from vescale_fsdp.dbuffer.message import Flags, GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
 from vescale_fsdp.dbuffer.pending import PendingReduce
@@ -43,7 +49,9 @@ __all__ = [
     "KeptCodes",
     "Outbox",
     "Packing",
+    "ParameterBuffer",
     "PendingReduce",
+    "Residuals",
     "SharedReduce",
     "SlabPool",
     "ThenCopy",
@@ -54,6 +62,7 @@ __all__ = [
     "is_offered",
     "let_ranks_go_first",
     "mapped_empty",
+    "on_lane",
     "plain_tensors",
     "pool_for",
     "shard_view",

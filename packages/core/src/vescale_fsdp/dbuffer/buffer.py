@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
@@ -177,6 +178,26 @@ class DBuffer:
         """This rank's flat part of each tensor, as views of the resting shard."""
         indices = range(len(self.layout.offsets))
         return [shard_view(self.layout, self.rank, self.shard, index) for index in indices]
+
+
+class ParameterBuffer(Protocol):
+    """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Where each tensor lies."""
+
+    @property
+    def rank(self) -> int:
+        """Of the caller along the axis that shards."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """Has the device and dtype in which parameters and gradients rest."""
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Of the gathered parameters, and so of the gradients that autograd makes."""
 
 
 def shard_view(layout: ShardLayout, rank: int, shard: torch.Tensor, index: int) -> torch.Tensor:

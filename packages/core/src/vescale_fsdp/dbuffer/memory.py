@@ -32,15 +32,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from vescale_fsdp import devices
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CAN_MAP = hasattr(mmap, "MADV_HUGEPAGE")  # Linux
 _HUGE_PAGE = 2 << 20
@@ -284,6 +289,21 @@ class SlabPool:
         self._num_trims += 1
         if self.device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
             _trim_heap()
+
+
+def on_lane(method: Callable[P, R]) -> Callable[P, R]:
+    """Have a method of an object with a ``pool`` queue its work on the stream that owns memory."""
+
+    @functools.wraps(method)
+    def queued(*args: P.args, **kwargs: P.kwargs) -> R:
+        owner: Any = args[0]
+        lane = owner.pool.lane
+        if lane.is_current:
+            return method(*args, **kwargs)
+        with lane.entered():
+            return method(*args, **kwargs)
+
+    return queued
 
 
 def _trim_heap() -> None:
