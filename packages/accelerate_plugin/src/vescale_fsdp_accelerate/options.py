@@ -56,15 +56,14 @@ def _option(default: Any, help: str, accepted: str, **more: Any) -> Any:
 
 @dataclass(kw_only=True)
 class Options:
-    """What veScale-FSDP has beyond the options of Accelerate's FSDP2.
+    """The options that veScale-FSDP has in addition to those of Accelerate's FSDP2.
 
     Attributes:
-        granularity: what must not be cut: ``rows:32``, ``elements:256``, ``tile:32x32``, ``whole``.
-            None: what the optimizer needs.
+        granularity: the blocks that must not be split: ``rows:32``, ``elements:256``,
+            ``tile:32x32``, ``whole``. None: those that the optimizer needs.
         sharding: which of parameters, gradients and optimizer states are sharded; a row of
             `vescale_fsdp.engine.zero_table`. None: ``zero3``, and ``hsdp`` with replicas.
-        accumulate: how gradients are kept while they accumulate, as of
-            ``vescale_fsdp.fully_shard``.
+        accumulate: how gradients accumulate, as in ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
         reduce_dtype: dtype in which gradients are summed under mixed precision.
         unused: as of ``vescale_fsdp.fully_shard``.
@@ -77,12 +76,11 @@ class Options:
             ``vescale_fsdp.QuantizedGather``. By import also one of these itself.
         reduce_codec: send gradients in 8 bits: ``int8``, or the arguments of
             ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
-        sealed: checkpoints are sealed ones, with a CRC32 of each byte, whatever the state dict
-            type is.
+        sealed: checkpoints are sealed, with a CRC32 of each byte, with every state dict type.
         gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
-        ValueError: a value that is none of the accepted ones, which the message has.
+        ValueError: a value is not accepted; the message lists the accepted ones.
     """
 
     granularity: str | None = _option(

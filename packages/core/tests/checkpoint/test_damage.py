@@ -81,12 +81,12 @@ def swap(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Damage, type[VeScaleError], str]] = {
     "flip": (flip_in_tensor, CheckpointCorruptError, r"\.bin is damaged in tensor 'model.layers.2"),
-    "truncated": (truncate, CheckpointCorruptError, r"rank-00001.bin, with .* in it, has \d+ byte"),
-    "longer": (lengthen, CheckpointCorruptError, r"rank-00001.bin, with .* in it, has \d+ bytes"),
+    "truncated": (truncate, CheckpointCorruptError, r"rank-00001.bin \(for .*\) has \d+ byte"),
+    "longer": (lengthen, CheckpointCorruptError, r"rank-00001.bin \(for .*\) has \d+ bytes"),
     "missing": (
         lambda path: (path / "rank-00001.bin").unlink(),
         CheckpointIncompleteError,
-        r"rank-00001.bin is missing, with tensor '",
+        r"rank-00001.bin is missing; it is needed for tensor '",
     ),
     "mixed": (mix, CheckpointCorruptError, r"rank-00001.bin is damaged in"),
     "swapped": (swap, CheckpointCorruptError, r"rank-0000\d.bin"),

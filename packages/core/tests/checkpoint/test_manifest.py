@@ -104,7 +104,7 @@ HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
     "box outside": (lambda b: chunk(b).update(offsets=[4, 0]), "exceeds"),
     "box twice": (lambda b: chunk(b, 1).update(offsets=[1, 0]), "overlap"),
     "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
-    "dimensions": (lambda b: chunk(b).update(sizes=[6]), "has not the 2 dimensions"),
+    "dimensions": (lambda b: chunk(b).update(sizes=[6]), "does not have the tensor's 2 dimensions"),
     "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "length <= 64"),
     "shape without boxes": (
         lambda b: tensor(b).update(shape=[0, True], chunks=[]),
@@ -217,7 +217,7 @@ def test_a_sparse_manifest_of_a_tebibyte_is_refused_before_it_is_read(
 ) -> None:
     text = text_of(body_of(small_manifest()), body_bytes=1 << 40)
     starts = {
-        "nothing": (b"", 1 << 40, "no seal in line 1"),
+        "nothing": (b"", 1 << 40, "line 1 has no seal"),
         "a manifest": (small_manifest().render(), 1 << 40, "has 1099511627776 bytes, expected"),
         "its seal": (text, text.index(b'"body": ') + (1 << 40), "536870912 at most"),
     }

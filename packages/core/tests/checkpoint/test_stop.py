@@ -221,7 +221,7 @@ def rank_0_waits_for_one_that_never_comes() -> float:
     with checkpoint.StopOnSignal(timeout_s=0.5) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         begin = time.monotonic()
-        with pytest.raises(RankMismatchError, match=r"rank 1 did not say .* within 0 s"):
+        with pytest.raises(RankMismatchError, match=r"rank 1 did not report .* within 0 s"):
             stop.requested()
         took = time.monotonic() - begin
     dist.barrier()

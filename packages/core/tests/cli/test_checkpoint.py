@@ -132,7 +132,7 @@ def test_what_is_no_checkpoint_is_one_line_and_code_2(
         (tmp_path / "absent", r"there is nothing at .*absent"),
         (tmp_path / "file", r"file is not a directory"),
         (tmp_path, r"is not a checkpoint, and contains none; weights is safetensors"),
-        (tmp_path / "a", r"none in it; stock is a directory of torch.distributed.checkpoint"),
+        (tmp_path / "a", r"contains none; stock is a directory of torch.distributed.checkpoint"),
         (stock, rf"stock is a directory of torch.distributed.checkpoint, which .* {to_vescale}"),
         (weights, rf"weights is safetensors, which has no checksums .* {to_vescale}"),
     ):

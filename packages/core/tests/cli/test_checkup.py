@@ -299,8 +299,8 @@ VARIABLES: dict[str, tuple[dict[str, str], str, str]] = {
         "better",
         "VESCALE_FSDP_CHECK_ORDER=1 compares every collective of every step",
     ),
-    "threads": ({"OMP_NUM_THREADS": "many"}, "better", "OMP_NUM_THREADS=many is no number"),
-    "no threads": ({"OMP_NUM_THREADS": "0"}, "better", "OMP_NUM_THREADS=0 is no number"),
+    "threads": ({"OMP_NUM_THREADS": "many"}, "better", "OMP_NUM_THREADS=many is not a number"),
+    "no threads": ({"OMP_NUM_THREADS": "0"}, "better", "OMP_NUM_THREADS=0 is not a number"),
     "unset threads": ({"OMP_NUM_THREADS": ""}, "better", "OMP_NUM_THREADS is not set"),
     "too many": ({"OMP_NUM_THREADS": "16"}, "better", "OMP_NUM_THREADS=16 is more than the 8 CPUs"),
     "part": (
@@ -324,7 +324,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str, str]] = {
         "better",
         "TORCH_DISTRIBUTED_DEBUG=detail compares every collective",
     ),
-    "nccl": ({"NCCL_P2P_DISABLE": "1"}, "better", "NCCL_P2P_DISABLE=1 keeps GPUs from talking"),
+    "nccl": ({"NCCL_P2P_DISABLE": "1"}, "better", "NCCL_P2P_DISABLE=1 disables direct"),
 }
 
 

@@ -220,7 +220,7 @@ def test_advice_is_true(specs, num_shards, alignment, order):
     assert ratio(finer) == pytest.approx(advice.granularity_padding_ratio)
     assert tuple(finer) == advice.forced_by
     least = max(advice.granularity_padding_ratio, advice.num_shards_padding_ratio or 0)
-    assert ("As little as the group allows" in str(advice)) == (least > 0.05)
+    assert ("The least padding that the group allows" in str(advice)) == (least > 0.05)
     below = any(finer[spec.name] < spec.shape[-1] for spec in specs if spec.name in finer)
     assert advice.is_below_row == below
 

@@ -144,7 +144,7 @@ class StockDirectory:
                 self.files[file] = size_of(self.folder / file, repr(key))
             except OSError as error:
                 raise CheckpointIncompleteError(
-                    f"{self.folder / file} is missing; it contains {key!r}"
+                    f"{self.folder / file} is missing; it is needed for {key!r}"
                 ) from error
         if offset + length > self.files[file]:
             raise CheckpointCorruptError(

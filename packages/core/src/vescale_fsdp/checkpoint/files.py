@@ -318,7 +318,7 @@ class DataReader:
             stream = open_regular(path, label)
         except FileNotFoundError as error:
             raise CheckpointIncompleteError(
-                f"{path} is missing; it contains {label}{self._advice}"
+                f"{path} is missing; it is needed for {label}{self._advice}"
             ) from error
         except OSError as error:
             raise CheckpointIncompleteError(

@@ -110,7 +110,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known of a checkpoint without its data. Sizes are in bytes."""
+    """The description of a checkpoint, without its data. Sizes are in bytes."""
 
     seal: Seal
     world_size: int
@@ -121,11 +121,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the data files together."""
+        """Bytes of all data files together."""
         return sum(self.files.values())
 
     def spans(self) -> Iterator[tuple[Span, str]]:
-        """All spans, with words for what they hold."""
+        """All spans, each with a description of its contents."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 where = f" at {list(chunk.offsets)}" if len(tensor.chunks) > 1 else ""
@@ -196,7 +196,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, where: str) -> Manifest:
-        """The manifest in a file's bytes, all of it checked.
+        """Parse and check the manifest in a file's bytes.
 
         Raises:
             CheckpointCorruptError: naming the file (``where``) and what is wrong.
@@ -207,7 +207,8 @@ class Manifest:
     def read(stream: BinaryIO, num_bytes: int, where: str) -> Manifest:
         """The manifest in an open file of ``num_bytes``. Raises as `parse` does.
 
-        A file that is too long, or not as long as its seal says, is refused before it is read.
+        A file that is too long, or has another length than its seal says, is refused before it is
+        read.
         """
         start = stream.read(SEAL_BYTES)
         seal, begin = Manifest.parse_seal(start, where)

@@ -142,7 +142,7 @@ def plan(
     html: _Html = None,
     svg: _Svg = None,
 ) -> None:
-    """Show how a model would be sharded, and what that costs on each rank.
+    """Show how a model would be sharded, and the costs on each rank.
 
     No weights are made or read, nothing is downloaded, no process group is started.
 
