@@ -4,15 +4,16 @@
 `predict` says it before anybody has run, `record` is what ranks tell each other to correct it,
 `names` fills in what nobody ran. `residency` is why a unit is unsharded, `window` how much is
 unsharded ahead, `reductions` when gradients are reduced. `walking` is what a rank does to follow a
-program, and `passes` the events that begin and end one (docs/design/engine.md).
+program, `passes` the events that begin and end one, and an `executor` carries out what they decide
+(docs/design/engine.md).
 """
 
+from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
-from vescale_fsdp.program.walking import Executor
 from vescale_fsdp.program.window import policy_of
 
 __all__ = [

@@ -1,17 +1,16 @@
-"""Walking: what one rank does to follow a program, and what it makes of one that does not hold.
+"""Walking: how one rank follows a program, and what it does if the program does not hold.
 
-Both forwards and backwards are walks; `passes` says when each begins and ends. An `Executor`
-carries out what is decided: processes and torch, or an account of bytes, or of seconds.
+Both forwards and backwards are walks; `passes` says when each begins and ends.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names, fill
 from vescale_fsdp.program.order import Program, Walk
 from vescale_fsdp.program.predict import (
@@ -30,74 +29,9 @@ from vescale_fsdp.program.record import (
     merged,
     program_of,
 )
-from vescale_fsdp.program.reductions import Reduction, Reductions
+from vescale_fsdp.program.reductions import Reductions
 from vescale_fsdp.program.residency import Lease, Residency
 from vescale_fsdp.program.window import Policy, Window
-
-
-class Executor(ABC):
-    """What `passes.Passes` needs beside units (`Residency`) and groups (`Reduction`)."""
-
-    # Agreement
-
-    @abstractmethod
-    def settle(self, mine: Record, timeout_s: float | None) -> Record:
-        """What all ranks say together (`record.merge`). One round; raises if something is wrong."""
-
-    def is_elsewhere(self, step: str) -> bool:
-        """Whether another rank has come to the next round in another pass than ``step``."""
-        return False
-
-    @abstractmethod
-    def compare(self, entries: Sequence[str], unit: Residency | None) -> None:
-        """Raise unless all ranks that share ``unit`` (None: any) say the same. One round."""
-
-    @abstractmethod
-    def stall(self) -> None:
-        """Tell the other ranks, without waiting, that reductions are behind on this one."""
-
-    # Events
-
-    def begin_pass(self, first: Residency) -> None:
-        """The outermost forward begins."""
-        return
-
-    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
-        """A forward or backward follows ``program``."""
-        return
-
-    def end_walk(self) -> None:
-        """It has come to its end."""
-        return
-
-    def gathered_for(self, unit: Residency) -> None:
-        """The outermost forward has its parameters."""
-        return
-
-    def end_pass(self) -> None:
-        """A forward has ended that no backward follows."""
-        return
-
-    def enter(self, where: str) -> None:
-        """Where this rank is from now on, for errors."""
-        return
-
-    @abstractmethod
-    def due(self) -> Sequence[Reduction]:
-        """What the backward that begins reduces, those that are defined last first."""
-
-    @abstractmethod
-    def start_reductions(self, batch: Sequence[Reduction]) -> None:
-        """Issue the reductions of these groups of one unit, together on streams."""
-
-    def all_issued(self) -> None:
-        """All reductions of a backward have been issued."""
-        return
-
-    def end_backward(self) -> None:
-        """They have ended, and so has the backward."""
-        return
-
 
 _MAX_REPEATS = 64  # that are predicted at a time of what repeats without gradients
 

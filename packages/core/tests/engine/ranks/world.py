@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from greenlet import getcurrent, greenlet
 
+from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import TRANSITIONS, Lease, Residency, State
-from vescale_fsdp.program.walking import Executor
 
 
 class Circle(AssertionError):
