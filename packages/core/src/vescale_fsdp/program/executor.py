@@ -1,4 +1,4 @@
-"""Executor: what carries out a pass. Torch and processes, an account of bytes, or one of seconds."""
+"""Executor: what carries out a pass: torch and processes, or an account of bytes or seconds."""
 
 from __future__ import annotations
 

@@ -22,13 +22,7 @@ from vescale_fsdp.program.predict import (
     insert_by,
     reduce_not_before,
 )
-from vescale_fsdp.program.record import (
-    CrossedError,
-    Precedence,
-    Record,
-    merged,
-    program_of,
-)
+from vescale_fsdp.program.record import CrossedError, Precedence, Record, merged, program_of
 from vescale_fsdp.program.reductions import Reductions
 from vescale_fsdp.program.residency import Lease, Residency
 from vescale_fsdp.program.window import Policy, Window
