@@ -105,6 +105,10 @@ HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
     "box twice": (lambda b: chunk(b, 1).update(offsets=[1, 0]), "overlap"),
     "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
     "dimensions": (lambda b: chunk(b).update(sizes=[6]), "does not have the tensor's 2 dimensions"),
+    "dimensions of the only box": (
+        lambda b: b["tensors"]["model.s"]["chunks"][0].update(offsets=[0]),
+        "does not have the tensor's 0 dimensions",
+    ),
     "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "length <= 64"),
     "shape without boxes": (
         lambda b: tensor(b).update(shape=[0, True], chunks=[]),

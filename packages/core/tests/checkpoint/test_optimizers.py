@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from vescale_fsdp import CheckpointIncompleteError, CheckpointMismatchError, checkpoint
 from vescale_fsdp.optim import flatten_
@@ -154,3 +154,33 @@ def test_states_of_parameters_that_no_optimizer_has_are_not_dropped_in_silence(
     tmp_path: Path,
 ) -> None:
     run_ranks(load_into_fewer_groups, 2, tmp_path)
+
+
+def test_an_optimizer_that_makes_states_from_losses_only_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 2)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    fresh = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(CheckpointMismatchError, match="take a step with it before the load"):
+        checkpoint.load(tmp_path / "a", model, fresh)
+    checkpoint.load(tmp_path / "a", model, optimizer)
+
+
+def test_a_tensor_of_the_options_comes_back_on_its_device(tmp_path: Path) -> None:
+    """As CUDA's graphs want a learning rate; the meta device stands for CUDA."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(0.25)
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"

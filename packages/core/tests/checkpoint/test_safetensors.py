@@ -392,3 +392,17 @@ def save_after_save(root: Path) -> None:
 
 def test_an_export_waits_for_a_save_in_the_background(tmp_path: Path) -> None:
     run_ranks(save_after_save, 2, tmp_path)
+
+
+def test_what_readers_would_refuse_is_not_written(tmp_path: Path) -> None:
+    metadata: Any = {"step": 5}
+    with pytest.raises(CheckpointValueError, match="pass 'step': '5'"):
+        checkpoint.save_safetensors(tmp_path / "numbers", make(0), metadata=metadata)
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.ones(2))
+    with pytest.raises(CheckpointValueError, match="'__metadata__', which safetensors has for"):
+        checkpoint.save_safetensors(tmp_path / "name", model)
+    checkpoint.save(tmp_path / "sealed", model)
+    with pytest.raises(CheckpointValueError, match="'__metadata__', which safetensors has for"):
+        checkpoint.convert(tmp_path / "sealed", tmp_path / "name", to="safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["sealed"]

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import CheckpointIncompleteError, Granularity, checkpoint, fully_shard
+from vescale_fsdp import (
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+    Granularity,
+    checkpoint,
+    fully_shard,
+)
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State, everything, make, train
@@ -131,3 +138,73 @@ def several_optimizers(root: Path) -> bool:
 
 def test_several_optimizers_by_name(tmp_path: Path) -> None:
     assert all(run_ranks(several_optimizers, 2, tmp_path))
+
+
+class Held:
+    """A state with tensors."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_two_things_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    numbers: Any = {name: torch.optim.SGD(model.parameters(), lr=1.0) for name in (0, "0")}
+    with pytest.raises(CheckpointValueError, match=r"'optimizer\.0' is there twice"):
+        checkpoint.save(tmp_path / "a", model, numbers)
+    held = {"a": Held({"b": {"t": torch.ones(2)}}), "a.b": Held({"t": torch.zeros(2)})}
+    with pytest.raises(
+        CheckpointValueError, match=r"two tensors would be called 'stateful\.a\.b\.t'"
+    ):
+        checkpoint.save(tmp_path / "a", model, stateful=held)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Scaled(nn.Module):
+    """A state that has its form after the first step, as the scales of Transformer Engine."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "before", [None, torch.empty(0, dtype=torch.uint8), torch.zeros(5), {"scale": 1.0}]
+)
+def test_extra_states_of_another_form_are_loaded_as_they_were(
+    tmp_path: Path, before: Any, dtype: torch.dtype
+) -> None:
+    saved = Scaled(torch.arange(5, dtype=dtype))
+    for name, other in (("tensor", saved), ("none", Scaled(None))):
+        checkpoint.save(tmp_path / name, other)
+        checkpoint.export_dcp(tmp_path / f"{name}-dcp", other)
+    for suffix, load in (("", checkpoint.load), ("-dcp", checkpoint.import_dcp)):
+        model = Scaled(before)
+        load(tmp_path / f"tensor{suffix}", model)
+        torch.testing.assert_close(model.extra, saved.extra, rtol=0, atol=0)
+        load(tmp_path / f"none{suffix}", model)
+        assert model.extra is None
+
+
+def test_a_buffer_that_shares_elements_is_said_before_the_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(4).expand(3, 4))
+    checkpoint.save(tmp_path / "a", model)
+    with pytest.raises(CheckpointMismatchError, match=r"'model\.mask' is expanded here"):
+        checkpoint.load(tmp_path / "a", model)
+    model.mask = model.mask.clone()
+    checkpoint.load(tmp_path / "a", model)

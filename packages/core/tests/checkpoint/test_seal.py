@@ -89,6 +89,22 @@ def test_keep_last_deletes_nothing_that_somebody_put_into_a_checkpoint(tmp_path:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
 
 
+def test_keep_last_leaves_links_alone_and_counts_them_for_nothing(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    save_plain(tmp_path / "kept" / "gold", 0)
+    runs.mkdir()
+    (runs / "best").symlink_to(tmp_path / "kept" / "gold")
+    last = runs / "last"
+    for step in (1, 2, 3, 4):
+        save_plain(runs / f"step-{step}", step, keep_last=2)
+        last.unlink(missing_ok=True)
+        last.symlink_to(f"step-{step}")
+    assert names(runs) == ["best", "last", "step-3", "step-4"]
+    assert checkpoint.verify(runs / "best").seal.step == 0
+    assert checkpoint.verify(last).seal.step == 4
+    assert checkpoint.verify(runs / "step-3").seal.step == 3
+
+
 # Stages
 
 
@@ -148,6 +164,13 @@ def test_two_jobs_with_one_target_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="never overwritten"):
         save_plain(target)
     checkpoint.verify(target)
+
+
+@pytest.mark.parametrize("name", [f"best.tmp-{'0' * 32}", f".best.new-{'0' * 32}"])
+def test_names_that_the_next_save_would_delete_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointWriteError, match="which the next save would delete"):
+        save_plain(tmp_path / name)
+    assert names(tmp_path) == []
 
 
 def test_a_file_in_the_way_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -359,3 +359,30 @@ def test_items_that_could_run_code_are_refused_where_they_are_needed(tmp_path: P
     with pytest.raises(CheckpointCorruptError, match=r"param_groups\.0\.odd'.* could run code"):
         checkpoint.import_dcp(tmp_path / "evil", model, optimizer)
     assert not made.exists()
+
+
+def test_an_export_keeps_all_of_extra_or_says_what_it_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    clashes: list[tuple[str, dict[str, Any]]] = [
+        ("model", {"model": {"name": "x"}}),
+        ("app.model", {"app": 1}),
+        ("app.model", {"app": {"model": {}}}),
+        ("", {"weight": 1}),
+    ]
+    for key, clash in clashes:
+        with pytest.raises(CheckpointValueError, match=f"where keys .* go .'{key}'"):
+            checkpoint.export_dcp(tmp_path / "a", model, extra=clash, model_key=key)
+    assert list(tmp_path.iterdir()) == []
+    app = {"name": "x"}
+    extra = {"step": 1, "empty": {}, "deep": {"empty": {}}, "list": [], "app": app}
+    ema = {"ema": torch.ones(2)}
+    checkpoint.export_dcp(tmp_path / "a", model, extra={**extra, **ema}, model_key="app.model")
+    assert app == {"name": "x"}
+    assert checkpoint.import_dcp(tmp_path / "a", model) == extra
+    assert "left out 1 tensors" in caplog.text
+    assert "ema" in caplog.text
+    caplog.clear()
+    assert checkpoint.import_dcp(tmp_path / "a", model, weights="none") == extra
+    assert "model.weight" not in caplog.text

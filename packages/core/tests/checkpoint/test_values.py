@@ -103,6 +103,7 @@ LOOP.append(LOOP)
         ({"d": deque(maxlen=2)}, r"extra\['d'\] is a collections.deque"),
         ({"m": torch.nn.Linear(1, 1)}, r"extra\['m'\] is a torch.nn.modules.linear.Linear"),
         ({object(): 1}, r"extra\['key'\] is a builtins.object"),
+        ({"\ud800": torch.ones(1)}, "a key that is not valid Unicode"),
         (LOOP, "nested more than 100 deep, or contains itself"),
     ],
 )

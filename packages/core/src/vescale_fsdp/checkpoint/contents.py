@@ -70,24 +70,35 @@ class Contents:
     texts: dict[str, str] = field(default_factory=dict)  # of model and optimizers
     own: dict[str, OwnItem] = field(default_factory=dict)
     step: int | None = None
+    _names: set[str] = field(default_factory=set)  # of all tensors
 
     def add(self, name: str, value: Any) -> None:
         """Add an item of which the ranks have parts."""
         encoded, found = values.encode(value, name)
-        self._check(found)
+        self._check(name, found)
         self.planned |= found
         self.texts[name] = to_json(encoded)
 
     def add_own(self, name: str, value: Any) -> None:
         """Add an item that each rank has for itself. Sharded tensors in it are the ranks' own."""
         encoded, found = values.encode(value, name)
-        self._check(found)
+        self._check(name, found)
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
         self.planned |= {key: each for key, each in found.items() if key not in plain}
         self.own[name] = OwnItem(to_json(encoded), plain)
 
-    def _check(self, found: dict[str, torch.Tensor]) -> None:
+    def _check(self, item: str, found: dict[str, torch.Tensor]) -> None:
+        if item in self.texts or item in self.own:
+            raise CheckpointValueError(
+                f"{item!r} is there twice: names are kept as texts. Give each another name"
+            )
         for name, tensor in found.items():
+            if name in self._names:
+                raise CheckpointValueError(
+                    f"two tensors would be called {name!r}, one of them in {item!r}: give one of "
+                    "the optimizers or stateful objects another name"
+                )
+            self._names.add(name)
             if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
                 tensors.check(tensor, name)
 

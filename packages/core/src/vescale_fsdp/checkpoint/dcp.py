@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -208,9 +208,26 @@ def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _nest(state: dict[str, Any], key: str, value: dict[str, Any]) -> None:
     """Put a value under a key whose dots nest; with "" beside the others."""
-    for part in key.split(".") if key else ():
-        state = state.setdefault(part, {})
-    state |= value
+    *parts, last = key.split(".")
+    for part in parts:
+        inner = state.get(part, {})
+        if not isinstance(inner, dict):
+            raise _taken(part, key)
+        state[part] = dict(inner)  # not the user's own
+        state = state[part]
+    twice = [last] if last in state else []
+    if not key:
+        twice = sorted(map(str, state.keys() & value.keys()))
+    if twice:
+        raise _taken(twice[0], key)
+    state |= {last: dict(value)} if key else value
+
+
+def _taken(name: str, key: str) -> CheckpointValueError:
+    return CheckpointValueError(
+        f"extra has {name!r}, where keys of the model or the optimizers go ({key!r}): give it "
+        "another name, or pass model_key= or optimizer_key="
+    )
 
 
 def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
@@ -219,6 +236,9 @@ def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[s
         flat, paths = compat.flattened(state)
     except ValueError as error:
         raise CheckpointValueError(f"the state cannot be flattened: {error}") from error
+    for path in _empty_dicts(state):  # which have no leaves
+        key = ".".join(path)
+        flat[key], paths[key] = {}, path
     for key, each in flat.items():
         _, inner = values.encode(each, key)
         if inner and not isinstance(each, torch.Tensor):
@@ -226,6 +246,15 @@ def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[s
                 f"{key!r} has tensors within a {type(each).__name__}; put them into a list or dict"
             )
     return flat, paths
+
+
+def _empty_dicts(state: dict[Any, Any], *path: str) -> Iterator[tuple[str, ...]]:
+    for key, each in state.items():
+        if type(each) is dict:
+            if each:
+                yield from _empty_dicts(each, *path, str(key))
+            else:
+                yield *path, str(key)
 
 
 Texts = dict[str, list[tuple[tuple[int, ...], Any]]]
@@ -312,9 +341,12 @@ def import_dcp(
 def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str]) -> dict[str, Any]:
     """The values of some keys that are plain data, nested as they were. Others are logged."""
     found: dict[str, Any] = {}
+    left = [key for key in keys if key in directory.tensors]
+    if left:
+        shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
+        _log.warning("left out %d tensors of %s: %s", len(left), directory.folder, shown)
     for key in keys:
         if key in directory.tensors:
-            _log.info("skipped the tensor %r of %s", key, directory.folder)
             continue
         try:
             text = directory.value(reader, key)

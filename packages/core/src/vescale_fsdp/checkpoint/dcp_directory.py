@@ -295,6 +295,8 @@ class StockNames:
             is_extra = str(rest[0]).endswith("_extra_state")
             path = rest if is_extra else (".".join(map(str, rest)),)
             put(self.texts["model"], path, self._leaf(key, "model", rest))
+        if not with_model:
+            model = self._found(_MODELS if model_key is None else (model_key,), "", taken)
         for name in self._optimizers(found) if optimizers is None else optimizers:
             tree = self._tree(name, found)
             if tree["param_groups"]:

@@ -433,7 +433,8 @@ def _tensor(what: str, entry: _Tensor, files: dict[str, int]) -> TensorEntry:
                 f"{math.prod(each.sizes) * itemsize}"
             )
         chunks.append(Chunk(each.offsets, each.sizes, _span(what, each, files)))
-    if len(chunks) != 1 or chunks[0].sizes != entry.shape or any(chunks[0].offsets):
+    at_zero = (0,) * len(entry.shape)
+    if len(chunks) != 1 or (chunks[0].offsets, chunks[0].sizes) != (at_zero, entry.shape):
         fault = boxes_fault(entry.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
         if fault:
             raise ValueError(f"{what} of shape {list(entry.shape)} is not whole: {fault}")

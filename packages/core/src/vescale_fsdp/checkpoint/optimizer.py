@@ -113,6 +113,9 @@ class NamedOptimizer:
         for index, group in enumerate(own["param_groups"]):
             params = [names[key] for key in group["params"]]
             options = self._options(index, params, groups, strict)
+            for key, value in options.items():  # a learning rate for CUDA's graphs
+                if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                    options = {**options, key: value.to(group[key].device)}
             merged.append({**group, **options})
         self.optimizer.load_state_dict({"state": loaded, "param_groups": merged})
         for fqn, each in state.items():  # torch casts states to the dtype of their parameter
@@ -174,7 +177,13 @@ def _step_of_zeros(optimizer: Optimizer, wanted: dict[int, str]) -> dict[str, St
             if "lr" in group:
                 lr = group["lr"]
                 group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
-        type(optimizer).step(optimizer)  # not through what a scheduler put in its place
+        try:
+            type(optimizer).step(optimizer)  # not through what a scheduler put in its place
+        except TypeError as error:
+            raise CheckpointMismatchError(
+                f"{type(optimizer).__name__} lacks states that were saved, and cannot make them "
+                f"without a loss ({error}): take a step with it before the load"
+            ) from error
         return {fqn: optimizer.state.get(each, {}) for fqn, each in stand_ins.items()}
     finally:
         for each in stand_ins.values():

@@ -73,8 +73,8 @@ def save_safetensors(
 
     Raises:
         CheckpointExistsError: there are weights in the directory. Nothing is ever overwritten.
-        CheckpointValueError: the model has a state that is not a tensor, or of a dtype that the
-            format does not support; names it.
+        CheckpointValueError: the model has a state that is not a tensor, or of a dtype or name that
+            the format does not support; or metadata are not texts. It names them.
         CheckpointMismatchError: ranks hold different models.
         RankMismatchError: ranks have different arguments.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
@@ -95,6 +95,7 @@ def save_safetensors(
 
     def collect() -> Contents:
         check_last()
+        _check_texts(metadata or {})
         contents = _contents(model, ties)
         names.extend(contents.planned)
         return contents
@@ -143,6 +144,16 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
         tensors.check(value, name)
         contents.planned[name] = value
     return contents
+
+
+def _check_texts(metadata: Mapping[str, str]) -> None:
+    """Raise unless readers of the format will take the metadata."""
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise CheckpointValueError(
+                f"metadata has {key!r}: {value!r}, and safetensors keeps texts only: pass "
+                f"{str(key)!r}: {str(value)!r}"
+            )
 
 
 def _dtype_in_file(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -52,6 +52,7 @@ from vescale_fsdp.errors import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_METADATA = "__metadata__"
 _LONGEST_INDEX = 100_000_000  # bytes; the package's limit of a header
 _PIECE = 1 << 25  # bytes that are converted and moved to the host at once
 _DTYPES: dict[str, torch.dtype] = {
@@ -124,6 +125,10 @@ def lay_out(
                 f"{name!r} has the dtype {dtype}, which safetensors does not support: convert it "
                 "first"
             )
+        if name == _METADATA:
+            raise CheckpointValueError(
+                f"a tensor has the name {name!r}, which safetensors has for texts: rename it"
+            )
         num_bytes = math.prod(shape) * dtype.itemsize
         if parts[-1] and filled + num_bytes > max_file_bytes:
             parts.append({})
@@ -140,7 +145,7 @@ def lay_out(
 def _file(
     name: str, held: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> File:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     starts: dict[str, int] = {}
     end = 0
     for key in sorted(held, key=lambda key: -held[key][0].itemsize):

@@ -140,9 +140,9 @@ def save(
         CheckpointIncompleteError: another rank has died.
     """
     global _last
-    check_last = finish_saves()
     if keep_last is not None and keep_last < FEWEST:
         raise ValueError(f"keep_last is {keep_last}; at least {FEWEST} checkpoints are kept")
+    check_last = finish_saves()
     target = Path(path)
     writing = Writing(target, f"the save of {target}")
 

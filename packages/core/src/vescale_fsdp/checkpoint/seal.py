@@ -73,6 +73,11 @@ class Stage:
         self.id = secrets.token_hex(16)
         self.target = target
         self.path = target.with_name(f"{target.name}.tmp-{self.id}")
+        if is_stage(target) or _UNLOCKED.fullmatch(target.name):
+            raise CheckpointWriteError(
+                f"{target} has a name as of a save that is under way, which the next save would "
+                "delete: save to another path"
+            )
         if os.path.lexists(target) and not (into and target.is_dir()):
             raise CheckpointExistsError(
                 f"{target} exists already, and a checkpoint is never overwritten; save to another "

@@ -126,10 +126,11 @@ def next_sequence(root: Path) -> int:
 def prune(root: Path, keep: int) -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
-    Only what has our seal counts and goes. A name is taken away first, so that a checkpoint is
-    there or not, never in part.
+    Only what has our seal counts and goes, and lies here: a link counts for none, and stays, with
+    what it leads to. A name is taken away first, so that a checkpoint is there or not, never in
+    part.
     """
-    found = sorted(sealed(root), key=_age)
+    found = sorted((each for each in sealed(root) if not each[0].is_symlink()), key=_age)
     for path, _ in found[: -max(keep, FEWEST)]:
         gone = path.with_name(f"{path.name}.tmp-{secrets.token_hex(16)}")
         try:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from vescale_fsdp import compat
 from vescale_fsdp.checkpoint import rng, tensors, values
 from vescale_fsdp.checkpoint.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
@@ -32,6 +33,7 @@ from vescale_fsdp.errors import (
     CheckpointMismatchError,
 )
 
+_EXTRA = "_extra_state"  # the last part of the name that torch gives to those of modules
 _log = logging.getLogger(__name__)
 
 
@@ -113,6 +115,12 @@ class Saved:
                 f"{name!r} has shape {list(shape)} in the checkpoint {self.place}, and "
                 f"{list(tensor.shape)} here; load it into the model it was saved from"
             )
+        local = compat.local_tensor(tensor)
+        if any(n > 1 and not step for n, step in zip(local.shape, local.stride(), strict=True)):
+            raise CheckpointMismatchError(
+                f"{name!r} is expanded here: its elements share memory, and cannot be filled. Make "
+                "it with .clone() after .expand()"
+            )
 
     def new_tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor to be filled: sharded as ``like`` is, or whole in the host's memory."""
@@ -161,10 +169,12 @@ class ModelTarget(Target):
         filled: set[str] = set()  # those of tied names are filled once
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
-            if not isinstance(value, torch.Tensor):
+            # What get_extra_state() gives may have another form before the first step.
+            is_extra = fqn.rpartition(".")[2] == _EXTRA and not isinstance(value, DTensor)
+            if not isinstance(value, torch.Tensor) or (is_extra and not tensors_only):
                 if fqn in merged:
                     self._before[fqn] = copy.deepcopy(value)
-                    self._extra(fqn, merged[fqn])
+                    self._extra(fqn, merged[fqn], value)
                 elif not tensors_only:
                     lacking.append(fqn)
                 continue
@@ -198,9 +208,11 @@ class ModelTarget(Target):
                 "model._init_weights(module). Or pass strict=False"
             )
 
-    def _extra(self, fqn: str, text: Any) -> None:
+    def _extra(self, fqn: str, text: Any, own: Any) -> None:
+        device = own.device if isinstance(own, torch.Tensor) else None
+
         def tensor_of(name: str) -> torch.Tensor:
-            return self.fresh.setdefault(name, self._saved.new_tensor(name))
+            return self.fresh.setdefault(name, self._saved.new_tensor(name).to(device))
 
         self._state[fqn] = values.decode(text, tensor_of, f"model.{fqn}")
 

@@ -60,6 +60,11 @@ def _encode(value: Any, path: tuple[Any, ...], tensors: Tensors) -> Json:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         tensor_name = _new_name(".".join(map(str, path)), tensors)
+        if any("\ud800" <= each <= "\udfff" for each in tensor_name):
+            raise CheckpointValueError(
+                f"{_title(path)} is a tensor under a key that is not valid Unicode, which names of "
+                "tensors must be: give it another key"
+            )
         tensors[tensor_name] = value
         return {"$tensor": tensor_name}
     if len(path) > _DEEPEST:
