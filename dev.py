@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,9 @@ PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels", *CLIENTS]
 NEWEST = "2.14.1"  # of torch; constraints.txt has the oldest that is supported
+# What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.
+NEWEST_PART = [f"packages/core/tests/{each}" for each in ("dbuffer", "engine/test_parity.py")]
+NEWEST_LIMIT_S = 300
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
@@ -41,7 +45,8 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
           build, check and test the wheels and sdists of the tag, into dist/; then publish them
-  test    all of: {", ".join(TESTED)}
+  test    all of: {", ".join(TESTED)};
+          and a part of core-newest, if its environment can be made in {NEWEST_LIMIT_S} s
   clean   remove the environments and caches
   {", ".join(TESTED)}
           one of them, for example: python3 dev.py core -k planner
@@ -59,7 +64,7 @@ def main() -> int:
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
     if command == "core-newest":
-        return core_newest(arguments)
+        return core_newest(arguments) or 0
     if command == "nightly":
         return nightly()
     if command == "gpu":
@@ -83,19 +88,42 @@ def gpu(arguments: list[str]) -> int:
     return 0
 
 
-def core_newest(arguments: list[str]) -> int:
-    """Run the core's tests on the newest torch. All other pins hold, but for what torch brings."""
+def core_newest(arguments: list[str], limit_s: float | None = None) -> int | None:
+    """Run the core's tests on the newest torch. All other pins hold, but for what torch brings.
+
+    Args:
+        limit_s: for the environment to be made; None for no limit.
+
+    Returns:
+        The exit code, or None if the environment was not made in that time.
+    """
     install_tox()
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     others = [pin for pin in pins if not pin.startswith(("torch==", "triton=="))]
     newest = DEV / "constraints-newest.txt"
     newest.write_text("\n".join([f"torch=={NEWEST}", *others, ""]))
+    if limit_s is not None and not can_make("core-newest", limit_s):
+        print(f"--- core-newest: torch {NEWEST} was not installed in {limit_s} s", flush=True)
+        return None
     return run_environment("core-newest", arguments)
+
+
+def can_make(name: str, limit_s: float) -> bool:
+    """Whether one of tox's environments is there, or can be made in so many seconds."""
+    make = [PYTHON, "-m", "tox", "run", "-q", "--notest", "-e", name]
+    with subprocess.Popen(
+        make, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(limit_s) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # pip, too
+            return False
 
 
 def nightly() -> int:
     """Run what takes too long for every change, also after a part has failed."""
-    codes = [run_environment("core", ["-m", "nightly"]), core_newest([])]
+    codes = [run_environment("core", ["-m", "nightly"]), core_newest([]) or 0]
     return max(*codes, *(run_environment(name, []) for name in ("fuzz", "faults")))
 
 
@@ -134,8 +162,13 @@ def test() -> int:
     """Run every environment, also after one failed, and end with one line of counts."""
     shutil.rmtree(REPORTS, ignore_errors=True)
     passed = failed = skipped = 0
-    for name in TESTED:
-        code = run_environment(name, [])
+    for name in [*TESTED, "core-newest"]:
+        if name == "core-newest":
+            code = core_newest(NEWEST_PART, NEWEST_LIMIT_S)
+        else:
+            code = run_environment(name, [])
+        if code is None:
+            continue
         tests, bad, left_out = read_report(REPORTS / f"{name}.xml")
         if code not in (0, NO_TESTS) and not bad:
             bad = 1  # lint, an installation or a crash: there is no count to read

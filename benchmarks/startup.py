@@ -7,7 +7,7 @@
 step and of the second, and how many rounds the first takes and operations of the store a rank.
 
 *Clients* are threads, each with a connection of its own to one TCPStore, that run the code of
-`engine.attempts` and `engine.rounds` as ranks do, with the payloads of a model of ``--layers``
+`engine.store` as ranks do, with the payloads of a model of ``--layers``
 layers: so a store has as many clients as in a large world. How many rounds such a model takes is
 counted on two processes, which are given the model itself.
 
@@ -52,11 +52,9 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import compat, fully_shard
-from vescale_fsdp.engine import attempts
-from vescale_fsdp.engine.agreement import Digests, Subject
-from vescale_fsdp.engine.fingerprint import fingerprint_of
-from vescale_fsdp.engine.merge_tree import FAN_IN
-from vescale_fsdp.engine.rounds import Rounds
+from vescale_fsdp.engine import store as stores
+from vescale_fsdp.engine.agreement import Digests, Subject, fingerprint_of
+from vescale_fsdp.engine.store import FAN_IN, Rounds
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records
@@ -103,7 +101,7 @@ class Steps:
 
 @contextmanager
 def _counting(rounds: Counter[str], operations: Counter[str]) -> Iterator[None]:
-    prefixed, exchange = attempts.PrefixStore, Rounds.exchange
+    prefixed, exchange = stores.PrefixStore, Rounds.exchange
     default = Counted(compat.default_store(), operations)
 
     def counted(self: Rounds, topic: str, *args: Any, **options: Any) -> str:
@@ -115,7 +113,7 @@ def _counting(rounds: Counter[str], operations: Counter[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(compat, "default_store", return_value=default),
-        mock.patch.object(attempts, "PrefixStore", within),
+        mock.patch.object(stores, "PrefixStore", within),
         mock.patch.object(Rounds, "exchange", counted),
     ):
         yield
@@ -240,7 +238,7 @@ def clients(
         start.wait()
         start.wait()
         ends = [time.monotonic()]
-        name = attempts.agree_on_name(Counted(store, counts), "name", rank, size, TIMEOUT_S)
+        name = stores.agree_on_name(Counted(store, counts), "name", rank, size, TIMEOUT_S)
         ends.append(time.monotonic())
         mine["name"] = ends, counts.total()
         counts.clear()

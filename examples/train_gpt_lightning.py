@@ -33,10 +33,10 @@ for advice in (  # for bigger machines, odd sizes of data, other folders
 class GPTModule(pl.LightningModule):
     """An ordinary LightningModule. Nothing here is about sharding, but for `predict_step`."""
 
-    def __init__(self, vocabulary_size: int, max_steps: int, learning_rate: float) -> None:
+    def __init__(self, vocabulary_size: int, args: argparse.Namespace) -> None:
         super().__init__()
-        self.gpt = GPT(vocabulary_size)
-        self.max_steps, self.learning_rate = max_steps, learning_rate
+        self.gpt = GPT(vocabulary_size, layers=args.layers, width=args.width)
+        self.max_steps, self.learning_rate = args.max_steps, args.learning_rate
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
@@ -111,14 +111,14 @@ def train(args: argparse.Namespace, module: type[GPTModule] = GPTModule) -> None
 
         callbacks.append(Metrics(args.metrics, tokens_per_batch=args.batch_size * 64))
 
-    model = module(len(vocabulary.tokens), args.max_steps, args.learning_rate)
+    model = module(len(vocabulary.tokens), args)
     trainer = make_trainer(args, EPOCHS - 1, callbacks)
     trainer.validate(model, val_loader)  # before: worse than a guess, ln 2048 = 7.6
     trainer.fit(model, train_loader, val_loader)
 
     # A new Trainer and new random weights: everything that matters comes from the checkpoint.
     trainer.print(f"resuming from {checkpoint.best_model_path}")
-    model = module(len(vocabulary.tokens), args.max_steps, args.learning_rate)
+    model = module(len(vocabulary.tokens), args)
     trainer = make_trainer(args, EPOCHS, callbacks)
     trainer.fit(model, train_loader, val_loader, ckpt_path=checkpoint.best_model_path)
 
@@ -137,6 +137,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--clip-norm", type=float, default=1.0, help="of the gradients; 0: off")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="checkpoints", help="folder for checkpoints")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SMALL = ["--layers", "2", "--width", "48"]
 
 
 def run_example(command: list[str], cwd: Path) -> str:
@@ -34,7 +35,7 @@ def run_example(command: list[str], cwd: Path) -> str:
 @pytest.mark.timeout(400)
 def test_lightning_example_trains_saves_resumes_and_generates(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train_gpt_lightning.py")
-    command = [sys.executable, script, "--max-steps", "6", "--metrics", "metrics.json"]
+    command = [sys.executable, script, "--max-steps", "6", *SMALL, "--metrics", "metrics.json"]
     output = run_example(command, tmp_path)
     assert "resuming from" in output
     assert "class Reader" in output
@@ -51,7 +52,7 @@ def torchrun(name: str, *options: str) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_plain_example_under_torchrun(tmp_path: Path) -> None:
-    output = run_example(torchrun("train_gpt.py", "--max-steps", "6"), tmp_path)
+    output = run_example(torchrun("train_gpt.py", "--max-steps", "6", *SMALL), tmp_path)
     assert "validation loss before" in output
     assert "saved checkpoints/train_gpt/step-6" in output
     assert "class Reader" in output
@@ -60,7 +61,7 @@ def test_plain_example_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    options = ["--layers", "2", "--width", "48", "--max-steps"]
+    options = [*SMALL, "--max-steps"]
     output = run_example(torchrun("train_gpt_muon.py", *options, "6"), tmp_path)
     assert "resumed" not in output
     assert "saved checkpoints/train_gpt_muon/step-6" in output
@@ -72,7 +73,7 @@ def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: 
 
 @pytest.mark.timeout(400)
 def test_muon_example_with_lightning(tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "train_gpt_muon.py"), "--lightning", "--max-steps", "6"]
+    script = [str(EXAMPLES / "train_gpt_muon.py"), "--lightning", "--max-steps", "6", *SMALL]
     command = [sys.executable, *script, "--no-generate", "--metrics", "metrics.json"]
     assert "resuming from" in run_example(command, tmp_path)
     processes = json.loads((tmp_path / "metrics.json").read_text())

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.policy import Policy
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
+from vescale_fsdp.program.window import Policy
 
 __all__ = ["Link", "Span", "Step", "UnitCost", "run_step", "trace_of"]
 

@@ -129,7 +129,7 @@ GROUP = "cost"
 SCENARIOS = [
     Scenario(
         GROUP,
-        "save and load of 200 MB in 64 tensors beside DCP's, in turns",
+        "save and load of 200 MB in 64 tensors, alternating with DCP",
         functools.partial(beside_dcp, MANY),
         frozenset({f"save {WITHIN}", f"load {WITHIN}"}),
         short=5,

@@ -30,7 +30,7 @@ UNCLEAR = "error that does not say so"
 NO_OLD = "old one lost"
 LEFT = "error, old one intact, files left"
 SUCCEEDED = "no error, old one overwritten"
-ONE, MIXED, NONE = "one job's, whole; the other is told", "a mix of two jobs", "neither loads"
+ONE, MIXED, NONE = "one job's, whole; the other gets an error", "a mix of two jobs", "neither loads"
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 8 << 20  # of the file system; a checkpoint has 1.2 MB
 
@@ -261,7 +261,7 @@ def two_jobs(engine: str, num_trials: int, folder: Path) -> Iterator[Trial]:
         elif found.value[1] not in {each[1] for each in values}:
             outcome = MIXED
         elif len(failed) != 1 or len(told) != 2:
-            outcome = "one job's, whole; the other is told nothing"
+            outcome = "one job's, whole; the other gets no error"
         elif found.value[1] in {each[1] for each in told}:
             outcome = "that of the job that was told that it failed"
         elif any("tmp-" in name or ".new-" in name for name in names(root)):

@@ -125,13 +125,15 @@ def before_the_optimizer(engine: str, num_trials: int, folder: Path) -> Iterator
     return caught(engine, ("after backward",), False, folder)
 
 
-GROUP = "an exception on one rank, caught by it"
+GROUP = "an exception on one rank, which catches it"
 GOOD = frozenset({WORKS, CLEAR, TOLD})
 SCENARIOS = [
-    Scenario(GROUP, "before the forward; it takes another batch", before_a_pass, GOOD, 0, 0),
+    Scenario(
+        GROUP, "before the forward; it continues with another batch", before_a_pass, GOOD, 0, 0
+    ),
     Scenario(
         GROUP,
-        "in forward or backward; it goes on with the next step",
+        "in forward or backward; it continues with the next step",
         in_a_pass,
         GOOD,
         short=0,
@@ -148,12 +150,12 @@ SCENARIOS = [
     ),
     Scenario(
         GROUP,
-        "between backward and the optimizer's step, which it leaves out",
+        "between backward and the optimizer's step; it skips that step",
         before_the_optimizer,
         GOOD,
         0,
         0,
-        missed="that one rank alone has left out a step is not noticed; ask "
-        'check_gradients(model, "skip"), which has one verdict for all ranks',
+        missed="a step that only one rank skips is not detected; use "
+        'check_gradients(model, "skip"), which decides for all ranks',
     ),
 ]

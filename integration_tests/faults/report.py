@@ -27,21 +27,20 @@ COLUMNS = {
 Results = list[tuple[Scenario, dict[str, Result]]]
 FRAME = """# Reliability
 
-What happens under faults, here and with stock torch (FSDP2 and `torch.distributed.checkpoint`,
-DCP). This page is written by `{command}` from what it measured; the raw numbers are in
+This page compares the behaviour under faults with stock torch (FSDP2 and
+`torch.distributed.checkpoint`, DCP). `{command}` measures and writes it; the raw numbers are in
 [reliability.json](reliability.json). A short form of the same trials runs with every change
 (`integration_tests/faults`).
 
-Processes are real ones, on CPU with gloo, 2 to 4 ranks, and so are the faults: SIGKILL, files that
-are changed, file systems that are full. A trial counts only with evidence that its fault has
-happened (exit status -9, bytes that differ, ENOSPC for a write of its own); where *survivors* are
-named, these are the ranks that were left, and how long after the fault the last of them raised its
-exception. A rank that raises ends its process, as it does in a job that does not catch it. In
-**bold** is what must be; *met* means that nothing else was seen with veScale-FSDP, and that
-survivors raised within 5 seconds.
+Processes and faults are real: 2 to 4 ranks on CPU with gloo, SIGKILL, changed files, full file
+systems. A trial counts only with evidence that its fault has happened (exit status -9, bytes that
+differ, ENOSPC for a write of its own). *Survivors* are the remaining ranks; the time is that from
+the fault to the exception of the last of them. A rank that raises ends its process, as in a job
+that does not catch the exception. The required result is **bold**. *Met* means that veScale-FSDP
+had no other result, and that survivors raised within 5 seconds.
 
-DCP is used as its documentation does: saving over one folder, or into a new folder for each step,
-of which the last that has a `.metadata` is loaded.
+DCP is used as in its documentation: it saves over one folder, or into a new folder for each step.
+In the second case the last folder with a `.metadata` is loaded.
 
 Measured on {date} at commit {commit}, with {versions},
 on {cores} CPU cores, in {minutes:.0f} minutes.
@@ -90,7 +89,7 @@ def sections(results: Results) -> str:
         text += table(group, list(rows))
     missed = [(s, r["ours"]) for s, r in results if r["ours"].faults(s.good)]
     if missed:
-        text += "\n## What is missed\n\n"
+        text += "\n## Missed\n\n"
         for scenario, result in missed:
             faults = "; ".join(result.faults(scenario.good)) if not scenario.missed else ""
             text += wrapped(f"- {scenario.group}, {scenario.name}: {scenario.missed or faults}.")

@@ -212,7 +212,7 @@ GROUP = "other numbers of ranks, resuming"
 SCENARIOS = [
     Scenario(
         GROUP,
-        "loaded by 1 to 4 ranks what 1 to 4 saved, with random cuts",
+        "saved by 1 to 4 ranks, loaded by 1 to 4, with random shards",
         other_sizes,
         frozenset({BITWISE}),
         2,

@@ -163,7 +163,7 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
     checked = python("-c", tool, "accelerate-config", file, "--check")
     assert 'fsdp_vescale_granularity: "rows:4"\n' in checked.stdout
     assert "fsdp_vescale_unused" not in checked.stdout
-    assert "does not look at fsdp_offload_param under fsdp_config" in checked.stdout
+    assert "ignores fsdp_offload_param under fsdp_config" in checked.stdout
     Path(file).write_text(Path(file).read_text().replace("rows:4", "rows"))
     wrong = python("-c", tool, "accelerate-config", file, "--check")
     assert wrong.returncode == 2

@@ -130,7 +130,7 @@ def test_the_last_whole_one_of_numbered_checkpoints_is_loaded(tmp_path: Path) ->
     names, (_, *steps), (message,) = run_ranks(save_by_number, 2, tmp_path)[0]
     assert names == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
     assert steps == [3, 3]
-    assert "checkpoint_2 is there already; set accelerator.project_configuration.iter" in message
+    assert "checkpoint_2 exists already; set accelerator.project_configuration.iter" in message
 
 
 def load_damaged(folder: Path) -> tuple[str, bool]:

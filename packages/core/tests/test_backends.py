@@ -24,8 +24,8 @@ from vescale_fsdp.backends import (
     is_fake,
     spelling_of,
 )
-from vescale_fsdp.dbuffer import collectives, exchange
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.dbuffer import collectives, transport
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 
@@ -138,7 +138,7 @@ def check_default_call() -> None:
     model.load_state_dict(plain.state_dict())
     fully_shard(model)
     batch = torch.randn(8, 64)
-    made = mock.patch.object(collectives, "Exchange", wraps=exchange.Exchange)
+    made = mock.patch.object(collectives, "Exchange", wraps=transport.Exchange)
     with made as exchanges:
         model(batch[4 * rank : 4 * rank + 4]).square().mean().backward()
     assert exchanges.call_count == 2  # a gather and a reduction, of 16 KiB a part

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import RankMismatchError, compat, waiting
-from vescale_fsdp.dbuffer.exchange import Exchange
+from vescale_fsdp.dbuffer.transport import Exchange
 from vescale_fsdp.testing import run_ranks
 
 
@@ -44,7 +44,9 @@ def waits_alone(limit: str, as_exchange: bool) -> float:
             work: waiting.Waitable = Exchange([own, own], list(full.view(2, -1).unbind()), 0, group)
         else:
             work = compat.all_gather_single(full, own, group)
-        with pytest.raises(RankMismatchError, match=r"rank 0 has waited .* rank 1 waits for none"):
+        with pytest.raises(
+            RankMismatchError, match=r"rank 0 has waited .* rank 1 waits for no collective"
+        ):
             work.wait()
         with pytest.raises(RankMismatchError, match="no longer connected: rank 0 has waited"):
             compat.all_gather_single(full, own, group).wait()

@@ -275,7 +275,9 @@ def test_what_cannot_be_given_values_is_named() -> None:
 
 
 def test_the_mesh_is_there_when_processes_are() -> None:
-    with pytest.raises(RuntimeError, match=r"is there when torch\.distributed has been started"):
+    with pytest.raises(
+        RuntimeError, match=r"exists only after torch\.distributed has been started"
+    ):
         _ = VeScaleFSDPStrategy().device_mesh
 
 

@@ -1,12 +1,12 @@
 """veScale-FSDP for Accelerate and ``transformers.Trainer``.
 
-``accelerate launch --config vescale.yaml train.py`` runs an unchanged script (see `_autoload`). By
-import, in one changed line::
+``accelerate launch --config vescale.yaml train.py`` runs an unchanged script (see `_autoload`).
+With an import, one line of the script changes::
 
     from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
     accelerator = VeScaleAccelerator(fsdp_plugin=VeScaleFSDPPlugin(granularity="rows:32"))
 
-What the files do, from the bottom up:
+The files, from the bottom up:
 
 * options and the yaml: `options`; the hook: `_autoload`, `launching`; without it: `run`
 * the plug-in: `plugin`

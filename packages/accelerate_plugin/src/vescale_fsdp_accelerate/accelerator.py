@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` on veScale-FSDP; takes the same arguments.
+    """``accelerate.Accelerator`` with veScale-FSDP; takes the same arguments.
 
     ::
 
@@ -57,8 +57,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     number of calls; optimizers may have been made before.
 
     Args:
-        fsdp_plugin: a `VeScaleFSDPPlugin`, or one of Accelerate's, whose options are taken over.
-            Default: what the yaml says.
+        fsdp_plugin: a `VeScaleFSDPPlugin`, or one of Accelerate's, whose options are used.
+            Default: the options of the yaml.
 
     Raises:
         ValueError: an option does not work with veScale-FSDP, or the processes of a job are not
@@ -178,7 +178,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Shard a model, in place. Collective.
 
         Args:
-            evaluation_mode: makes no difference: a sharded model can be trained later.
+            evaluation_mode: has no effect: a sharded model can be trained later.
         """
         if self.verify_device_map(model):
             raise ValueError(
@@ -220,12 +220,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer, after it has been given the sharded parameters.
+        """Wrap an optimizer, after it has got the sharded parameters.
 
-        With ``fsdp_vescale_optimizer``, wrap one that steps in its place; not if it is one of ours.
+        With ``fsdp_vescale_optimizer``, wrap one that replaces it, unless it is one of ours.
 
         Raises:
-            ValueError: the optimizer needs whole tensors, and no other is to step in its place.
+            ValueError: the optimizer needs whole tensors, and no other replaces it.
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             if not any(each is optimizer for each in self._optimizers):
@@ -282,8 +282,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if isinstance(each, DTensor):
                 raise TypeError(
                     f"gather got a sharded tensor ({type(each).__name__} of shape "
-                    f"{tuple(each.shape)}), expected one of each process' own. It was computed "
-                    "from parameters outside of a forward, where they are sharded: take "
+                    f"{tuple(each.shape)}), expected a plain tensor. It was computed "
+                    "from parameters outside of a forward, where they are sharded: use "
                     "weight.full_tensor() there, or compute it within `with vescale_fsdp."
                     "unsharded(model, recurse=False):`"
                 )
@@ -294,11 +294,11 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Save models, optimizers, schedulers, random numbers and what else is registered.
+        """Save models, optimizers, schedulers, random numbers and other registered objects.
 
-        All of it takes the place of what was saved there before, or nothing: a process that is
-        killed in the middle leaves the earlier state. Other files in the directory are left alone.
-        With automatic naming, old checkpoints go after the new one is there.
+        The save replaces an earlier one completely or not at all: if a process is killed in the
+        middle, the earlier state remains. Other files in the directory do not change.
+        With automatic naming, old checkpoints are deleted after the new one is complete.
 
         Args:
             output_dir: on a file system that all processes share.
@@ -312,8 +312,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
             if folder.is_dir() and saving.is_whole(folder):
                 raise ValueError(
-                    f"{folder} is there already; set accelerator.project_configuration.iteration "
-                    "to the number that this checkpoint is to have"
+                    f"{folder} exists already; set accelerator.project_configuration.iteration to "
+                    "the number for this checkpoint"
                 )
         else:
             folder = Path(output_dir).expanduser()
@@ -332,13 +332,13 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load what `save_state` has saved, on any number of processes.
+        """Load a checkpoint of `save_state`, on any number of processes.
 
         Args:
-            input_dir: of one checkpoint. With automatic naming, by default the last that is whole.
+            input_dir: of one checkpoint. With automatic naming, by default the last complete one.
 
         Raises:
-            CheckpointCorruptError: of sealed checkpoints, bytes are not those that were saved.
+            CheckpointCorruptError: bytes of a sealed checkpoint differ from those that were saved.
                 Nothing has been loaded then.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:

@@ -24,25 +24,26 @@ def accelerate_config(
         "vescale.yaml"
     ),
     check: Annotated[bool, typer.Option("--check", help="Check the file instead.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     num_processes: Annotated[int, typer.Option(min=1, help="Processes of all machines.")] = 2,
     mixed_precision: Annotated[
-        Literal["no", "bf16", "fp16"], typer.Option(help="The dtype of compute.")
+        Literal["no", "bf16", "fp16"], typer.Option(help="The compute dtype.")
     ] = "no",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPUs, with gloo.")] = False,
     state_dict_type: Annotated[
         Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
-        typer.Option(help="What save_state and the Trainer write."),
+        typer.Option(help="The format of save_state and the Trainer."),
     ] = "SHARDED_STATE_DICT",
     granularity: Annotated[
         str | None, typer.Option(help="elements:256, rows:32, tile:32x32 or whole")
     ] = None,
     replicas: Annotated[int, typer.Option(help="Groups that hold the whole model (HSDP).")] = 1,
     optimizer: Annotated[
-        str | None, typer.Option(help="muon, shampoo, soap or adamw8bit, in the script's place")
+        str | None,
+        typer.Option(help="muon, shampoo, soap or adamw8bit, instead of the script's optimizer"),
     ] = None,
     gather_codec: Annotated[
-        str | None, typer.Option(help="Weights travel in 8 bits: int8 or e4m3.")
+        str | None, typer.Option(help="Send weights in 8 bits: int8 or e4m3.")
     ] = None,
     gather: Annotated[str | None, typer.Option(hidden=True)] = None,
     sealed: Annotated[
@@ -74,7 +75,7 @@ def accelerate_config(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if file.exists() and not force:
-        raise typer.BadParameter(f"{file} exists; --check checks it, --force writes over it")
+        raise typer.BadParameter(f"{file} exists; --check checks it, --force overwrites it")
     settings = {
         "num_processes": num_processes,
         "mixed_precision": mixed_precision,
@@ -95,14 +96,14 @@ def _check(file: Path) -> None:
     for name, value in options.options().items():
         if value != getattr(Options(), name):
             typer.echo(f"{PREFIX}{name}: {json.dumps(value)}")
-    typer.echo(f"{file} asks for veScale-FSDP and is right; other keys of ours have their defaults")
+    typer.echo(f"{file} is valid and selects veScale-FSDP; other keys of ours have their defaults")
     strange = _strange_keys(file)
     if strange:
-        typer.echo(f"advice: Accelerate does not look at {', '.join(strange)} under fsdp_config")
+        typer.echo(f"advice: Accelerate ignores {', '.join(strange)} under fsdp_config")
     if GUARD not in file.read_text():
         typer.echo(
-            f"advice: add '{GUARD}: true', so that the file is refused where veScale-FSDP is not "
-            "there"
+            f"advice: add '{GUARD}: true', so that the file is refused if veScale-FSDP is not "
+            "installed"
         )
 
 

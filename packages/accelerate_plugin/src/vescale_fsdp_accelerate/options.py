@@ -56,38 +56,36 @@ def _option(default: Any, help: str, accepted: str, **more: Any) -> Any:
 
 @dataclass(kw_only=True)
 class Options:
-    """What veScale-FSDP has beyond the options of Accelerate's FSDP2.
+    """The options that veScale-FSDP has in addition to those of Accelerate's FSDP2.
 
     Attributes:
-        granularity: what must not be cut: ``rows:32``, ``elements:256``, ``tile:32x32``, ``whole``.
-            None: what the optimizer needs.
+        granularity: the blocks that must not be split: ``rows:32``, ``elements:256``,
+            ``tile:32x32``, ``whole``. None: those that the optimizer needs.
         sharding: which of parameters, gradients and optimizer states are sharded; a row of
             `vescale_fsdp.engine.zero_table`. None: ``zero3``, and ``hsdp`` with replicas.
-        accumulate: how gradients are kept while they accumulate, as of
-            ``vescale_fsdp.fully_shard``.
+        accumulate: how gradients accumulate, as in ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
-        reduce_dtype: in which gradients are summed under mixed precision.
+        reduce_dtype: dtype in which gradients are summed under mixed precision.
         unused: as of ``vescale_fsdp.fully_shard``.
-        in_flight: as of ``vescale_fsdp.fully_shard``: how many units may be gathered, or on their
-            way, at a time.
+        in_flight: as of ``vescale_fsdp.fully_shard``: how many units may be unsharded or
+            prefetched at a time.
         sync_init: all processes start with the first one's values, as with DDP.
-        optimizer: train with this optimizer in the place of the script's.
+        optimizer: train with this optimizer instead of the script's.
         optimizer_args: arguments of that optimizer.
         gather_codec: send weights in 8 bits: ``int8``, ``e4m3``, or the arguments of
             ``vescale_fsdp.QuantizedGather``. By import also one of these itself.
         reduce_codec: send gradients in 8 bits: ``int8``, or the arguments of
             ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
-        sealed: checkpoints are sealed ones, with a CRC32 of each byte, whatever the state dict
-            type is.
+        sealed: checkpoints are sealed, with a CRC32 of each byte, with every state dict type.
         gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
-        ValueError: a value that is none of the accepted ones, which the message has.
+        ValueError: a value is not accepted; the message lists the accepted ones.
     """
 
     granularity: str | None = _option(
         None,
-        "what must not be cut; left out: what the optimizer needs",
+        "blocks that must not be split; left out: those that the optimizer needs",
         "elements:256, rows:32, tile:32x32 or whole",
     )
     sharding: str | None = _option(
@@ -98,7 +96,7 @@ class Options:
     )
     accumulate: str | None = _option(
         None,
-        "how gradients are kept while they accumulate; left out: as sharding says (zero2: sharded)",
+        "how gradients accumulate; left out: unsharded (zero2: sharded)",
         "unsharded (no communication) or sharded (less memory)",
         choices=("unsharded", "sharded"),
     )
@@ -107,25 +105,25 @@ class Options:
     )
     reduce_dtype: str = _option(
         "fp32",
-        "in which gradients are summed under mixed precision",
+        "dtype in which gradients are summed under mixed precision",
         "fp32, bf16 or fp16",
         choices=("fp32", "bf16", "fp16"),
     )
     unused: str = _option(
         "auto",
-        "what parameters that no process used get: no gradient, or zeros",
+        "gradients of parameters that no process used: none, or zeros",
         "auto or zeros",
         choices=("auto", "zeros"),
     )
     in_flight: int = _option(
-        2, "how many units may be gathered, or on their way, at a time", "an int of at least 1"
+        2, "how many units may be unsharded or prefetched at a time", "an int of at least 1"
     )
     sync_init: bool = _option(
         True, "start all processes with the first one's values, as DDP does", "true or false"
     )
     optimizer: str | None = _option(
         None,
-        "train with this optimizer in the place of the script's",
+        "train with this optimizer instead of the script's",
         "muon, shampoo, soap or adamw8bit",
         choices=("muon", "shampoo", "soap", "adamw8bit"),
     )
@@ -134,21 +132,21 @@ class Options:
     )
     gather_codec: Any = _option(  # noqa: RUF009  # None by default
         None,
-        "weights travel in 8 bits; left out: in the dtype of compute",
+        "send weights in 8 bits; left out: in the compute dtype",
         "int8, e4m3, or names and values such as {dtype: e4m3, block: [32, 32]}",
         coding="QuantizedGather",
         arguments={"dtype": ("int8", "e4m3"), "block": None},
     )
     reduce_codec: Any = _option(  # noqa: RUF009  # None by default
         None,
-        "gradients travel in 8 bits; left out: in reduce_dtype",
+        "send gradients in 8 bits; left out: in reduce_dtype",
         "int8, or names and values such as {block: 256, error_feedback: true}",
         coding="QuantizedReduce",
         arguments={"dtype": ("int8",), "block": None, "error_feedback": (False, True)},
     )
     sealed: bool = _option(
         False,
-        "checkpoints with a CRC32 of each byte, in the place of torch's format",
+        "checkpoints with a CRC32 of each byte, instead of torch's format",
         "true or false",
     )
     gather: Any = _option(None, "", "", now="gather_codec")  # noqa: RUF009  # None by default

@@ -25,15 +25,15 @@ _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 @dataclass
 class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignore[misc]
-    """`Options`, beside those of ``FullyShardedDataParallelPlugin`` with ``fsdp_version=2``.
+    """`Options`, and those of ``FullyShardedDataParallelPlugin`` with ``fsdp_version=2``.
 
     ::
 
         accelerator = VeScaleAccelerator(fsdp_plugin=VeScaleFSDPPlugin(granularity="rows:32"))
 
-    Other defaults than Accelerate's: without ``auto_wrap_policy`` the model's repeated blocks
+    Two defaults differ from Accelerate's: without ``auto_wrap_policy`` the model's repeated blocks
     become units (Accelerate: one unit of all); gradients are reduced in fp32 under mixed precision
-    (Accelerate: in the dtype of compute).
+    (Accelerate: in the compute dtype).
 
     Raises:
         ValueError: an option has a value that is not accepted.
@@ -64,7 +64,7 @@ class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignor
 
     @classmethod
     def upgraded(cls, plugin: FullyShardedDataParallelPlugin) -> VeScaleFSDPPlugin:
-        """Of a plug-in of Accelerate's, as ``TrainingArguments(fsdp=...)`` makes one.
+        """Convert a plug-in of Accelerate, such as that of ``TrainingArguments(fsdp=...)``.
 
         Raises:
             ValueError: it is one of FSDP1 with a strategy that has no counterpart.
@@ -96,7 +96,7 @@ class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignor
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Gather and compute in 16 bits, reduce as ``reduce_dtype`` says, return fp32."""
+        """All-gather and compute in 16 bits, reduce in ``reduce_dtype``, return fp32."""
         if isinstance(self.mixed_precision_policy, dict):
             super().set_mixed_precision(mixed_precision, buffer_autocast, override)
             return

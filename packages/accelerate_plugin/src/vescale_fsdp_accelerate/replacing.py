@@ -138,8 +138,8 @@ def replacement_for(
         strangers = sum(id(param) not in names for param in group["params"])
         if strangers:
             raise ValueError(
-                f"{PREFIX}optimizer: {strangers} parameters of {type(theirs).__name__} are of no "
-                "model that was prepared; prepare the model with its optimizer, or before it"
+                f"{PREFIX}optimizer: {strangers} parameters of {type(theirs).__name__} belong to "
+                "no prepared model; prepare the model with its optimizer, or before it"
             )
         base = group.get("initial_lr", group["lr"])
         ratio = 1.0 if own_rate is None else own_rate / base
@@ -162,7 +162,7 @@ def replacement_for(
     if dist.get_rank() == 0:
         counts = [sum(len(group["params"]) for group in made) for made in (matrices, rest)]
         _log.warning(
-            "%soptimizer: %s trains %d parameters in the place of %s, AdamW the other %d",
+            "%soptimizer: %s trains %d parameters instead of %s, AdamW the other %d",
             *(PREFIX, name, counts[0], type(theirs).__name__, counts[1]),
         )
     return Replacement(theirs, OptimizerGroup(members), [*links["matrices"], *links["rest"]])
@@ -184,8 +184,8 @@ def refuse_whole(optimizer: Optimizer) -> None:
     raise ValueError(
         f"prepare got {cls.__name__} of {package}, which does not step on sharded parameters: "
         f"{why}. Set fsdp_vescale_optimizer: {name} in the yaml, or "
-        f"VeScaleFSDPPlugin(optimizer={name!r}), which steps in the place of the script's "
-        f"optimizer; or make a vescale_fsdp.optim.{ours}"
+        f"VeScaleFSDPPlugin(optimizer={name!r}), which replaces the script's optimizer; or make a "
+        f"vescale_fsdp.optim.{ours}"
     )
 
 

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 def _read(file: str | None) -> None:
     if file is None:
         raise ValueError(
-            "veScale-FSDP was asked for, and the launcher's yaml is not known here: add "
+            "veScale-FSDP was asked for, but this process does not know the launcher's yaml: add "
             f"--vescale_config vescale.yaml. {_USAGE}"
         )
     import yaml  # type: ignore[import-untyped]

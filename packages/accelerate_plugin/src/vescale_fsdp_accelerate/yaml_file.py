@@ -31,9 +31,9 @@ fsdp_config:
 
   # Accelerate's own keys mean what they mean with its FSDP2.
   fsdp_state_dict_type: {state_dict_type}  # or FULL_STATE_DICT; what save_state writes
-  fsdp_reshard_after_forward: true  # free gathered parameters between forward and backward
-  fsdp_offload_params: false  # shards, gradients and the optimizer rest in the host's memory
-  fsdp_activation_checkpointing: false  # compute the units' activations again in backward
+  fsdp_reshard_after_forward: true  # reshard parameters between forward and backward
+  fsdp_offload_params: false  # shards, gradients and optimizer state stay in host memory
+  fsdp_activation_checkpointing: false  # recompute the units' activations in backward
   # fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # left out: the model's repeated blocks are units
   # fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
 
@@ -42,8 +42,8 @@ fsdp_config:
 
 _TAIL = """\
 
-# Where our plug-in is not there to read this file, Accelerate would train on its own FSDP. It does
-# not know this key either, and refuses the file.
+# Without our plug-in, Accelerate would ignore the keys above and train with its own FSDP. This line
+# prevents that: Accelerate refuses a file with an unknown key here.
 {guard}: true
 """
 
@@ -81,9 +81,9 @@ def check_file(path: Path) -> Options:
     try:
         config = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no yaml: {error}") from error
+        raise ValueError(f"{path} is not yaml: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no mapping of keys to values")
+        raise ValueError(f"{path} is not a mapping of keys to values")
     found = check_config(config)
     if found is None:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The errors that users of veScale-FSDP can catch, all under one base.
+"""The errors of veScale-FSDP, all with one base class.
 
-Where FSDP2 raises a built-in type for the same mistake (``ValueError``, ``RuntimeError``),
-the engine raises that type too, so that code written for FSDP2 keeps working. The types here
-are for what FSDP2 does not notice.
+If FSDP2 raises a built-in type for the same mistake (``ValueError``, ``RuntimeError``),
+the engine raises the same type, so that code written for FSDP2 keeps working. The types here
+are for mistakes that FSDP2 does not detect.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = [
 
 
 class VeScaleError(Exception):
-    """Base of every error that is ours. The message says what, where, and what to do."""
+    """Base of all errors of veScale-FSDP. The message names the fault, its place and a fix."""
 
 
 class PlanError(VeScaleError, ValueError):
-    """The planner was given tensors, shards or an alignment that it cannot lay out."""
+    """The planner cannot lay out these tensors, shards or alignment."""
 
 
 class RankMismatchError(VeScaleError, RuntimeError):
     """Ranks disagree about the model, the plan or the order of work.
 
-    Raised on every rank, before the collective that would have hung or mixed up data; or when a
-    rank has not come to one in time.
+    Raised on every rank, before the collective that would hang or mix up data; or when a
+    rank does not arrive at one in time.
     """
 
 
@@ -42,7 +42,7 @@ class NonFiniteError(VeScaleError, RuntimeError):
 
 
 class CheckpointCorruptError(VeScaleError, RuntimeError):
-    """A checkpoint's bytes are not those that were saved."""
+    """A checkpoint's bytes differ from those that were saved."""
 
 
 class CheckpointIncompleteError(VeScaleError, RuntimeError):
@@ -54,7 +54,7 @@ class CheckpointMismatchError(VeScaleError, ValueError):
 
 
 class CheckpointValueError(VeScaleError, TypeError):
-    """A state holds something that a checkpoint cannot keep without running code on load."""
+    """A state holds a value that would need pickle, which can run code on load."""
 
 
 class CheckpointWriteError(VeScaleError, OSError):
@@ -62,4 +62,4 @@ class CheckpointWriteError(VeScaleError, OSError):
 
 
 class CheckpointExistsError(CheckpointWriteError, FileExistsError):
-    """There is something at the path already. A checkpoint is never overwritten."""
+    """The path exists already. A checkpoint is never overwritten."""

@@ -357,8 +357,8 @@ def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] 
     known = [
         f"rank {rank} {notes[rank]}"
         if rank in notes
-        else f"rank {rank} waits for none of it: it computes, sleeps, does something else, or has "
-        "died (its log says which)"
+        else f"rank {rank} waits for no collective: it computes, sleeps, does something else, or "
+        "has died (its log says which)"
         for rank in others
     ]
     return f"{last} The others: {'; '.join(known)}."
@@ -416,7 +416,7 @@ def _doing(what: str) -> str:
 
 def _last() -> str:
     if _here.last is None:
-        return "It has waited for nothing before."
+        return "It has not waited before."
     what, step, at = _here.last
     return f"The last that it finished was {what}, {step}, {time.monotonic() - at:.1f} s ago."
 

@@ -135,9 +135,11 @@ def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
         checkpoint.convert(tmp_path / "nothing", new, to="dcp")
     with pytest.raises(CheckpointExistsError, match="odd exists already"):
         checkpoint.convert(sealed, tmp_path / "odd", to="dcp")
-    with pytest.raises(CheckpointValueError, match=r"'_extra_state' of the model is no tensor"):
+    with pytest.raises(CheckpointValueError, match=r"'_extra_state' of the model is not a tensor"):
         checkpoint.convert(tmp_path / "odd", new, to="safetensors")
-    with pytest.raises(CheckpointValueError, match=r"extra\['model'\] is where the format has"):
+    with pytest.raises(
+        CheckpointValueError, match=r"extra\['model'\] has the name of the model in this format"
+    ):
         checkpoint.convert(sealed, new, to="dcp")
     checkpoint.convert(sealed, new, to="safetensors")
     with pytest.raises(CheckpointExistsError, match=r"model\.safetensors exists already"):

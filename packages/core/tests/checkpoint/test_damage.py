@@ -81,12 +81,12 @@ def swap(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Damage, type[VeScaleError], str]] = {
     "flip": (flip_in_tensor, CheckpointCorruptError, r"\.bin is damaged in tensor 'model.layers.2"),
-    "truncated": (truncate, CheckpointCorruptError, r"rank-00001.bin, with .* in it, has \d+ byte"),
-    "longer": (lengthen, CheckpointCorruptError, r"rank-00001.bin, with .* in it, has \d+ bytes"),
+    "truncated": (truncate, CheckpointCorruptError, r"rank-00001.bin \(for .*\) has \d+ byte"),
+    "longer": (lengthen, CheckpointCorruptError, r"rank-00001.bin \(for .*\) has \d+ bytes"),
     "missing": (
         lambda path: (path / "rank-00001.bin").unlink(),
         CheckpointIncompleteError,
-        r"rank-00001.bin is missing, with tensor '",
+        r"rank-00001.bin is missing; it is needed for tensor '",
     ),
     "mixed": (mix, CheckpointCorruptError, r"rank-00001.bin is damaged in"),
     "swapped": (swap, CheckpointCorruptError, r"rank-0000\d.bin"),
@@ -280,7 +280,7 @@ def load_forged(two: Path, folder: Path) -> None:
         ("optimizer.0", {"state": {}, "param_groups": [{}]}, "'optimizer.0' .* is refused"),
         ("model", [], "'model' .* is refused"),
         ("rng", {"python": {"$tuple": [3, [], None]}}, "'rng' holds no states"),
-        ("extra", [], "the extra of .* is no mapping"),
+        ("extra", [], "the extra of .* is not a mapping"),
         ("extra", {"x": {"$tensor": "nowhere"}}, "lacks 1 entries: nowhere"),
     ]
     model, optimizer = make(seed=5)

@@ -161,16 +161,16 @@ def refuse() -> None:
     states = {**saved["state"], "scale": {**saved["state"]["scale"], "exp_avg": torch.ones(3)}}
     refused({**saved, "state": states}, r"'scale\.exp_avg' has the shape \(3,\) in the")
     lacking = [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][1:]}]
-    refused({**saved, "param_groups": lacking}, "this AdamW one lacks scale; make")
+    refused({**saved, "param_groups": lacking}, "this AdamW does not have scale; make")
     numbers = full.by_number({**saved, "param_groups": lacking})
-    refused(numbers, "an optimizer of 6 parameters, and AdamW's are 7")
+    refused(numbers, "an optimizer with 6 parameters, and AdamW has 7")
     first, *rest = saved["param_groups"][0]["params"]
     group = saved["param_groups"][0]
     apart = [{**group, "params": [first]}, {**group, "params": rest, "lr": 9.0}]
     doubled = {n: {k: 2 * v for k, v in each.items()} for n, each in saved["state"].items()}
     refused({"state": doubled, "param_groups": apart}, "parameters of several saved groups")
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    with pytest.raises(CheckpointMismatchError, match="that the model has not"):
+    with pytest.raises(CheckpointMismatchError, match="that the model does not have"):
         full.optimizer_state(model, stranger)
 
 

@@ -101,10 +101,10 @@ HOSTILE: dict[str, tuple[Callable[[Body], object], str]] = {
     "overlap": (lambda b: chunk(b).update(offset=2), "overlaps|belong to nothing"),
     "gap": (lambda b: b["files"].update({"rank-00001.bin": 44}), "bytes 40 to 44"),
     "bytes": (lambda b: chunk(b).update(bytes=20), "in 20 bytes, expected 24"),
-    "box outside": (lambda b: chunk(b).update(offsets=[4, 0]), "sticks out of"),
+    "box outside": (lambda b: chunk(b).update(offsets=[4, 0]), "exceeds"),
     "box twice": (lambda b: chunk(b, 1).update(offsets=[1, 0]), "overlap"),
     "box lacks": (lambda b: tensor(b)["chunks"].pop(), "hold 6 elements, expected 15"),
-    "dimensions": (lambda b: chunk(b).update(sizes=[6]), "has not the 2 dimensions"),
+    "dimensions": (lambda b: chunk(b).update(sizes=[6]), "does not have the tensor's 2 dimensions"),
     "many dimensions": (lambda b: tensor(b).update(shape=[1] * 65), "length <= 64"),
     "shape without boxes": (
         lambda b: tensor(b).update(shape=[0, True], chunks=[]),
@@ -141,7 +141,7 @@ def test_a_name_that_comes_twice_is_refused_wherever_it_is() -> None:
         data = spoilt[spoilt.index(b'"body": ') :]
         fields = {"body_bytes": len(data), "body_crc32": f"{zlib.crc32(data):08x}"}
         first = text_of(body, **fields)
-        with pytest.raises(CheckpointCorruptError, match="comes twice"):
+        with pytest.raises(CheckpointCorruptError, match="occurs twice"):
             Manifest.parse(first[: first.index(b'"body": ')] + data, "here")
 
 
@@ -155,7 +155,7 @@ def test_names_may_have_quotation_marks_and_letters_of_any_kind() -> None:
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        ('{"world_size": 1, "world_size": 2}', "'world_size' comes twice"),
+        ('{"world_size": 1, "world_size": 2}', "'world_size' occurs twice"),
         ('{"world_size": NaN}', "NaN is not JSON"),
         ('{"world_size": ' + "[" * 100_000, "nested too deeply"),
         ("{", "Expecting property name"),
@@ -217,7 +217,7 @@ def test_a_sparse_manifest_of_a_tebibyte_is_refused_before_it_is_read(
 ) -> None:
     text = text_of(body_of(small_manifest()), body_bytes=1 << 40)
     starts = {
-        "nothing": (b"", 1 << 40, "no seal in line 1"),
+        "nothing": (b"", 1 << 40, "line 1 has no seal"),
         "a manifest": (small_manifest().render(), 1 << 40, "has 1099511627776 bytes, expected"),
         "its seal": (text, text.index(b'"body": ') + (1 << 40), "536870912 at most"),
     }

@@ -119,7 +119,11 @@ class Evil:
 def test_an_import_runs_no_code(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     evil = Evil(folder)
-    cases = [(evil, "mkdir"), (Metadata({}, planner_data=evil), "mkdir"), ({}, "a dict, no")]
+    cases = [
+        (evil, "mkdir"),
+        (Metadata({}, planner_data=evil), "mkdir"),
+        ({}, "a dict, expected metadata"),
+    ]
     for content, message in cases:
         (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
         with pytest.raises(CheckpointCorruptError, match=message):

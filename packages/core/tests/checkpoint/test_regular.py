@@ -120,9 +120,7 @@ def test_a_file_is_opened_only_if_it_is_regular(tmp_path: Path) -> None:
         }
         for name, kind in kinds.items():
             for use in (open_regular, size_of):
-                with pytest.raises(
-                    CheckpointCorruptError, match=f"{name}, with x in it, is {kind}"
-                ):
+                with pytest.raises(CheckpointCorruptError, match=rf"{name} \(for x\) is {kind}"):
                     use(tmp_path / name, "x")
 
 

@@ -230,7 +230,7 @@ def refuse_to_save(root: Path) -> None:
             model,
             {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
             CheckpointMismatchError,
-            "optimizer '0' has a parameter of shape .* that the model has not",
+            "optimizer '0' has a parameter of shape .* that the model does not have",
         ),
     ]
     for each, options, kind, message in cases:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import RankMismatchError, checkpoint
 from vescale_fsdp.checkpoint.stop import Tally
-from vescale_fsdp.engine.attempts import store_for
+from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.testing import run_ranks
 
 # Every order of events: the real `Tally`, with threads, store and steps as a model
@@ -221,7 +221,7 @@ def rank_0_waits_for_one_that_never_comes() -> float:
     with checkpoint.StopOnSignal(timeout_s=0.5) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         begin = time.monotonic()
-        with pytest.raises(RankMismatchError, match=r"rank 1 did not say .* within 0 s"):
+        with pytest.raises(RankMismatchError, match=r"rank 1 did not report .* within 0 s"):
             stop.requested()
         took = time.monotonic() - begin
     dist.barrier()

@@ -64,7 +64,7 @@ def test_broken_plugins_are_warned_of_and_left_out(
     assert [line.split(" (")[0] for line in lines] == [
         f"vescale-fsdp: warning: the plug-in '{name}'" for name in ("absent", "raises", "strange")
     ]
-    assert lines[1].endswith("is left out, RuntimeError: something is missing")
+    assert lines[1].endswith("is ignored, RuntimeError: something is missing")
     assert main(["half"]) == 2
     assert "No such command 'half'" in capsys.readouterr().err
 

@@ -106,7 +106,7 @@ def test_an_unfinished_save_beside_them_is_no_fault(root: Path, capsys: Capture)
     stage.mkdir()
     code, out, _ = run(capsys, "verify", root)
     assert code == 0
-    assert f"{stage}: passed over, a save that is under way or did not finish\n" in out
+    assert f"{stage}: skipped, a save that is under way or did not finish\n" in out
     assert run(capsys, "verify", stage)[0] == 1  # when it is named
 
 
@@ -130,9 +130,9 @@ def test_what_is_no_checkpoint_is_one_line_and_code_2(
     to_vescale = r"convert .* TARGET --to vescale"
     for path, message in (
         (tmp_path / "absent", r"there is nothing at .*absent"),
-        (tmp_path / "file", r"file is no directory"),
-        (tmp_path, r"is no checkpoint, and there is none in it; weights is safetensors"),
-        (tmp_path / "a", r"none in it; stock is a directory of torch.distributed.checkpoint"),
+        (tmp_path / "file", r"file is not a directory"),
+        (tmp_path, r"is not a checkpoint, and contains none; weights is safetensors"),
+        (tmp_path / "a", r"contains none; stock is a directory of torch.distributed.checkpoint"),
         (stock, rf"stock is a directory of torch.distributed.checkpoint, which .* {to_vescale}"),
         (weights, rf"weights is safetensors, which has no checksums .* {to_vescale}"),
     ):

@@ -246,7 +246,7 @@ SCARCE: dict[str, tuple[dict[str, Any], str, str]] = {
     "full shm": (
         {"shared": (16 * GIB, GIB)},
         "/dev/shm is full: 1.00 GiB of 16.0 GiB are free",
-        "remove what ended jobs have left there",
+        "remove files that ended jobs have left there",
     ),
     "files": (
         {"files": (1024, 1_048_576)},
@@ -292,21 +292,21 @@ VARIABLES: dict[str, tuple[dict[str, str], str, str]] = {
     "name": (
         {"VESCALE_FSDP_REDUSE": "auto"},
         "better",
-        "VESCALE_FSDP_REDUSE is no variable of ours",
+        "VESCALE_FSDP_REDUSE is not one of our variables",
     ),
     "check": (
         {"VESCALE_FSDP_CHECK_ORDER": "1"},
         "better",
-        "VESCALE_FSDP_CHECK_ORDER=1 announces every collective of every step",
+        "VESCALE_FSDP_CHECK_ORDER=1 compares every collective of every step",
     ),
-    "threads": ({"OMP_NUM_THREADS": "many"}, "better", "OMP_NUM_THREADS=many is no number"),
-    "no threads": ({"OMP_NUM_THREADS": "0"}, "better", "OMP_NUM_THREADS=0 is no number"),
+    "threads": ({"OMP_NUM_THREADS": "many"}, "better", "OMP_NUM_THREADS=many is not a number"),
+    "no threads": ({"OMP_NUM_THREADS": "0"}, "better", "OMP_NUM_THREADS=0 is not a number"),
     "unset threads": ({"OMP_NUM_THREADS": ""}, "better", "OMP_NUM_THREADS is not set"),
     "too many": ({"OMP_NUM_THREADS": "16"}, "better", "OMP_NUM_THREADS=16 is more than the 8 CPUs"),
     "part": (
         {"RANK": "0", "WORLD_SIZE": "2"},
         "broken",
-        "RANK is set, but not MASTER_ADDR, MASTER_PORT: init_process_group wants all of them",
+        "RANK is set, but not MASTER_ADDR, MASTER_PORT: init_process_group needs all of them",
     ),
     "port": ({"MASTER_PORT": "http"}, "broken", "MASTER_PORT=http is not a number"),
     "rank": (
@@ -324,7 +324,7 @@ VARIABLES: dict[str, tuple[dict[str, str], str, str]] = {
         "better",
         "TORCH_DISTRIBUTED_DEBUG=detail compares every collective",
     ),
-    "nccl": ({"NCCL_P2P_DISABLE": "1"}, "better", "NCCL_P2P_DISABLE=1 keeps GPUs from talking"),
+    "nccl": ({"NCCL_P2P_DISABLE": "1"}, "better", "NCCL_P2P_DISABLE=1 disables direct"),
 }
 
 
@@ -432,7 +432,7 @@ DEVICES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"cuda": None, "backends": ["gloo"]},
         NONE,
         "better",
-        "there is an NVIDIA GPU, but this torch is built for CPUs alone",
+        "there is an NVIDIA GPU, but this torch is built for CPUs only",
     ),
     "driver": (
         {},

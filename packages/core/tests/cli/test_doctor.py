@@ -184,7 +184,7 @@ def test_what_cannot_be_looked_at_is_a_finding() -> None:
     section = look("machine", fill)
     assert section.as_json() == {"first": "1"}
     (finding,) = section.findings
-    assert finding.what == "could not look further at the machine: PermissionError: closed"
+    assert finding.what == "could not finish the check of the machine: PermissionError: closed"
 
 
 # Processes that are not well
@@ -334,7 +334,7 @@ def check_wrong_checkpoint(folder: str) -> None:
     steps._checkpoint(Path(folder) / "a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps.state_dict_loader, "load", lambda state, checkpoint_id: None)
-        with pytest.raises(AssertionError, match=r"0\.weight is not what was saved"):
+        with pytest.raises(AssertionError, match=r"0\.weight differs from the saved value"):
             steps._checkpoint(Path(folder) / "b")
 
 

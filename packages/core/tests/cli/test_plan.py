@@ -187,8 +187,8 @@ def test_what_a_suggestion_costs_is_said(tmp_path: Path, capsys: Capture) -> Non
 
 def test_the_alignment_is_named_where_no_block_is_to_blame(tmp_path: Path, capsys: Capture) -> None:
     out = " ".join(run(capsys, shapes_file(tmp_path), "--ranks", "256").split())
-    assert "root: no block is to blame for its padding" in out
-    assert "multiples of 16 bytes in the narrowest dtype that travels (8 elements)" in out
+    assert "root: its padding does not come from blocks" in out
+    assert "multiples of 16 bytes in the narrowest dtype that is sent (8 elements)" in out
     assert "nothing to suggest" in out
 
 
@@ -228,7 +228,7 @@ def test_a_rule_that_fits_nothing_is_warned_of(tmp_path: Path, capsys: Capture) 
     rule = "*.expert*=rows:8"
     assert main(["plan", shapes_file(tmp_path), "--ranks", "2", "--granularity", rule]) == 0
     assert capsys.readouterr().err == (
-        f"vescale-fsdp: warning: --granularity {rule} fits no tensor; "
+        f"vescale-fsdp: warning: --granularity {rule} matches no tensor; "
         "names here are like 'embed.weight'\n"
     )
 
@@ -430,7 +430,7 @@ def test_bad_functions(
 def test_a_name_needs_transformers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     error = refuse(capsys, "plan", "llama", "--ranks", "2")
-    assert "'llama' is no file and no module:function" in error
+    assert "'llama' is not a file or a module:function" in error
     assert "pip install transformers" in error
 
 
@@ -516,7 +516,7 @@ def test_former_names_of_codecs(tmp_path: Path, capsys: Capture) -> None:
         (["--gather-codec", "int8:0"], "--gather-codec is 'int8:0'"),
         (
             ["--gather-codec", "int8:128x128", "--granularity", "rows:8"],
-            "blocks of 1024 elements of 'up.weight', of shape [256, 128], but it travels as int8",
+            "blocks of 1024 elements of 'up.weight', of shape [256, 128], but it is sent as int8",
         ),
     ],
 )

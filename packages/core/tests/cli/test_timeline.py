@@ -12,7 +12,7 @@ from vescale_fsdp.cli import timeline
 from vescale_fsdp.cli.model import parse_dtype
 from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
-from vescale_fsdp.dbuffer import exchange
+from vescale_fsdp.dbuffer import transport
 
 FP32, BF16 = parse_dtype("fp32", ""), parse_dtype("bf16", "")
 NUM_SHARDS = 10
@@ -157,7 +157,7 @@ def test_one_rank_needs_no_scratch(backend: Backend) -> None:
 
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
-    assert timeline.SHORTEST_EXCHANGE == exchange.SHORTEST_BYTES
+    assert timeline.SHORTEST_EXCHANGE == transport.SHORTEST_BYTES
 
 
 def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
-from vescale_fsdp.dbuffer import codec, collectives, flat, gradients, memory, pending
-from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
+from vescale_fsdp.dbuffer import buffer, codec, collectives, gradients, memory, pending
+from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.program.window import Window
 
@@ -127,7 +127,7 @@ class CountedRegion:
 @contextmanager
 def counted(ledger: Ledger) -> Iterator[None]:
     """Have everything that the engine allocates and sends written to ``ledger``."""
-    make_region, take, give = flat.make_region, memory.SlabPool.take, memory.SlabPool.give
+    make_region, take, give = buffer.make_region, memory.SlabPool.take, memory.SlabPool.give
     add, gather, scatter = gradients.GradientBuffer.add, _gather(), _scatter()
     exchange, all_reduce, send = dist.all_to_all_single, dist.all_reduce, dist.isend
 
@@ -176,7 +176,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         return send(tensor, *args, **rest)
 
     with (
-        mock.patch.object(flat, "make_region", make_counted),
+        mock.patch.object(buffer, "make_region", make_counted),
         mock.patch.object(memory.SlabPool, "take", counted_take),
         mock.patch.object(memory.SlabPool, "give", counted_give),
         mock.patch.object(collectives, "mapped_empty", counted_empty),

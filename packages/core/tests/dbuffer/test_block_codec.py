@@ -100,5 +100,5 @@ def test_large_tensors_are_coded_in_parts_with_the_same_bits(
     codec, tensors = made(chosen, 2, torch.float32)
     flat = flat_of(codec.layout, tensors)
     whole = through_messages(codec, flat, torch.float32)
-    monkeypatch.setattr("vescale_fsdp.dbuffer.block_codec._AT_ONCE_CPU", 200)
+    monkeypatch.setattr("vescale_fsdp.dbuffer.eight_bits._AT_ONCE_CPU", 200)
     assert_same_bits(through_messages(codec, flat, torch.float32), whole)

@@ -29,7 +29,6 @@ from vescale_fsdp.dbuffer import (
     KeptCodes,
     Outbox,
     SlabPool,
-    codec_choice,
 )
 from vescale_fsdp.dbuffer import codec_launches as launching
 from vescale_fsdp.dbuffer import codec_tables as tables
@@ -383,7 +382,7 @@ def test_other_dtypes_are_for_torch_s_operators() -> None:
 
 def test_the_kernels_are_not_chosen_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VESCALE_FSDP_CODEC", raising=False)
-    assert not codec_choice.takes_kernels(CPU)
+    assert not launching.takes_kernels(CPU)
 
 
 def test_other_values_are_errors_and_so_is_triton_without_triton(
@@ -391,29 +390,29 @@ def test_other_values_are_errors_and_so_is_triton_without_triton(
 ) -> None:
     monkeypatch.setenv("VESCALE_FSDP_CODEC", "cuda")
     with pytest.raises(ValueError, match="must be auto, torch or triton, got 'cuda'"):
-        codec_choice.takes_kernels(CPU)
+        launching.takes_kernels(CPU)
     monkeypatch.setenv("VESCALE_FSDP_CODEC", "triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        codec_choice.takes_kernels(CPU)
+        launching.takes_kernels(CPU)
 
 
 def test_kernels_that_fail_or_write_other_bits_are_not_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    codec_choice._passes.cache_clear()
+    launching._passes.cache_clear()
     with interpreted():
-        assert codec_choice._passes(CPU)
-        codec_choice._passes.cache_clear()
+        assert launching._passes(CPU)
+        launching._passes.cache_clear()
         with mock.patch.object(launching, "encode"):  # writes nothing
-            assert not codec_choice._passes(CPU)
+            assert not launching._passes(CPU)
         assert "write other bits" in caplog.text
-        codec_choice._passes.cache_clear()
+        launching._passes.cache_clear()
         with mock.patch.object(launching, "encode", side_effect=RuntimeError("no compiler")):
-            assert not codec_choice._passes(CPU)
+            assert not launching._passes(CPU)
         assert "do not run" in caplog.text
         assert "no compiler" in caplog.text
-    codec_choice._passes.cache_clear()
+    launching._passes.cache_clear()
 
 
 # What it is for

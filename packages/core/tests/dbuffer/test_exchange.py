@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.dbuffer import SlabPool, exchange
+from vescale_fsdp.dbuffer import SlabPool, transport
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.testing import RankError, run_ranks
 
@@ -41,11 +41,11 @@ class Recorder(TorchDispatchMode):
 @contextmanager
 def shortest(num_bytes: int) -> Iterator[None]:
     """Exchange parts from this size on. The process serves other tests after this one."""
-    before, exchange.SHORTEST_BYTES = exchange.SHORTEST_BYTES, num_bytes
+    before, transport.SHORTEST_BYTES = transport.SHORTEST_BYTES, num_bytes
     try:
         yield
     finally:
-        exchange.SHORTEST_BYTES = before
+        transport.SHORTEST_BYTES = before
 
 
 def both_ways(run: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_fsdp.dbuffer import hand_back, mapped
+from vescale_fsdp.dbuffer import hand_back, memory
 from vescale_fsdp.dbuffer.memory import Region, SlabPool, make_region, mapped_empty
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_pages_of_a_region_that_is_gone_are_not_given_away() -> None:
 
 
 def test_a_kernel_that_moves_no_pages_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_mremap", lambda *_: -1)
+    monkeypatch.setattr(memory, "_mremap", lambda *_: -1)
     (first, a), (second, b) = region_and_view(), region_and_view()
     before = resident_bytes()
     first.materialize()
@@ -136,7 +136,7 @@ def test_tensor_of_its_own_mapping_gives_its_memory_back_when_it_dies() -> None:
 
 def test_tensor_of_its_own_mapping_is_there_in_one_call() -> None:
     try:
-        mmap.mmap(-1, mmap.PAGESIZE).madvise(mapped._MADV_POPULATE_WRITE)
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(memory._MADV_POPULATE_WRITE)
     except OSError:
         pytest.skip("needs Linux 5.14")
     tensor = mapped_empty(1_000_000 // 4, torch.float32, CPU)

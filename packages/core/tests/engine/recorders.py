@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vescale_fsdp.dbuffer.exchange import SHORTEST_BYTES
+from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.engine.unit import Unit, unit_of
 
 COPYING = {"copy_", "_foreach_copy_", "clone", "cat", "stack", "split_with_sizes_copy", "_to_copy"}

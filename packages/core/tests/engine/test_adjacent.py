@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fsdp import clip_grad_norm_
-from vescale_fsdp.engine.adjacent import join_adjacent
+from vescale_fsdp.engine.clip import join_adjacent
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import shard_units

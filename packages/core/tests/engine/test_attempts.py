@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.engine.attempts import AbsentError, agree_on_name
+from vescale_fsdp.engine.store import AbsentError, agree_on_name
 
 
 def names(store: TCPStore, world_size: int) -> set[str]:

@@ -1,12 +1,11 @@
-"""What travels together: runs of small neighbours, the same whatever one rank does."""
+"""What is sent together: runs of small neighbours, the same whatever one rank does."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.program.bundles import MOST_BYTES, Bundles, Parcel, bundled
-from vescale_fsdp.program.order import Program
+from vescale_fsdp.program.order import MOST_BYTES, Bundles, Parcel, Program, bundled
 
 SIZES = st.sampled_from([0, 1, MOST_BYTES // 3, MOST_BYTES // 2, MOST_BYTES])
 PARCELS = st.lists(st.none() | st.builds(Parcel, SIZES, st.sampled_from("ab")), max_size=12)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from vescale_fsdp import clip_grad_norm_
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import units_in
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import QuantizedReduce, RankMismatchError, clip_grad_norm_, fully_shard
 from vescale_fsdp.engine import reducing
-from vescale_fsdp.engine.feedback import ErrorFeedback
+from vescale_fsdp.engine.quantized import ErrorFeedback
 from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import RankError, run_ranks
 

@@ -31,7 +31,7 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.backends import Detour, backend_name
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.optim import SOAP, Muon, OptimizerGroup, Shampoo
 from vescale_fsdp.testing import run_ranks

@@ -21,7 +21,7 @@ from vescale_fsdp import (
     combine,
     fully_shard,
 )
-from vescale_fsdp.engine.fingerprint import fingerprint_of
+from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks

@@ -15,10 +15,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from vescale_fsdp.engine.agreement import Digests, Subject
-from vescale_fsdp.engine.attempts import AbsentError, agree_on_name
 from vescale_fsdp.engine.finite import _merged, _sentence
-from vescale_fsdp.engine.merge_tree import MergeTree
-from vescale_fsdp.engine.rounds import Rounds, first_and_other
+from vescale_fsdp.engine.store import AbsentError, MergeTree, Rounds, agree_on_name, first_and_other
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.dbuffer import Comm, SlabPool
-from vescale_fsdp.program.policy import policy_of
+from vescale_fsdp.program.window import policy_of
 from vescale_fsdp.testing import run_ranks
 
 from .models import MLP, inputs_of, make

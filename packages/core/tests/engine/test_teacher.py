@@ -242,13 +242,13 @@ def check_names() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     fully_shard(model[1])
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"the data of parameter 'weight' was to be replaced"):
+    with pytest.raises(ValueError, match=r"the data of parameter 'weight' cannot be replaced"):
         model[1].weight.data = torch.zeros(5, 4)
     model(torch.zeros(1, 3))
     for module in (model, model.double()):  # also where the parameters got another memory
         module(torch.zeros(1, 3, dtype=module[0].weight.dtype))
         module.reshard()
-        with pytest.raises(ValueError, match=r"parameter '1.weight' was to be replaced") as caught:
+        with pytest.raises(ValueError, match=r"parameter '1.weight' cannot be replaced") as caught:
             module[1].weight.data = torch.zeros(5, 4)
         assert "a Tensor of shape (5, 4); expected a DTensor of shape (5, 4)" in str(caught.value)
         with pytest.raises(ValueError, match=r"parameter '0.bias'.*shape \(3,\)"):

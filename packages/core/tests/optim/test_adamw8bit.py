@@ -278,13 +278,13 @@ def check_refusals() -> None:
     with pytest.raises(PlanError) as caught:
         AdamW8bit([("net.weight", cut)])
     assert str(caught.value) == (
-        "AdamW8bit: 'net.weight' of shape (40, 120) has a cut through a block of 256: a cut after "
-        "element 1200 is at no multiple of 256. Its placements are (RaggedShard(dims=(0,), "
-        "local_units=(1, 3, 0)),). Let fully_shard cut it with "
+        "AdamW8bit: 'net.weight' of shape (40, 120) is split inside a block of 256: a split after "
+        "element 1200 is not at a multiple of 256. Its placements are (RaggedShard(dims=(0,), "
+        "local_units=(1, 3, 0)),). Let fully_shard shard it with "
         "granularity=AdamW8bit.granularity(256) (combine(...) joins it with others), or keep its "
         "moments in float32 with a larger min_8bit_size in its parameter group"
     )
-    with pytest.raises(PlanError, match="after element 1200 is at no multiple of 3840"):
+    with pytest.raises(PlanError, match="after element 1200 is not at a multiple of 3840"):
         AdamW8bit([cut], block_size=TILE)
     with pytest.raises(PlanError, match=r"AdamW8bit\.granularity\(256, min_8bit_size=64\)"):
         AdamW8bit([cut], min_8bit_size=64)  # the policy asks nothing for less than its own

@@ -180,7 +180,7 @@ def test_cut_blocks_are_refused_on_every_rank_with_what_to_pass() -> None:
     assert first == second
     cuts = ["12 (row 3, column 0)", "10 (row 2, column 2)", "16 (row 4, column 0)"]
     for message, cut in zip(first, [*cuts, "16 (row 3, column 1)"], strict=True):
-        assert f"is cut at element {cut}" in message
+        assert f"is split at element {cut}" in message
     assert "Pass fully_shard(granularity=Shampoo.granularity(2))" in first[0]
     assert "Shampoo: 'weight' of shape (6, 5)" in first[3]
 

@@ -115,9 +115,9 @@ def test_what_cannot_be_within_5_percent_is_not_said_to_be():
     # 640 elements over 256 ranks: 2.5 each, so 3 and 20% without blocks; 10 rows fit 10 ranks.
     advice = advice_on([TensorSpec("w", (10, 64), 64)], 256)
     assert str(advice) == (
-        "2460.0% padding over 256 ranks, forced by the blocks of 'w'. Within 5%: groups of 2 ranks "
-        "(HSDP, 128 replicas). As little as the group allows: blocks of 1 element for 'w', which "
-        "are smaller than a row (20.0%)."
+        "2460.0% padding over 256 ranks, forced by the blocks of 'w'. Within 5%: groups of 2 "
+        "ranks (HSDP, 128 replicas). The least padding that the group allows: blocks of 1 element "
+        "for 'w', which are smaller than a row (20.0%)."
     )
     assert advice.granularity_padding_ratio == pytest.approx(0.2)
 
@@ -127,8 +127,8 @@ def test_with_a_prime_number_of_small_ranks_nothing_is_within_5_percent():
     advice = advice_on([TensorSpec("a", (1, 10), 10), TensorSpec("b", (1, 3), 3)], 2)
     assert (advice.num_shards, advice.num_shards_padding_ratio) == (None, None)
     assert str(advice) == (
-        "53.8% padding over 2 ranks, forced by the blocks of 'a'. As little as the group allows: "
-        "blocks of 4 elements for 'a', which are smaller than a row (7.7%)."
+        "53.8% padding over 2 ranks, forced by the blocks of 'a'. The least padding that the "
+        "group allows: blocks of 4 elements for 'a', which are smaller than a row (7.7%)."
     )
 
 
@@ -220,7 +220,7 @@ def test_advice_is_true(specs, num_shards, alignment, order):
     assert ratio(finer) == pytest.approx(advice.granularity_padding_ratio)
     assert tuple(finer) == advice.forced_by
     least = max(advice.granularity_padding_ratio, advice.num_shards_padding_ratio or 0)
-    assert ("As little as the group allows" in str(advice)) == (least > 0.05)
+    assert ("The least padding that the group allows" in str(advice)) == (least > 0.05)
     below = any(finer[spec.name] < spec.shape[-1] for spec in specs if spec.name in finer)
     assert advice.is_below_row == below
 

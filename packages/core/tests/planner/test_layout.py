@@ -80,7 +80,7 @@ def test_digest_takes_any_name():
     [
         ({"shard_size": 7, "alignment": 2}, "S = 7 is not aligned"),
         ({"offsets": (2, 9, 14)}, "'b' overlaps"),
-        ({"offsets": (3, 11, 14)}, "'a': block is cut"),
+        ({"offsets": (3, 11, 14)}, "'a': block is split"),
         ({"offsets": (2, 10, 16)}, "tensors end at 26"),
         ({"order": (0, 1, 1)}, "permutation"),
     ],
@@ -93,5 +93,5 @@ def test_a_wrong_layout_does_not_come_into_being(layout, change, message):
 def test_a_later_cut_is_checked_too():
     # 8 elements in blocks of 3 from 1, S = 4: the cut at 8 is 7 from the start.
     layout = lay_out([TensorSpec("w", (8,), 1)], 3)
-    with pytest.raises(AssertionError, match="later block is cut"):
+    with pytest.raises(AssertionError, match="later block is split"):
         dataclasses.replace(layout, specs=(TensorSpec("w", (8,), 3),), shard_size=4, offsets=(1,))

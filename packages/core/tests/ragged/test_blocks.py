@@ -134,7 +134,7 @@ def test_the_grid_has_one_scale_per_block(
 
 
 def test_a_refusal_names_the_cut() -> None:
-    with pytest.raises(CutBlockError, match="cut after element 300 is at no multiple of 256"):
+    with pytest.raises(CutBlockError, match="split after element 300 is not at a multiple of 256"):
         Blocks(256, (1000,)).placements([RaggedShard((0,), (3, 7))], (2,))
 
 

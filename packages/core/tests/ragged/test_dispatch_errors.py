@@ -63,7 +63,7 @@ def check_different_shapes() -> None:
     matrix = RaggedTensor.distribute(random((4, 2)), mesh, [RaggedShard((0,), (1, 1))])
     # The same placement, and local parts that would broadcast: 4 elements against 1.
     vector = RaggedTensor.distribute(random((2,)), mesh, [RaggedShard((0,), (1, 1))])
-    with pytest.raises(ValueError, match=r"cut differently: shape \(4, 2\).*shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"sharded differently: shape \(4, 2\).*shape \(2,\)"):
         matrix + vector
 
 

@@ -105,7 +105,7 @@ def check_others() -> None:
         with pytest.raises(NotImplementedError, match="redistribute the Partial axis first"):
             LINEAR[name](largest, other)
     full = RaggedTensor.distribute(random((4, 6)), grid(), [Replicate(), CUT])
-    with pytest.raises(ValueError, match="cut differently"):
+    with pytest.raises(ValueError, match="sharded differently"):
         x + full
 
 

@@ -124,7 +124,7 @@ def check_smaller_ragged() -> None:
     assert collectives == []
     same(results[0], whole / whole.sum(1, keepdim=True))
     same(results[1], whole.amax(1, keepdim=True) - whole)
-    with pytest.raises(ValueError, match="cut differently"):
+    with pytest.raises(ValueError, match="sharded differently"):
         x + x.sum(1)[0:3]
     with pytest.raises(ValueError, match=r"would write a RaggedTensor of shape \(4, 3\) into"):
         x.sum(1, keepdim=True).add_(x)

@@ -153,7 +153,7 @@ def check_refused() -> None:
     # A fused optimizer writes to both; there is no one layout for them.
     states = [[x.clone()], [y.clone()], [x.clone()], [x.clone()], [], [torch.zeros(())]]
     options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
-    with pytest.raises(ValueError, match=r"cut differently.*placements of the other"):
+    with pytest.raises(ValueError, match=r"sharded differently.*placements of the other"):
         torch._fused_adamw_(*states, amsgrad=False, maximize=False, **options)
     assert torch.equal(states[0][0], x)
 

@@ -190,7 +190,9 @@ def check_expand() -> None:
     result = rows.expand(6, 3)
     assert result.placements == rows.placements
     same(result, random((6, 1)).expand(6, 3))
-    with pytest.raises(NotImplementedError, match="only dimensions behind the cuts may grow"):
+    with pytest.raises(
+        NotImplementedError, match="only dimensions after the sharded ones may grow"
+    ):
         rows.expand(2, 6, 1)
     owned = RaggedTensor.distribute(random((6, 1)), mesh, [RaggedShard.owner(1, 2)])
     same(owned.expand(2, 6, 3), random((6, 1)).expand(2, 6, 3))

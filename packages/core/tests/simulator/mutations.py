@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Comm, PendingReduce
-from vescale_fsdp.engine import calls
+from vescale_fsdp.engine import hooks
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.reduce import Gradients
@@ -295,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the optimizer's event is forgotten",
-        calls, "pre_forward", _event_forgotten, "optimizer on a stream", _USER_LAST,
+        hooks, "pre_forward", _event_forgotten, "optimizer on a stream", _USER_LAST,
     ),
     Mutation(
         "the wrong family of events is waited for",

@@ -1,15 +1,15 @@
 """veScale-FSDP for Lightning: ``Trainer(strategy="vescale_fsdp")``, ``Fabric(strategy=...)``.
 
-The strings work without an import of this package (see `_autoload`). Importing it does the same
-by hand, and the classes behind the strings are here, for arguments::
+The strings work without an import of this package (see `_autoload`). An explicit import does the
+same. To pass arguments, use the classes of the strategies::
 
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
     Trainer(strategy=VeScaleFSDPStrategy(granularity="rows:32", state_dict_type="full"))
 
-What the files do, from the bottom up:
+The files, from the bottom up:
 
 * the string: `_autoload`
-* arguments: `options`, `words` (as yaml says them), `precision`
+* arguments: `options`, `words` (their form in yaml), `precision`
 * the model: `sharding`, which Trainer and Fabric share; `norms` of its gradients
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
   and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a

@@ -166,8 +166,9 @@ def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     changed = sorted(values.get("state_dict", expected).keys() ^ expected.keys())
     if changed:
         raise CheckpointValueError(
-            f"on_save_checkpoint has added or removed {changed[:5]} in checkpoint['state_dict']; a "
-            "sharded checkpoint holds the model as it is. Put other tensors under other keys, or "
+            f"on_save_checkpoint has added or removed {changed[:5]} in checkpoint['state_dict']; "
+            "a sharded checkpoint holds the unchanged model. Put other tensors under other keys, "
+            "or "
             'choose VeScaleFSDPStrategy(state_dict_type="full")'
         )
     dropped = ("state_dict", "optimizer_states")

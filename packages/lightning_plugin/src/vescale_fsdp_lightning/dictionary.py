@@ -43,9 +43,9 @@ def read_dictionary(folder: Path) -> dict[str, Any]:
     extra = trees.pop("extra", {})
     if "lightning" not in extra:
         raise CheckpointMismatchError(
-            f'{folder} is no sealed checkpoint of Lightning\'s. What state_dict_type="dcp" has '
-            "saved, python -m lightning.pytorch.utilities.consolidate_checkpoint reads; "
-            "vescale-fsdp checkpoint convert writes other formats"
+            f"{folder} is not a sealed checkpoint of Lightning. For one that was saved with "
+            'state_dict_type="dcp" use python -m lightning.pytorch.utilities.'
+            "consolidate_checkpoint, for other formats vescale-fsdp checkpoint convert"
         )
     rest = from_plain(extra["lightning"])
     model = trees.pop("model")

@@ -51,11 +51,11 @@ class Averages(torch.optim.Optimizer):
 class ShardedEMA(callback_base()):  # type: ignore[misc]
     """Averages the weights, and validates, tests and predicts with the averages.
 
-    For ``strategy="vescale_fsdp"``, in the place of Lightning's ``WeightAveraging``, which needs
-    whole weights. Buffers are left as they are. After training the model has the averages.
+    For ``strategy="vescale_fsdp"``, instead of Lightning's ``WeightAveraging``, which needs
+    whole weights. Buffers are not averaged. After training the model has the averages.
 
     Args:
-        decay: of the old average at each update.
+        decay: factor of the old average at each update.
         update_every_n_steps: optimizer steps from one update to the next.
         start_step: optimizer steps before the first one.
 
@@ -80,7 +80,7 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
         self._weights: dict[torch.Tensor, torch.Tensor] = {}  # while the averages are in place
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the averages made with the sharded model, and saved with it."""
+        """Make the averages with the sharded model, and save them with it."""
         if not hasattr(trainer.strategy, "save_too"):
             raise TypeError(
                 f"ShardedEMA works with VeScaleFSDPStrategy, not with "
@@ -99,7 +99,7 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
             trainer.strategy.saved_too(_NAME).step()
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the averages in place."""
+        """Replace the weights by the averages."""
         self._weights = trainer.strategy.saved_too(_NAME).put_into_parameters()
 
     @torch.no_grad()
@@ -113,11 +113,11 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Put the weights back, if a validation was cut short: callbacks save them after this."""
+        """Restore the weights after an interrupted validation: callbacks save them after this."""
         self.on_validation_epoch_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the averages in the model; what is saved when training ends has the weights."""
+        """Leave the averages in the model; the last checkpoint has the weights."""
         trainer.strategy.saved_too(_NAME).put_into_parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,5 +125,5 @@ class ShardedEMA(callback_base()):  # type: ignore[misc]
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from the saved step."""
         self._last_step = state_dict["last_step"]

@@ -82,8 +82,8 @@ class FabricLifecycle(Sharding):
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("vescale_fsdp."):
                 raise NotImplementedError(
-                    f"{type(optimizer).__name__} looks at how its parameters are sharded when it "
-                    "is made, so make it after that: model = fabric.setup_module(model), then "
+                    f"{type(optimizer).__name__} needs sharded parameters when it is made, so "
+                    "make it afterwards: model = fabric.setup_module(model), then "
                     f"optimizer = fabric.setup_optimizers({type(optimizer).__name__}(...))"
                 )
         check_optimizers(optimizers, module)
@@ -133,13 +133,13 @@ class FabricLifecycle(Sharding):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} saves and loads without a CheckpointIO; leave the plug-in out"
+            f"{type(self).__name__} does not use a CheckpointIO; leave the plug-in out"
         )
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
         raise NotImplementedError(
-            f"{type(self).__name__} saves and loads without a CheckpointIO; leave the "
+            f"{type(self).__name__} does not use a CheckpointIO; leave the "
             f"{type(plugin).__name__} out of plugins"
         )
 
@@ -159,8 +159,8 @@ class FabricLifecycle(Sharding):
         """
         if storage_options is not None:
             raise TypeError(
-                "VeScaleFabricStrategy.save_checkpoint takes no storage_options; put them into the "
-                "path's protocol or the environment, as fsspec reads them"
+                "VeScaleFabricStrategy.save_checkpoint takes no storage_options; set them by the "
+                "path's protocol or the environment, as for fsspec"
             )
         fabric_checkpoints.save(self._checkpoints, str(self.broadcast(path)), state, filter or {})
 

@@ -41,8 +41,8 @@ class _Parts:
         }
         if not self.models:
             raise ValueError(
-                f"there is no model in what fabric.{verb} was given, and so nothing says how "
-                f'tensors are cut: fabric.{verb}(path, {{"model": model, ...}})'
+                f"there is no model in the arguments of fabric.{verb}, so it does not know how "
+                f'tensors are sharded: fabric.{verb}(path, {{"model": model, ...}})'
             )
         self.has_several = len(self.models) > 1
         single = next(iter(self.models.values()))

@@ -10,6 +10,6 @@ __all__ = ["VeScaleFabricStrategy"]
 
 
 class VeScaleFabricStrategy(FabricLifecycle, ParallelStrategy):  # type: ignore[misc]
-    """The strategy behind the string; `Sharding` has its arguments and their documentation."""
+    """The strategy of ``strategy="vescale_fsdp"``; `Sharding` documents its arguments."""
 
     namespace = "lightning.fabric"

@@ -207,8 +207,8 @@ class Lifecycle(Sharding):
         """Save what ``dump_checkpoint`` has collected. Collective. See `checkpoints`."""
         if storage_options is not None:
             raise TypeError(
-                "VeScaleFSDPStrategy.save_checkpoint takes no storage_options; put them into the "
-                "path's protocol or the environment, as fsspec reads them"
+                "VeScaleFSDPStrategy.save_checkpoint takes no storage_options; set them by the "
+                "path's protocol or the environment, as for fsspec"
             )
         target = str(self.broadcast(filepath))
         optimizers = dict(self._companions)  # averages are weights: saved with weights alone, too

@@ -111,7 +111,7 @@ class Options:
         if not (reshard is None or isinstance(reshard, int)):
             self._refuse("reshard_after_forward", "True, False, None, or the int of a group's size")
         if not (self.mp_policy is None or isinstance(self.mp_policy, MixedPrecisionPolicy)):
-            self._refuse("mp_policy", "a MixedPrecisionPolicy, or None for what precision= asks")
+            self._refuse("mp_policy", "a MixedPrecisionPolicy, or None to follow precision=")
         if not (self.staging_dir is None or isinstance(self.staging_dir, str)):
             self._refuse("staging_dir", "the path of a folder, or None")
         mesh = self.device_mesh
@@ -124,8 +124,8 @@ class Options:
         if isinstance(mesh, DeviceMesh) and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"VeScaleFSDPStrategy(device_mesh=DeviceMesh(...), tensor_parallel_size="
-                f"{self.tensor_parallel_size}): a DeviceMesh says itself how large its axis "
-                f"{TENSOR!r} is; leave tensor_parallel_size out"
+                f"{self.tensor_parallel_size}): a DeviceMesh already has the size of its axis "
+                f"{TENSOR!r}; leave tensor_parallel_size out"
             )
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(

@@ -74,10 +74,10 @@ def _hyper_parameters(name: str, value: Mapping[Any, Any]) -> dict[Any, Any]:
             kept[key] = _out(each, (name, key))
         except _NotPlain as error:
             warnings.warn(
-                f"checkpoint{error.path} is a {error.found}, which could only be pickled: it is "
-                f"left out of sealed checkpoints. load_from_checkpoint(path, {key}=...) takes it; "
-                'VeScaleFSDPStrategy(state_dict_type="full") keeps it; '
-                f"self.save_hyperparameters(ignore=[{key!r}]) says that it is to be left out",
+                f"checkpoint{error.path} is a {error.found}, which could only be pickled, so "
+                f"sealed checkpoints leave it out. Pass it to load_from_checkpoint(path, {key}=...)"
+                '. VeScaleFSDPStrategy(state_dict_type="full") keeps it; '
+                f"self.save_hyperparameters(ignore=[{key!r}]) silences this warning",
                 stacklevel=2,
             )
     return kept

@@ -53,8 +53,8 @@ class Processes:
         """
         if self._device_mesh is None:
             raise RuntimeError(
-                "strategy.device_mesh is there when torch.distributed has been started: in "
-                "configure_model and what comes after it, or after fabric.launch()"
+                "strategy.device_mesh exists only after torch.distributed has been started: in "
+                "configure_model and later, or after fabric.launch()"
             )
         return self._device_mesh
 

@@ -43,38 +43,39 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 class Sharding(Processes):
     """Fully-sharded data parallel by veScale-FSDP: ``strategy="vescale_fsdp"``.
 
-    The defaults need no thought: the model's repeated blocks become units, over all processes, in
-    the dtypes that ``precision=`` asks for, and checkpoints are sharded and sealed.
+    By default the model's repeated blocks become units, sharded over all processes, in
+    the dtypes of ``precision=``, and checkpoints are sharded and sealed.
 
     Args:
         wrap: which submodules become units: ``"blocks"`` (the model's repeated blocks), ``"none"``
             (one unit of all), a list of classes or of their names, or a function from the model to
-            a list, inner modules first. What the user has sharded stays as it is.
-        granularity: what must not be cut, as of ``vescale_fsdp.fully_shard``, or in words:
+            a list, inner modules first. Modules that the user has sharded do not change.
+        granularity: the blocks that must not be split, as in ``vescale_fsdp.fully_shard``, or:
             ``"rows:32"``, ``"elements:256"``, ``"tile:32x32"``, ``"whole"``.
         reshard_after_forward: as of ``fully_shard``.
         device_mesh: ``(replicas, shards)``: shard over groups and replicate between them (HSDP); or
-            a mesh with names, whose axis ``tensor_parallel``, if there is one, is the user's.
-        tensor_parallel_size: processes that get the same data. ``configure_model`` cuts the layers
-            over ``self.device_mesh["tensor_parallel"]``; they are sharded over the rest.
-        mp_policy: dtypes. Default: what ``precision=`` asks for. ``bf16-mixed`` gathers and
+            a mesh with names, whose axis ``tensor_parallel``, if any, the user applies.
+        tensor_parallel_size: processes that get the same data. ``configure_model`` shards layers
+            over ``self.device_mesh["tensor_parallel"]``; the strategy shards over the other axes.
+        mp_policy: dtypes. Default: those of ``precision=``. ``bf16-mixed`` all-gathers and
             computes in bf16 and reduces gradients in fp32, under autocast; ``bf16-true`` and
             ``16-true`` keep everything in that dtype.
-        cpu_offload: shards, gradients and the optimizer rest in the host's memory.
-        activation_checkpointing: compute activations again in backward: of the units, or of a list
+        cpu_offload: shards, gradients and optimizer state stay in host memory.
+        activation_checkpointing: recompute activations in backward: of the units, or of a list
             of classes or of their names.
         unused: as of ``fully_shard``.
-        in_flight: as of ``fully_shard``: how many units may be gathered, or on their way, at a
-            time; an int of at least 1.
-        broadcast_buffers: give all processes the first one's buffers, such as BatchNorm's
-            statistics, before the first forward of a step, as ``DDPStrategy`` does. False: each
-            keeps its own, and nothing is sent.
+        in_flight: as of ``fully_shard``: how many units may be unsharded or prefetched at a time;
+            an int of at least 1.
+        broadcast_buffers: send the buffers of the first process, such as BatchNorm's
+            statistics, to all before the first forward of a step, as ``DDPStrategy`` does. False:
+            each keeps its own, and nothing is sent.
         gather_codec, reduce_codec: send weights, and gradients, in 8 bits: a ``QuantizedGather``
-            and a ``QuantizedReduce``, or in words: ``"int8"``, ``"e4m3"`` (weights only),
+            and a ``QuantizedReduce``, or: ``"int8"``, ``"e4m3"`` (weights only),
             ``{"dtype": "int8", "block": (32, 32)}``, ``{"block": 256, "error_feedback": True}``.
-        state_dict_type: what is saved: ``"sharded"``: a sealed directory, each process its part
-            (`vescale_fsdp.checkpoint`); ``"full"``: one file, as ``DDPStrategy`` saves it;
-            ``"dcp"``: the directory that Lightning's consolidation tool reads. All are loaded.
+        state_dict_type: the format of saves. ``"sharded"``: a sealed directory to which each
+            process writes its part (`vescale_fsdp.checkpoint`); ``"full"``: one file, as of
+            ``DDPStrategy``; ``"dcp"``: the directory that Lightning's consolidation tool reads.
+            Each setting loads all three.
         async_save: sharded checkpoints are written in the background.
         save_rng: sharded checkpoints have the random number generators of all processes.
         weights_only: loading a file unpickles nothing but tensors and plain values. False for
@@ -211,8 +212,8 @@ class Sharding(Processes):
                 raise
             raise RuntimeError(
                 "the loss is a DTensor: sums or norms of sharded parameters were added to it, and "
-                "backward cannot go through both. Make them plain numbers before: loss + 0.01 * "
-                "sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
+                "backward cannot go through both. Convert them to plain numbers first: loss + "
+                "0.01 * sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
                 "[param.square().sum() for param in self.parameters()]); or use the weight_decay "
                 "of the optimizer"
             ) from error
@@ -239,7 +240,7 @@ class Sharding(Processes):
         if wanted and any(isinstance(child, CheckpointWrapper) for child in module.modules()):
             warnings.warn(
                 "the model has layers in checkpoint_wrapper already; activation_checkpointing="
-                f"{self.options.activation_checkpointing!r} of the strategy is left out",
+                f"{self.options.activation_checkpointing!r} of the strategy is ignored",
                 stacklevel=2,
             )
             return
@@ -342,8 +343,8 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     if left:
         warnings.warn(
             f"{', '.join(sorted(left))} were made on the meta device and have no "
-            "reset_parameters(): what they own has no values yet; load a checkpoint, or initialize "
-            "it in configure_model",
+            "reset_parameters(): their parameters and buffers have no values yet; load a "
+            "checkpoint, or initialize them in configure_model",
             stacklevel=2,
         )
 
@@ -373,10 +374,10 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Mod
         strangers = sum(id(param) not in known for param in params)
         if strangers:
             raise ValueError(
-                f"{type(optimizer).__name__} holds {strangers} of {len(params)} parameters "
-                "that are not the model's: it was made before the model was sharded, and "
-                "would train nothing. Make it in configure_optimizers, from self.parameters(); "
-                "with Fabric after setup_module, from model.parameters()"
+                f"{type(optimizer).__name__} holds {strangers} of {len(params)} parameters that "
+                "are not the model's: it was made before the model was sharded, and would not "
+                "train the model. Make it in configure_optimizers, from self.parameters(); with "
+                "Fabric after setup_module, from model.parameters()"
             )
 
 

@@ -121,7 +121,9 @@ class Store:
             raise CheckpointIncompleteError(f"there is no whole checkpoint at {path}")
         if found != str(place):
             if is_first():
-                _log.warning("%s is not there, a save of it was cut short; loading %s", path, found)
+                _log.warning(
+                    "%s does not exist because its save was interrupted; loading %s", path, found
+                )
             place = Place(found)
         if place.is_local:
             yield Path(place.path)
@@ -143,7 +145,7 @@ def _prepared(place: Place) -> bool:
     exists = place.exists
     if exists and not place.is_whole and place.fs.ls(place.path, detail=False):
         raise CheckpointExistsError(
-            f"{place} is a directory that is no checkpoint, and is not replaced; save elsewhere"
+            f"{place} is a directory that is not a checkpoint, and is not replaced; save elsewhere"
         )
     return exists
 

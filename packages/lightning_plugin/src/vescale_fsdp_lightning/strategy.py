@@ -10,6 +10,6 @@ __all__ = ["VeScaleFSDPStrategy"]
 
 
 class VeScaleFSDPStrategy(Lifecycle, ParallelStrategy):  # type: ignore[misc]
-    """The strategy behind the string; `Sharding` has its arguments and their documentation."""
+    """The strategy of ``strategy="vescale_fsdp"``; `Sharding` documents its arguments."""
 
     namespace = "lightning.pytorch"

@@ -86,21 +86,20 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Throughput(callback_base()):  # type: ignore[misc]
-    """Logs what a step costs, in a way that can be compared with other strategies.
+    """Logs speed and memory of a step, measured in the same way for every strategy.
 
     ``tokens_per_s`` of all processes: wall time from the end of one optimizer step to the end of
-    another, all of it, so also loading data and logging; validation is left out.
-    ``peak_memory_gb``: on CUDA what torch has allocated at most, on CPU the most that the process
-    has held. The same for every strategy. With ``vescale_fsdp`` also ``padding_percent`` of the
-    shards, and ``comm_gb_per_step``, what a process receives in a step, as it follows from the
-    layout; not with ``gather_codec`` or ``reduce_codec``, whose codes the
-    layout does not show.
+    another, including data loading and logging, without validation.
+    ``peak_memory_gb``: on CUDA the peak of torch's allocations, on CPU the peak of the process.
+    With ``vescale_fsdp`` also ``padding_percent`` of the shards, and ``comm_gb_per_step``, the
+    bytes that a process receives in a step, computed from the layout; not with ``gather_codec`` or
+    ``reduce_codec``, because the layout does not contain the codes.
 
     Args:
         tokens_of: how many tokens (or samples) are in a batch. Default: the elements of the first
             tensor of integers in it, or else the length of the first tensor.
         every_n_steps: how many steps are measured together.
-        skip_steps: at the beginning, when kernels are compiled and memory is found.
+        skip_steps: steps at the beginning, when kernels are compiled and memory is allocated.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Throughput(callback_base()):  # type: ignore[misc]
         self._traffic: Traffic | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the layout, once."""
+        """Read the layout, once."""
         self._last_step = trainer.global_step
         self._traffic = None
         if isinstance(trainer.strategy, Sharding):

@@ -88,7 +88,7 @@ class Directory:
             if self.has(key):
                 return key
         raise CheckpointIncompleteError(
-            f"{self._folder} has none of {', '.join(keys)}: it is no checkpoint of Lightning's"
+            f"{self._folder} has none of {', '.join(keys)}: it is not a checkpoint of Lightning"
         )
 
     def load_model(self, key: str, model: nn.Module, *, strict: bool) -> None:
@@ -193,11 +193,13 @@ class _Reader(filesystem.FileSystemReader):
                 found = MetadataUnpickler(io.BufferedReader(stream)).load()
         except pickle.UnpicklingError as error:
             raise CheckpointCorruptError(
-                f"{file} is refused: it wants {error}, which is no part of this format and could "
+                f"{file} is refused: it needs {error}, which is not part of this format and could "
                 "run code"
             ) from error
         if not isinstance(found, Metadata):
-            raise CheckpointCorruptError(f"{file} holds a {type(found).__name__}, no metadata")
+            raise CheckpointCorruptError(
+                f"{file} holds a {type(found).__name__}, expected metadata"
+            )
         for each in {info.relative_path for info in found.storage_data.values()}:
             size_of(Path(self.path) / each)  # torch would wait for a FIFO
         found.storage_meta = found.storage_meta or metadata.StorageMeta()

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, that are checked before they are believed, and that
+"""Checkpoints that are complete or absent, that are checked before they are loaded, and that
 load on any number of ranks, with any granularity and on any mesh.
 
 ::
@@ -9,23 +9,22 @@ load on any number of ranks, with any granularity and on any mesh.
 A checkpoint is a directory::
 
     step-100/
-      manifest.json      what is in it, where each byte lies, and its CRC32: the seal
-      rank-00000.bin     what rank 0 has written: boxes of tensors, row-major, and JSON texts,
+      manifest.json      the contents, the place of each byte, and its CRC32: the seal
+      rank-00000.bin     the data of rank 0: boxes of tensors, row-major, and JSON texts,
       rank-00001.bin     ...                      one after the other
 
-What the files here do, from the bottom up:
+The files, from the bottom up:
 
-* what lies on disk: `manifest`, `files`, and `seal`, by which it is whole or not there
-* what models and optimizers have: `tensors`, `values` (as JSON), `optimizer`, `rng`, all of it in
-  `contents`; `targets` is where it goes when it is loaded; `full` is the way to whole tensors in
-  one process
-* who writes and reads what: `ranks`, `planning`; `saving` and `reading` are all of it or nothing
+* the data on disk: `manifest`, `files`, and `seal`, which makes a checkpoint complete or absent
+* the state of models and optimizers: `tensors`, `values` (as JSON), `optimizer`, `rng`, together in
+  `contents`; `targets` are the places to load into; `full` makes whole tensors in one process
+* the work of each rank: `ranks`, `planning`; `saving` and `reading` do all of it or nothing
 * the format above: `saving`, `loading`, and `sealed`, which finds and checks checkpoints
-* formats of others, in and out: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
-* by one process: `convert` from one to another, and `sources`, which reads any
-* `stop`: to end; and to begin again, `engine.attempts`
+* other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
+* in one process: `convert` from one to another, and `sources`, which reads any
+* `stop` ends a job; `engine.store` restarts it
 
-Nothing that is loaded is unpickled, but for DCP's format, by `import_dcp` and `convert`;
+Loading never unpickles, except for DCP's format in `import_dcp` and `convert`;
 `dcp_directory` says how.
 """
 

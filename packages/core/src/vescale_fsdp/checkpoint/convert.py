@@ -54,29 +54,29 @@ def convert(
     ==============  ===============================================================
     "safetensors"   the model, for ``transformers`` (see `save_safetensors`)
     "dcp"           model and optimizers, for stock FSDP2 (see `export_dcp`), and extra values
-    "vescale"       what `load` reads: model, optimizers and extra values, as far as they are there
+    "vescale"       a sealed directory for `load`: model, optimizers and extra values, if present
     ==============  ===============================================================
 
-    States of random number generators and of data loaders are left out. What is tied in a sealed
-    checkpoint is written under each of its names.
+    States of random number generators and of data loaders are left out. Tied tensors of a sealed
+    checkpoint are written under each name.
 
     Args:
         source: a directory of `save`, of ``torch.distributed.checkpoint`` or with safetensors, or a
-            safetensors file. Found out by what is there.
-        target: of the directory to write; must not exist, but for safetensors, where it must not
-            hold weights.
-        progress: is told the bytes of tensors that were written so far, and those of all.
+            safetensors file. The format is detected.
+        target: the directory to write; must not exist. For safetensors it may exist, but must not
+            contain weights.
+        progress: called with the bytes of tensors written so far, and the total.
 
     Cost: each chunk is read and written once; memory for two of them.
 
     Raises:
         CheckpointIncompleteError: there is no checkpoint at ``source``, or a file is missing.
-        CheckpointCorruptError: its bytes are not those that were saved, or it is refused.
-        CheckpointMismatchError: it is in that format already.
-        CheckpointValueError: it holds what the other format cannot, by name.
+        CheckpointCorruptError: its bytes differ from those that were saved, or it is refused.
+        CheckpointMismatchError: it already has that format.
+        CheckpointValueError: the other format cannot hold one of its values; names the value.
         CheckpointExistsError, CheckpointWriteError: the target cannot be written.
 
-    After an error nothing is left behind.
+    After an error there are no new files.
     """
     writers: dict[str, Callable[[_Job], list[str] | bytes]] = {
         "safetensors": _to_safetensors,
@@ -147,7 +147,7 @@ def _tensor_name(fqn: str, value: values.Json) -> str:
     name = value.get("$tensor") if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise CheckpointValueError(
-            f"{fqn!r} of the model is no tensor, and safetensors holds tensors only"
+            f"{fqn!r} of the model is not a tensor, and safetensors holds only tensors"
         )
     return name
 
@@ -192,7 +192,7 @@ def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
         parts["optimizer"] = merged(trees)
     for name in parts:
         if name in state:
-            raise CheckpointValueError(f"extra[{name!r}] is where the format has the {name}'s keys")
+            raise CheckpointValueError(f"extra[{name!r}] has the name of the {name} in this format")
     return {**state, **parts}
 
 

@@ -121,31 +121,31 @@ def export_dcp(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
 
-    As stock does, it wants states of all parameters: those that never had a gradient have none
-    (``DefaultLoadPlanner(allow_partial_load=True)``). Keys of states become texts.
+    FSDP2 expects states of all parameters, but parameters that never had a gradient have none
+    (use ``DefaultLoadPlanner(allow_partial_load=True)``). Keys of states become strings.
 
     Args:
         path: of the directory; must not exist. The same on every rank, on a file system that all
             of them share.
         model: sharded or not.
-        optimizer: one, or a mapping; the states of several go together, as
-            ``get_optimizer_state_dict(model, optimizers)`` has them.
+        optimizer: one, or a mapping; the states of several are merged, as by
+            ``get_optimizer_state_dict(model, optimizers)``.
         extra: the first rank's plain values, beside the model: ``{"step": 100}``.
-        model_key: what the model's keys begin with; dots nest: "app.model".
+        model_key: prefix of the model's keys; dots nest: "app.model".
         optimizer_key: the same for the optimizer.
-        weights: of the model: "all"; "trained", without what is frozen; or "none", for the
-            optimizer alone.
+        weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
+            the optimizer.
 
     Cost: as a `save`; memory for one box of a tensor twice.
 
     Raises:
         CheckpointExistsError: there is something at ``path``. Nothing is ever overwritten.
-        CheckpointValueError: a state holds what is no plain data, by name.
+        CheckpointValueError: a state holds a value that is not plain data; names it.
         CheckpointMismatchError: ranks hold different models.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
 
-    After an error nothing is left behind.
+    After an error there are no new files.
     """
     writing = Writing(Path(path), f"the export to {path}")
     check_last = finish_saves()  # it talks over the same group
@@ -244,26 +244,26 @@ def import_dcp(
 ) -> dict[str, Any]:
     """Load a directory that ``torch.distributed.checkpoint`` has written, in place. Collective.
 
-    As `load`: all of it or nothing, on any number of ranks, with any units and granularity. But the
-    format has no checksums: damaged elements are loaded as they are.
+    As `load`: all or nothing, on any number of ranks, with any units and granularity. But the
+    format has no checksums, so damaged elements are not detected.
 
     Args:
         path: of the directory.
         model: of the same architecture.
-        optimizer: one, or a mapping of names. Each takes the states of its parameters from where
-            the directory has them: by name, or those of all optimizers together.
+        optimizer: one, or a mapping of names. Each loads the states of its parameters, which the
+            directory has by optimizer name or merged for all optimizers.
         strict: refuse a checkpoint that lacks entries of the model or the optimizers.
-        model_key: what the model's keys begin with: "model", "app.model"; "" if with nothing. By
-            default it is looked for.
+        model_key: prefix of the model's keys: "model", "app.model"; "" for none. By default it is
+            detected.
         optimizer_key: the same for the optimizers: "optimizer", "optim", "app.optim".
-        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
-            alone.
+        weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
+            optimizers.
 
     Returns:
-        What else is there, if it is plain data: ``{"step": 100}``. Other objects are left out, and
+        All other entries that are plain data: ``{"step": 100}``. Other objects are skipped, and
         the log says so.
 
-    Cost: each rank reads the saved chunks of which it needs a part; memory in the host for its
+    Cost: each rank reads the saved chunks that overlap its part; host memory for its
     part, and for one chunk.
 
     Raises:
@@ -272,7 +272,7 @@ def import_dcp(
             or an item cannot be read.
         CheckpointMismatchError: an entry has another shape.
 
-    After an error nothing has changed, on any rank.
+    After an error nothing has changed on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()
@@ -314,16 +314,16 @@ def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str])
     found: dict[str, Any] = {}
     for key in keys:
         if key in directory.tensors:
-            _log.info("left out the tensor %r of %s", key, directory.folder)
+            _log.info("skipped the tensor %r of %s", key, directory.folder)
             continue
         try:
             text = directory.value(reader, key)
         except CheckpointCorruptError as error:
-            _log.warning("left out %r: %s", key, error)
+            _log.warning("skipped %r: %s", key, error)
             continue
         put(found, directory.paths[key], values.decode(text, _no_tensor, key))
     return found
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointCorruptError(f"{name!r} is no tensor of this checkpoint")
+    raise CheckpointCorruptError(f"{name!r} is not a tensor of this checkpoint")

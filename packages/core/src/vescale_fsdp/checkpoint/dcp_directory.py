@@ -82,7 +82,7 @@ class StockDirectory:
             self._take(found)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(
-                f"{self._file} is refused: it has not the form of this format ({error})"
+                f"{self._file} is refused: it does not have this format ({error})"
             ) from error
 
     def _unpickled(self, data: bytes) -> Metadata:
@@ -90,14 +90,14 @@ class StockDirectory:
             found = MetadataUnpickler(io.BytesIO(data)).load()
         except _RefusedError as error:
             raise CheckpointCorruptError(
-                f"{self._file} is refused: it wants {error}, which is no part of this format and "
+                f"{self._file} is refused: it needs {error}, which is not part of this format and "
                 "could run code"
             ) from error
         except Exception as error:  # whatever damaged bytes make it raise
             raise CheckpointCorruptError(f"{self._file} cannot be read: {error!r}") from error
         if type(found) is not Metadata:
             raise CheckpointCorruptError(
-                f"{self._file} holds a {type(found).__name__}, no metadata"
+                f"{self._file} holds a {type(found).__name__}, expected metadata"
             )
         return found
 
@@ -106,7 +106,7 @@ class StockDirectory:
         paths: Any = found.planner_data or {}
         for key, each in found.state_dict_metadata.items():
             if type(key) is not str:
-                raise ValueError(f"the key {key!r} is no text")
+                raise ValueError(f"the key {key!r} is not text")
             path = tuple(paths.get(key, (key,))) if isinstance(paths, dict) else (key,)
             if any(type(part) not in (str, int) for part in path):
                 raise ValueError(f"{key!r} has the path {path!r}")
@@ -138,18 +138,18 @@ class StockDirectory:
         if type(file) is not str or not FILE_NAME.fullmatch(file):
             raise ValueError(f"{file!r} of {key!r} is not the name of a file in this directory")
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{key!r} is compressed or encrypted, which is not read here")
+            raise ValueError(f"{key!r} is compressed or encrypted, which is not supported")
         if file not in self.files:
             try:
                 self.files[file] = size_of(self.folder / file, repr(key))
             except OSError as error:
                 raise CheckpointIncompleteError(
-                    f"{self.folder / file} is missing, with {key!r} in it"
+                    f"{self.folder / file} is missing; it is needed for {key!r}"
                 ) from error
         if offset + length > self.files[file]:
             raise CheckpointCorruptError(
                 f"{self.folder / file} has {self.files[file]} bytes, but {key!r} should end at "
-                f"byte {offset + length}: it was cut, or is of another checkpoint"
+                f"byte {offset + length}: it was truncated, or belongs to another checkpoint"
             )
         return Span(file, offset, length, 0)
 
@@ -208,7 +208,7 @@ class StockDirectory:
 def _counts(numbers: Any) -> tuple[int, ...]:
     found = tuple(numbers)
     if len(found) > 64 or any(type(n) is not int or not 0 <= n < 2**63 for n in found):
-        raise ValueError(f"{found!r} are no counts")
+        raise ValueError(f"{found!r} are not counts")
     return found
 
 
@@ -392,10 +392,10 @@ def put(tree: Any, path: KeyPath, leaf: Any) -> None:
     for part, following in zip(path, [*path[1:], None], strict=True):
         if isinstance(part, int):
             if not isinstance(tree, list) or not 0 <= part <= len(tree) + 10_000:
-                raise CheckpointCorruptError(f"the path {path} does not fit its neighbours")
+                raise CheckpointCorruptError(f"the path {path} does not match the other paths")
             tree.extend([None] * (part + 1 - len(tree)))
         elif not isinstance(tree, dict):
-            raise CheckpointCorruptError(f"the path {path} does not fit its neighbours")
+            raise CheckpointCorruptError(f"the path {path} does not match the other paths")
         if following is None:
             tree[part] = leaf
             return

@@ -87,10 +87,10 @@ def size_of(path: Path, label: str = "") -> int:
 def _check(path: Path, status: os.stat_result, label: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        within = f", with {label} in it," if label else ""
+        within = f" (for {label})" if label else ""
         raise CheckpointCorruptError(
-            f"{path}{within} is {kind}, expected a regular file: put the file that was saved back, "
-            "or use another checkpoint"
+            f"{path}{within} is {kind}, expected a regular file: restore the saved file, or use "
+            "another checkpoint"
         )
 
 
@@ -175,8 +175,8 @@ def flush_folder(folder: Path) -> None:
 
 
 _REASONS = {
-    errno.ENOSPC: "the disk is full ({free} bytes are free): make room, or save elsewhere",
-    errno.EDQUOT: "the quota is used up: make room, or save elsewhere",
+    errno.ENOSPC: "the disk is full ({free} bytes are free): free some space, or save elsewhere",
+    errno.EDQUOT: "the quota is used up: free some space, or save elsewhere",
     errno.EROFS: "the file system is read-only: save elsewhere",
     errno.EACCES: "there is no permission to write: change the permissions, or save elsewhere",
     errno.EPERM: "there is no permission to write: change the permissions, or save elsewhere",
@@ -296,7 +296,7 @@ class DataReader:
             ) from error
         if filled < len(into):
             raise CheckpointCorruptError(
-                f"{self.folder / span.file} ended while {label} was read: something has cut it"
+                f"{self.folder / span.file} ended while {label} was read: the file was truncated"
                 f"{self._advice}"
             )
         if self._progress is not None:
@@ -318,7 +318,7 @@ class DataReader:
             stream = open_regular(path, label)
         except FileNotFoundError as error:
             raise CheckpointIncompleteError(
-                f"{path} is missing, with {label} in it{self._advice}"
+                f"{path} is missing; it is needed for {label}{self._advice}"
             ) from error
         except OSError as error:
             raise CheckpointIncompleteError(
@@ -328,7 +328,7 @@ class DataReader:
         if num_bytes != self._sizes[file]:
             stream.close()
             raise CheckpointCorruptError(
-                f"{path}, with {label} in it, has {num_bytes} bytes, expected "
+                f"{path} (for {label}) has {num_bytes} bytes, expected "
                 f"{self._sizes[file]}{self._advice}"
             )
         if len(self._streams) >= _MOST_OPEN:

@@ -203,20 +203,20 @@ def _by_name(
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """The saved states and groups by the names of parameters, those of ``named``."""
     listed = [key for group in saved["param_groups"] for key in group["params"]]
-    title, own = f"{named.name}'s", list(named.params)
+    title, own = named.name, list(named.params)
     if all(isinstance(key, str) for key in listed):
         differ = sorted(set(listed) ^ set(own))
         if differ:
             raise CheckpointMismatchError(
-                f"of the checkpoint's optimizer and this {named.name} one lacks "
-                f"{', '.join(differ[:5])}{' and others' if len(differ) > 5 else ''}; make it as it "
-                "was made when it was saved"
+                f"either the checkpoint's optimizer or this {named.name} does not have "
+                f"{', '.join(differ[:5])}{' and others' if len(differ) > 5 else ''}; make it as "
+                "it was when it was saved"
             )
         return dict(saved["state"]), list(saved["param_groups"])
     if len(listed) != len(own):
         raise CheckpointMismatchError(
-            f"the checkpoint has an optimizer of {len(listed)} parameters, and {title} are "
-            f"{len(own)}; make it as it was made when it was saved"
+            f"the checkpoint has an optimizer with {len(listed)} parameters, and {title} has "
+            f"{len(own)}; make it as it was when it was saved"
         )
     name_of = dict(zip(listed, own, strict=True))
     groups = [
@@ -228,8 +228,8 @@ def _by_name(
     )
     if sizes != own_sizes:
         raise CheckpointMismatchError(
-            f"the checkpoint has groups of {sizes} parameters, and {title} have {own_sizes}; make "
-            "it as it was made when it was saved"
+            f"the checkpoint has groups of {sizes} parameters, and {title} has {own_sizes}; make "
+            "it as it was when it was saved"
         )
     return {name_of.get(key, key): value for key, value in saved["state"].items()}, groups
 

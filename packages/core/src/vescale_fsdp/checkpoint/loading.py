@@ -48,30 +48,30 @@ def load(
 
     Args:
         path: of a directory that `save` has written.
-        model: of the same architecture. Elements are cast to the dtypes that it has.
-        optimizer: one, or a mapping with the names that were used to save.
-        strict: refuse a checkpoint that lacks entries of what is loaded. Entries that are not
-            asked for are left alone.
-        stateful: as at the save. What differed between ranks loads on as many ranks only.
-        rng: give the random number generators of each rank the states they had; by default if an
+        model: of the same architecture. Elements are cast to the model's dtypes.
+        optimizer: one, or a mapping with the same names as in the save.
+        strict: refuse a checkpoint that lacks entries for the arguments. Other entries of the
+            checkpoint are ignored.
+        stateful: as in the save. States that differed between ranks load only on as many ranks.
+        rng: restore the random number generators of each rank; by default if an
             optimizer is loaded. On more ranks than have saved, those without a state get seeds.
-        weights: of the model, as at the save. "trained" and "none" leave the rest as it is, also
-            where all was saved.
+        weights: of the model, as in the save. "trained" and "none" do not change the other
+            parameters, even if all were saved.
 
     Returns:
         The ``extra`` of the save, the same on every rank.
 
-    Cost: all bytes are read once, those that several ranks need by each of them; memory in the
-    host for this rank's part, or for one tensor where the model has no values yet (after
+    Cost: all bytes are read once, those that several ranks need by each of them; host memory
+    for this rank's part, or for one tensor if the model has no values yet (after
     ``to_empty``); two small messages per rank.
 
     Raises:
         CheckpointIncompleteError: there is no whole checkpoint at ``path``, it lacks entries, or
             another rank has died.
-        CheckpointCorruptError: bytes are not those that were saved; names the file and the tensor.
+        CheckpointCorruptError: bytes differ from those that were saved; names the file and tensor.
         CheckpointMismatchError: an entry has another shape.
 
-    After an error nothing has changed, on any rank.
+    After an error nothing has changed on any rank.
     """
     check_last = finish_saves()
     ranks, folder = all_ranks(), Path(path)
@@ -97,7 +97,7 @@ def load(
                 change.targets.append(RngTarget(saved))
             change.take(read(reader, manifest, change.wanted, ranks.rank, ranks.size))
         if not isinstance(extra.value, dict):
-            raise CheckpointCorruptError(f"the extra of {folder} is no mapping")
+            raise CheckpointCorruptError(f"the extra of {folder} is not a mapping")
         returned.update(extra.value)
         return [manifest.seal.id, manifest.seal.body_crc32]
 

@@ -110,7 +110,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known of a checkpoint without its data. Sizes are in bytes."""
+    """The description of a checkpoint, without its data. Sizes are in bytes."""
 
     seal: Seal
     world_size: int
@@ -121,11 +121,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the data files together."""
+        """Bytes of all data files together."""
         return sum(self.files.values())
 
     def spans(self) -> Iterator[tuple[Span, str]]:
-        """All spans, with words for what they hold."""
+        """All spans, each with a description of its contents."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 where = f" at {list(chunk.offsets)}" if len(tensor.chunks) > 1 else ""
@@ -170,9 +170,13 @@ class Manifest:
         first += newline
         second = _second_line(first)
         if not first.startswith(b'{"seal": ') or not first.endswith(b",\n"):
-            raise CheckpointCorruptError(f"{where} is damaged, or no manifest: no seal in line 1")
+            raise CheckpointCorruptError(
+                f"{where} is damaged, or not a manifest: line 1 has no seal"
+            )
         if not others.startswith(second):
-            raise CheckpointCorruptError(f"{where} is damaged: the CRC32 of its seal is another")
+            raise CheckpointCorruptError(
+                f"{where} is damaged: the CRC32 of its seal does not match"
+            )
         try:
             fields = from_json(first.removeprefix(b'{"seal": ')[:-2])
             if isinstance(fields, dict) and fields.get("version") != VERSION:
@@ -192,7 +196,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, where: str) -> Manifest:
-        """The manifest in a file's bytes, all of it checked.
+        """Parse and check the manifest in a file's bytes.
 
         Raises:
             CheckpointCorruptError: naming the file (``where``) and what is wrong.
@@ -203,7 +207,8 @@ class Manifest:
     def read(stream: BinaryIO, num_bytes: int, where: str) -> Manifest:
         """The manifest in an open file of ``num_bytes``. Raises as `parse` does.
 
-        A file that is too long, or not as long as its seal says, is refused before it is read.
+        A file that is too long, or has another length than its seal says, is refused before it is
+        read.
         """
         start = stream.read(SEAL_BYTES)
         seal, begin = Manifest.parse_seal(start, where)
@@ -215,7 +220,7 @@ class Manifest:
             _refuse(where, f"it has {num_bytes} bytes, expected {MOST_BYTES} at most")
         rest = start[begin:] + stream.read()
         if len(rest) != seal.body_bytes or _hex(zlib.crc32(rest)) != seal.body_crc32:
-            raise CheckpointCorruptError(f"{where} is damaged: its CRC32 is another")
+            raise CheckpointCorruptError(f"{where} is damaged: its CRC32 does not match")
         if not rest.startswith(b'"body": ') or not rest.endswith(b"}\n"):
             raise CheckpointCorruptError(f"{where} has no body")
         try:
@@ -259,7 +264,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} comes twice")
+        raise ValueError(f"the name {twice!r} occurs twice")
     return found
 
 
@@ -360,7 +365,7 @@ def _parsed(seal: Seal, rest: bytes) -> Manifest:
     found = Manifest(seal, body.world_size, body.software, body.files, tensors, values)
     if rest.count(b'"') != _num_quotes(found):
         _check_json(text)
-        raise ValueError("a name comes twice in it")
+        raise ValueError("a name occurs twice in it")
     by_file: dict[str, list[Span]] = {file: [] for file in found.files}
     for span, _ in found.spans():
         by_file[span.file].append(span)
@@ -396,7 +401,7 @@ def _check_json(text: memoryview) -> None:
 
 
 def _num_quotes(found: Manifest) -> int:
-    """How many quotation marks there are with a manifest if no name comes twice in an object."""
+    """How many quotation marks there are with a manifest if no name occurs twice in an object."""
     texts = [*found.software, *found.software.values(), *found.files, *found.tensors]
     marks = sum(each.count('"') + 2 for each in chain(texts, found.values))
     chunks = sum(len(each.chunks) for each in found.tensors.values())
@@ -408,7 +413,7 @@ def _num_quotes(found: Manifest) -> int:
 
 def _span(what: str, part: _Part, files: dict[str, int]) -> Span:
     if part.file not in files:
-        raise ValueError(f"{what} lies in {part.file!r}, which is not among the files")
+        raise ValueError(f"{what} is in {part.file!r}, which is not among the files")
     if part.offset + part.bytes > files[part.file]:
         raise ValueError(
             f"{what} ends at byte {part.offset + part.bytes} of {files[part.file]} of {part.file!r}"
@@ -455,9 +460,9 @@ def boxes_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return f"the box at {list(offsets)} has not the {len(shape)} dimensions of the tensor"
+            return f"the box at {list(offsets)} does not have the tensor's {len(shape)} dimensions"
         if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-            return f"the box at {list(offsets)} of {list(sizes)} sticks out of {list(shape)}"
+            return f"the box at {list(offsets)} of {list(sizes)} exceeds {list(shape)}"
     held = sum(math.prod(sizes) for _, sizes in boxes)
     if held != math.prod(shape):
         return f"its boxes hold {held} elements, expected {math.prod(shape)}"

@@ -40,8 +40,8 @@ class NamedOptimizer:
                 if id(param) not in found:
                     raise CheckpointMismatchError(
                         f"optimizer {name!r} has a parameter of shape {tuple(param.shape)} "
-                        f"(number {position} of group {index}) that the model has not; save and "
-                        "load it with the model whose parameters it was made for"
+                        f"(number {position} of group {index}) that the model does not have; save "
+                        "and load it with the model whose parameters it was made for"
                     )
                 self.params[found[id(param)]] = param
 
@@ -147,8 +147,8 @@ class NamedOptimizer:
         first = found[0] if found else {}
         if any(_differ(first, other) for other in found[1:]) and strict:
             raise CheckpointMismatchError(
-                f"{where} has parameters of several saved groups, with other options; build the "
-                "optimizer with the groups that were saved, or pass strict=False"
+                f"{where} has parameters of several saved groups, with different options; build "
+                "the optimizer with the groups that were saved, or pass strict=False"
             )
         return first
 

@@ -55,32 +55,32 @@ def save_safetensors(
 ) -> None:
     """Write a model as safetensors in the layout of ``transformers``. Collective.
 
-    ``model.safetensors``, or parts of at most ``max_file_bytes`` with an index, by the names of the
-    model's state dict. Of tied parameters the first name is written; each file's metadata say
-    which others it stands for, as ``safetensors.torch.save_model`` does.
+    Writes ``model.safetensors``, or parts of at most ``max_file_bytes`` with an index, by the names
+    of the model's state dict. Tied parameters are written under their first name; each file's
+    metadata name the others, as ``safetensors.torch.save_model`` does.
 
     Args:
-        directory: where to; it may exist (with ``config.json``, a tokenizer), but must not hold
-            weights. The same on every rank, on a file system that all of them share.
+        directory: the target. It may exist (with ``config.json``, a tokenizer), but must not
+            contain weights. The same on every rank, on a file system that all of them share.
         model: sharded or not.
-        max_file_bytes: of the tensors in one file; a larger tensor has a file of its own.
-        dtype: convert tensors of floating point to it; as they are by default.
-        metadata: texts for each file, beside ``{"format": "pt"}``.
+        max_file_bytes: limit for the tensors in one file; a larger tensor has its own file.
+        dtype: convert floating-point tensors to it; by default dtypes do not change.
+        metadata: strings for each file, beside ``{"format": "pt"}``.
 
-    Cost: each rank writes what it holds, replicas once; three small messages per rank; 32 MiB of
-    memory in the host. A new directory appears when all is on the disk; in one that exists the
+    Cost: each rank writes its elements, replicas once; three small messages per rank; 32 MiB of
+    host memory. A new directory appears when all of it is on the disk; in an existing one the
     files appear one after the other, the index last.
 
     Raises:
         CheckpointExistsError: there are weights in the directory. Nothing is ever overwritten.
-        CheckpointValueError: the model has a state that is no tensor, or of a dtype that the
-            format has not, by name.
+        CheckpointValueError: the model has a state that is not a tensor, or of a dtype that the
+            format does not support; names it.
         CheckpointMismatchError: ranks hold different models.
-        RankMismatchError: ranks were given different arguments.
+        RankMismatchError: ranks have different arguments.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
 
-    After an error nothing is left behind.
+    After an error there are no new files.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}, expected at least 1")
@@ -135,8 +135,8 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointValueError(
-                f"{name!r} is a {type(value).__name__}, and safetensors holds tensors only. Take "
-                "it out of the state dict, or use checkpoint.save"
+                f"{name!r} is a {type(value).__name__}, and safetensors holds only tensors. "
+                "Remove it from the state dict, or use checkpoint.save"
             )
         if ties.get(name) in state:
             continue
@@ -182,10 +182,10 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
 class LoadedNames(NamedTuple):
-    """What did not match. Both are empty after a strict load."""
+    """Names that did not match. Both lists are empty after a strict load."""
 
     missing: list[str]  # names of the model that no file has: left as they were
-    unexpected: list[str]  # names in the files that the model has not
+    unexpected: list[str]  # names in the files that the model does not have
 
 
 def load_safetensors(
@@ -197,34 +197,34 @@ def load_safetensors(
 ) -> LoadedNames:
     """Load a model's tensors from safetensors, in place. Collective.
 
-    Tensors of floating point are cast to the dtypes that the model has (from bf16 to fp32 masters);
+    Floating-point tensors are cast to the dtypes of the model (for example from bf16 to fp32);
     others, and floats of 8 bits, must have the same dtype. Of tied parameters one name is enough.
-    States of the model that are no tensors are left alone.
+    States of the model that are not tensors do not change.
 
     Args:
         path: a file, an index, or a directory with ``model.safetensors`` or an index.
-        model: sharded or not. One that was made on the meta device: shard it, then
+        model: sharded or not. For a model on the meta device: shard it, call
             ``to_empty(device=...)``, then fill the buffers that are not saved.
-        strict: refuse files that lack names of the model, or have others, and a model in which
-            something has no values after ``to_empty`` and gets none.
-        rename: the model's name for a name in the files: a function or a mapping, which keeps names
-            that it has not. None as a result: leave that tensor out.
+        strict: refuse files that lack names of the model, or have others, and a model with tensors
+            that have no values after ``to_empty`` and get none.
+        rename: maps a name in the files to the model's name: a function, or a mapping, which keeps
+            names that it does not contain. The result None skips that tensor.
 
     Returns:
-        What did not match.
+        Names that did not match.
 
-    Cost: each rank reads all headers, and the bytes of its own elements, once; memory in the host
-    for these, or for one tensor where the model has no values yet; two small messages per rank. The
+    Cost: each rank reads all headers, and the bytes of its own elements, once; host memory
+    for these, or for one tensor if the model has no values yet; two small messages per rank. The
     format has no checksums.
 
     Raises:
         CheckpointIncompleteError: there are no such files, names are missing, or another rank has
             died.
         CheckpointMismatchError: a name is unexpected, or has another shape or kind of dtype.
-        CheckpointCorruptError: a file or the index is not what the format allows, or cannot be
+        CheckpointCorruptError: a file or the index violates the format, or cannot be
             read.
 
-    After an error nothing has changed, on any rank.
+    After an error nothing has changed on any rank.
     """
     check_last = finish_saves()
     ranks = all_ranks()
@@ -264,12 +264,12 @@ def _check_names(names: LoadedNames, path: str | os.PathLike[str]) -> None:
     if names.missing:
         faults.append(f"it lacks {_shown(names.missing)}")
     if names.unexpected:
-        faults.append(f"it has {_shown(names.unexpected)}, which the model has not")
+        faults.append(f"it has {_shown(names.unexpected)}, which the model does not have")
     if faults:
         kind = CheckpointIncompleteError if names.missing else CheckpointMismatchError
         raise kind(
-            f"{path} is of another model: {', and '.join(faults)}. Pass rename= to map or drop "
-            "names, or strict=False"
+            f"{path} belongs to another model: {', and '.join(faults)}. Pass rename= to map or "
+            "drop names, or strict=False"
         )
 
 

@@ -121,7 +121,8 @@ def lay_out(
     for name, (dtype, shape) in held.items():
         if dtype not in _NAMES:
             raise CheckpointValueError(
-                f"{name!r} has the dtype {dtype}, which safetensors has not: convert it first"
+                f"{name!r} has the dtype {dtype}, which safetensors does not support: convert it "
+                "first"
             )
         num_bytes = math.prod(shape) * dtype.itemsize
         if parts[-1] and filled + num_bytes > max_file_bytes:
@@ -333,7 +334,7 @@ class TensorFiles:
             raise CheckpointIncompleteError(f"{path} cannot be read: {error}") from error
         except SafetensorError as error:
             raise CheckpointCorruptError(
-                f"{path} is refused: {error}. It was damaged, cut, or is no safetensors file"
+                f"{path} is refused: {error}. It is damaged, truncated, or not a safetensors file"
             ) from error
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -29,7 +29,7 @@ class SaveHandle:
     """A save that has been started.
 
     Attributes:
-        path: where the checkpoint is, when it is whole.
+        path: the place of the complete checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,10 +43,10 @@ class SaveHandle:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is whole on the disk of all ranks.
+        """Return when all ranks have written the checkpoint completely.
 
         Raises:
-            Exception: what went wrong, here or on another rank, the first time it is asked.
+            Exception: the error of this or another rank, at the first call.
         """
         error = self._taken()
         if error is not None:
@@ -102,39 +102,40 @@ def save(
     async_: bool = False,
     weights: Weights = "all",
 ) -> SaveHandle:
-    """Save model, optimizers and all that training goes on with into a new directory. Collective.
+    """Save model, optimizers and all other training state into a new directory. Collective.
 
-    The directory appears under its name when all of it is on the disk; a save that fails or is
-    killed leaves nothing there (see `seal`).
+    The directory appears under its name when all of it is on the disk. After a save that fails or
+    is killed there is none (see `seal`).
 
     Args:
         path: of the directory; must not exist. The same on every rank, on a file system that all
             of them share.
         model: sharded or not; its state dict is saved, names without the prefixes of wrappers.
         optimizer: one, or a mapping of names to several.
-        extra: the first rank's is saved: None, bool, int, float, str, bytes, list, tuple, dict and
+        extra: values of the first rank: None, bool, int, float, str, bytes, list, tuple, dict and
             tensors. ``extra["step"]`` is the checkpoint's step.
-        stateful: schedulers, data loaders and the like by name: what has ``state_dict()`` and
-            ``load_state_dict()``. Each rank's own state is saved.
+        stateful: objects with ``state_dict()`` and ``load_state_dict()`` by name: schedulers, data
+            loaders and others. Each rank's own state is saved.
         rng: save the states of the random number generators of each rank.
-        keep_last: after it has succeeded, delete older checkpoints beside it until so many are
-            left, this one included; at least 2.
-        async_: return when all is copied to the host's memory, and write in the background. The
-            next save or load waits for it, and raises what went wrong. Wait for the last one
+        keep_last: after success, delete older checkpoints in the same folder until this many
+            remain, including this one; at least 2.
+        async_: return when everything is copied to host memory, and write in the background. The
+            next save or load waits for it, and raises its error. Wait for the last one
             before you destroy the process group.
-        weights: of the model: "all"; "trained", without what is frozen; or "none", for optimizers
-            alone. The model gives their parameters names all the same.
+        weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
+            optimizers. The model is still needed for the names of their parameters.
 
     Returns:
         A handle; ``wait()`` returns when the checkpoint is whole.
 
-    Cost: each rank writes what it holds, replicas once; three small messages per rank. With
-    ``async_`` memory for this rank's part.
+    Cost: each rank writes its elements, replicas once; three small messages per rank. With
+    ``async_``, host memory for this rank's part.
 
     Raises:
         CheckpointExistsError: there is something at ``path``. Nothing is ever overwritten.
-        CheckpointValueError: a state holds what cannot be saved, by name.
-        CheckpointMismatchError: ranks hold different models, or an optimizer is of another one.
+        CheckpointValueError: a state holds a value that cannot be saved; names it.
+        CheckpointMismatchError: ranks hold different models, or an optimizer has parameters of
+            another model.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
     """
@@ -293,7 +294,7 @@ def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
     missing = [name for name in names if not (stage.path / name).is_file()]
     if missing:
         raise CheckpointWriteError(
-            f"{stage.path / missing[0]} is not there for rank 0, but a rank has written it: the "
+            f"{stage.path / missing[0]} does not exist for rank 0, but a rank has written it: the "
             "path must be on a file system that all ranks share"
         )
     if stage.target.is_dir():
@@ -381,7 +382,7 @@ def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -
         path = stage.path / file
         size = path.stat().st_size if path.exists() else None
         if size != num_bytes:
-            state = "is not there" if size is None else f"has {size} bytes"
+            state = "does not exist" if size is None else f"has {size} bytes"
             raise CheckpointWriteError(
                 f"{path} {state} for rank 0, but a rank has written {num_bytes} bytes: the path "
                 "must be on a file system that all ranks share"

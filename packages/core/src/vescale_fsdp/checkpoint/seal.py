@@ -108,8 +108,8 @@ class Stage:
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise CheckpointExistsError(
-                        f"another job has written {self.target} meanwhile; what it wrote was left "
-                        "as it is. Give each job a folder of its own"
+                        f"another job has written {self.target} meanwhile; its files were not "
+                        "changed. Give each job its own folder"
                     ) from error
                 raise
             flush_folder(self.target.parent)
@@ -165,13 +165,19 @@ def clean(folder: Path) -> None:
         except OSError:
             continue  # it has just been published or deleted
         if lock is None:
-            _log.info("%s may be left by a crash; locks do not work here, so it stays", path)
+            _log.info(
+                "%s may be left over from a crash; file locks do not work here, so it is "
+                "not deleted",
+                path,
+            )
             continue
         try:
             remove(path)
             _log.info("deleted %s, left by a save that did not finish", path)
         except OSError as error:
-            _log.warning("%s, left by a save that did not finish, stays: %s", path, error)
+            _log.warning(
+                "%s, left by a save that did not finish, cannot be deleted: %s", path, error
+            )
         finally:
             os.close(lock)
 

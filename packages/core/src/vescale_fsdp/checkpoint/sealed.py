@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that was made last in a folder, or None.
+    """The newest complete checkpoint in a folder, or None.
 
-    What is not whole is passed over, and the log (``vescale_fsdp.checkpoint.sealed``, as warnings)
-    says what and why: stages of saves that did not finish, folders with a damaged manifest or
-    without a data file. The data are not read; `load` checks them, and `verify`.
+    Incomplete ones are skipped, and the log (``vescale_fsdp.checkpoint.sealed``, as warnings)
+    says which and why: saves that did not finish, folders with a damaged manifest or
+    without a data file. The data are not read; `load` and `verify` check them.
 
-    Not collective: each rank looks for itself. Call it before the ranks begin to save.
+    Not collective: each rank searches for itself. Call it before the ranks begin to save.
 
     Cost: one read of 64 kB for each checkpoint there, and the manifest of the last one.
     """
@@ -38,7 +38,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
             manifest = read_manifest(path)
             _check_files(path, manifest)
         except (CheckpointCorruptError, CheckpointIncompleteError) as error:
-            _log.warning("passed over %s: %s", path, error)
+            _log.warning("skipped %s: %s", path, error)
             continue
         return path
     return None
@@ -53,17 +53,17 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
             continue
         if seal.is_stage(path):
             if say:
-                _log.warning("passed over %s: a save that did not finish, or is under way", path)
+                _log.warning("skipped %s: a save that did not finish, or is under way", path)
             continue
         try:
             with open_regular(path / NAME) as stream:
                 found, _ = Manifest.parse_seal(stream.read(SEAL_BYTES), str(path / NAME))
         except FileNotFoundError:
             if say:
-                _log.warning("passed over %s: it has no %s", path, NAME)
+                _log.warning("skipped %s: it has no %s", path, NAME)
         except (CheckpointCorruptError, OSError) as error:
             if say:
-                _log.warning("passed over %s: %s", path, error)
+                _log.warning("skipped %s: %s", path, error)
         else:
             yield path, found
 
@@ -136,7 +136,7 @@ def prune(root: Path, keep: int) -> None:
             path.rename(gone)
             seal.remove(gone)
         except OSError as error:
-            _log.warning("%s was to be deleted, and could not be: %s", path, error)
+            _log.warning("%s could not be deleted: %s", path, error)
 
 
 def _age(entry: tuple[Path, Seal]) -> tuple[int, str, str]:
@@ -154,17 +154,17 @@ def verify(
 
     Args:
         path: of the checkpoint.
-        progress: is told the bytes that were read so far, and those of all files.
+        progress: called with the bytes read so far, and the total of all files.
 
     Returns:
-        The manifest: what is in the checkpoint.
+        The manifest, which describes the contents.
 
     Cost: reads all files once, with 4 MiB of memory.
 
     Raises:
-        CheckpointIncompleteError: it is not there, or a file is missing.
-        CheckpointCorruptError: bytes are not those that were saved. The message names each file
-            and what is damaged in it, up to 20.
+        CheckpointIncompleteError: it does not exist, or a file is missing.
+        CheckpointCorruptError: bytes differ from those that were saved. The message names up to 20
+            damaged files and tensors.
     """
     folder = Path(path)
     manifest = read_manifest(folder)

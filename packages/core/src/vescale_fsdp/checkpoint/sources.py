@@ -97,7 +97,7 @@ def _checked(name: str, text: values.Json) -> dict[str, Any]:
     parts = {"state": dict, "param_groups": list} if name.startswith("optimizer.") else {}
     fits = isinstance(text, dict) and all(type(text.get(k)) is kind for k, kind in parts.items())
     if not fits:
-        raise CheckpointCorruptError(f"the value {name!r} is refused: it has not the form of one")
+        raise CheckpointCorruptError(f"the value {name!r} is refused: it is malformed")
     return dict(text)
 
 
@@ -160,22 +160,22 @@ def _in_pieces(entry: TensorEntry) -> TensorEntry:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """All that a checkpoint holds, to look into it or to write it otherwise. Not collective.
+    """Read a whole checkpoint, to inspect it or to write it in another way. Not collective.
 
     Args:
         path: of a checkpoint of `save`, of a DCP directory, or of safetensors.
 
     Returns:
         ``{"model": {name: tensor}, "optimizer.0": {"state": ..., "param_groups": ...}, "extra":
-        ...}`` with whole tensors in the host's memory, tied ones once. Optimizers by the names of
-        parameters, as `full.optimizer_state` has them; "0" is the name of the only one. What each
-        rank has of its own is left out: generators, data loaders, error feedback.
+        ...}`` with whole tensors in host memory, tied ones once. Optimizer states are by parameter
+        name, as in `full.optimizer_state`; a single optimizer has the name "0". The state of single
+        ranks is left out: generators, data loaders, error feedback.
 
     Cost: every byte is read once, and checked as far as the format can; memory for all of it.
 
     Raises:
-        CheckpointIncompleteError: there is no checkpoint, or something of it is missing.
-        CheckpointCorruptError: its bytes are not those that were saved.
+        CheckpointIncompleteError: there is no checkpoint, or it is incomplete.
+        CheckpointCorruptError: its bytes differ from those that were saved.
     """
     found: dict[str, torch.Tensor] = {}
     with open_source(Path(path)) as source:
@@ -191,7 +191,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The ``extra`` of a checkpoint of `save`. Not collective.
 
-    Cost: the manifest, the values beside the tensors, and the tensors in ``extra``.
+    Cost: reads the manifest, the values beside the tensors, and the tensors in ``extra``.
 
     Raises:
         CheckpointIncompleteError, CheckpointCorruptError: as `read`.

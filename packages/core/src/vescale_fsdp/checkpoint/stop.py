@@ -62,7 +62,7 @@ class Tally:
 
 
 class StopOnSignal:
-    """Ask after each step whether to save and exit; all ranks get the same answer.
+    """Tells all ranks after the same step to save and exit, when one has got a signal.
 
     ::
 
@@ -73,14 +73,13 @@ class StopOnSignal:
                     checkpoint.save(...)
                     sys.exit(stop.exit_code)
 
-    Collective: make it on every rank, after ``init_process_group``, in the main thread. It takes
-    the place of the handlers of its signals until it is closed: at the end of the ``with`` block,
-    by ``close()`` or when the process exits. It does not matter which ranks a signal reaches, nor
-    how often.
+    Collective: make it on every rank, after ``init_process_group``, in the main thread. It replaces
+    the handlers of its signals until it is closed: at the end of the ``with`` block,
+    by ``close()`` or when the process exits. A signal may reach any ranks, any number of times.
 
     Args:
-        signals: SIGTERM, if none are named.
-        timeout_s: for the ranks to answer each other when there is a signal.
+        signals: SIGTERM by default.
+        timeout_s: limit for the answers of the other ranks after a signal.
 
     Cost: nothing is sent until there is a signal; then a few small messages per rank, through the
     store, and up to one step more than a single process would make.
@@ -105,7 +104,7 @@ class StopOnSignal:
     @staticmethod
     def _refuse_early(num_processes: int) -> None:
         raise RuntimeError(
-            f"this is one of {num_processes} processes, and they do not know each other yet: make "
+            f"this is one of {num_processes} processes, and they are not connected yet: make "
             "StopOnSignal after torch.distributed.init_process_group"
         )
 
@@ -123,7 +122,7 @@ class StopOnSignal:
         """Whether to stop here. Call it on every rank at the end of every step.
 
         Raises:
-            RankMismatchError: there was a signal, and a rank did not answer in time: it has died.
+            RankMismatchError: a signal has arrived, and a rank did not answer in time.
         """
         if self._peers is None:
             self._reason = self._received
@@ -137,19 +136,19 @@ class StopOnSignal:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """What the ranks stop for, once `requested` has said so; the same on all of them."""
+        """The signal, after `requested` has returned True; the same on all ranks."""
         return None if self._reason is None else signal.Signals(self._reason)
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as of a process that it has ended; 0 without one.
+        """128 + the signal's number, as for a process that it has ended; 0 without a signal.
 
-        Not 0 after a signal: launchers and schedulers take 0 for a job that is done.
+        Launchers and schedulers count a job that exits with 0 as done.
         """
         return 0 if self._reason is None else 128 + self._reason
 
     def close(self) -> None:
-        """Give the signals back, and wait for no other rank."""
+        """Restore the signal handlers. Does not wait for other ranks."""
         atexit.unregister(self.close)
         for each, handler in self._replaced.items():
             if signal.getsignal(each) == self._receive:  # else somebody has taken it over
@@ -208,8 +207,8 @@ class _Peers:
             while answer is None:
                 if self._error is not None or not self._changed.wait(self._timeout_s):
                     raise RankMismatchError(
-                        f"there was a signal to stop, and {self._silent()} did not say at which "
-                        f"step it is within {self._timeout_s:.0f} s: it has died, hangs or does "
+                        f"a signal to stop has arrived, but {self._silent()} did not report its "
+                        f"step within {self._timeout_s:.0f} s: it has died, hangs or does "
                         "not use StopOnSignal; its log says which"
                     ) from self._error
                 answer = self._tally.arrive()

@@ -192,8 +192,8 @@ class ModelTarget(Target):
             shown = ", ".join(self._left[:5]) + (", ..." if len(self._left) > 5 else "")
             raise CheckpointIncompleteError(
                 f"{len(self._left)} tensors of the model have no values since to_empty(), and the "
-                f"checkpoint {self._saved.place} has none for them: {shown}. Buffers that are not "
-                "saved, as rotary frequencies, are to be computed before the load: call "
+                f"checkpoint {self._saved.place} has none for them: {shown}. Compute buffers that "
+                "are not saved, such as rotary frequencies, before the load: call "
                 "reset_parameters() of their modules or, in transformers, "
                 "model._init_weights(module). Or pass strict=False"
             )
@@ -416,9 +416,9 @@ class FeedbackTarget(Target):
         if not self._feedback:
             return
         if not saved.variants("error_feedback"):
-            self._lost = "it was saved without"
+            self._lost = "the checkpoint has none"
         elif num_saved != num_ranks:
-            self._lost = f"it is that of {num_saved} ranks, and {num_ranks} load it"
+            self._lost = f"{num_saved} ranks saved it, and {num_ranks} load it"
         else:
             value = ValueTarget("error_feedback", saved)
             saved.check_form("error_feedback", value.value, {})
@@ -426,14 +426,14 @@ class FeedbackTarget(Target):
             if self._feedback.fits(shapes):
                 self._found, self.fresh = value.value, value.fresh
             else:
-                self._lost = "it is that of other parts of the parameters"
+                self._lost = "it belongs to other parts of the parameters"
 
     def apply(self) -> None:
         """Hand it to the gradients. Says so where it is forgotten."""
         if self._feedback:
             if self._lost and self._saved.rank == 0:
                 _log.warning(
-                    "%s: error feedback of gradients starts anew, as %s",
+                    "%s: error feedback of gradients starts from zero: %s",
                     self._saved.place,
                     self._lost,
                 )

@@ -104,7 +104,7 @@ def _add(app: typer.Typer, plugin: EntryPoint) -> None:
     except Exception as error:  # noqa: BLE001  # it is somebody else's code
         app.registered_commands, app.registered_groups = commands, groups
         _say(
-            f"warning: the plug-in {plugin.name!r} ({plugin.value}) is left out, "
+            f"warning: the plug-in {plugin.name!r} ({plugin.value}) is ignored, "
             f"{type(error).__name__}: {error}"
         )
 

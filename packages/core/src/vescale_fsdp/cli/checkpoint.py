@@ -18,7 +18,7 @@ _Dir = Annotated[
     typer.Argument(
         metavar="DIR",
         show_default=False,
-        help="A checkpoint, or a folder with several, as of a run.",
+        help="A checkpoint, or a folder with several, such as that of a run.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
@@ -33,7 +33,7 @@ _Source = Annotated[
 ]
 _Target = Annotated[
     Path,
-    typer.Argument(metavar="TARGET", show_default=False, help="What is made; must not exist."),
+    typer.Argument(metavar="TARGET", show_default=False, help="The target; must not exist."),
 ]
 _To = Annotated[
     Literal["safetensors", "dcp", "vescale"],
@@ -51,9 +51,9 @@ app = typer.Typer(help="Check, show and convert checkpoints.", rich_markup_mode=
 def verify(directory: _Dir, as_json: _Json = False) -> int:
     """Check every byte of a checkpoint, or of all in a folder.
 
-    What is damaged is named, by file and tensor. Nothing is changed.
+    Names each damaged file and tensor. Changes nothing.
 
-    The exit code is 0 if all are whole, 1 if one is not, and 2 if there is none.
+    The exit code is 0 if all are whole, 1 if one is not whole, and 2 if there is none.
 
     \b
     vescale-fsdp checkpoint verify runs/step-100 && rsync -a runs/step-100 backup:
@@ -74,7 +74,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
         _print_json({"checkpoints": reports, "passed_over": passed_over})
     else:
         for path in found.unfinished:
-            print(f"{plain(str(path))}: passed over, a save that is under way or did not finish")
+            print(f"{plain(str(path))}: skipped, a save that is under way or did not finish")
         if len(reports) > 1:
             print(f"{num_whole} of {several(len(reports), 'checkpoint')} whole")
     return 0 if num_whole == len(reports) else 1
@@ -155,10 +155,10 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
 def convert(source: _Source, target: _Target, to: _To) -> int:
     """Write a checkpoint in another format, without the model and without ranks.
 
-    What is read of a checkpoint of ours is checked on the way.
+    A sealed source is checked.
 
-    The exit code is 0 if it is done, 1 if the source is not whole, and 2 after other mistakes.
-    There is no target then.
+    The exit code is 0 after success, 1 if the source is not whole, and 2 after other mistakes.
+    After a mistake there is no target.
 
     \b
     vescale-fsdp checkpoint convert runs/step-100 exported --to safetensors

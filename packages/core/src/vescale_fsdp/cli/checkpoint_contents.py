@@ -60,7 +60,7 @@ def find(directory: Path) -> Found:
         key=lambda path: (path not in order, order.get(path, 0), path.name),
     )
     if not checkpoints:
-        raise InputError(f"{directory} is no checkpoint, and there is none in it{_others(folders)}")
+        raise InputError(f"{directory} is not a checkpoint, and contains none{_others(folders)}")
     return Found(checkpoints, unfinished, is_folder=True)
 
 
@@ -74,7 +74,7 @@ def check_source(source: Path) -> None:
     inside = [path for path, _ in sealed(source)]
     if inside:
         raise InputError(f"{source} is a folder with checkpoints; name one of them: {inside[-1]}")
-    raise InputError(f"{source} is no checkpoint in a format that is known")
+    raise InputError(f"{source} is not a checkpoint in a known format")
 
 
 def _children(directory: Path, *, can_fail: bool = False) -> list[Path]:
@@ -82,7 +82,7 @@ def _children(directory: Path, *, can_fail: bool = False) -> list[Path]:
         return sorted(directory.iterdir())
     except NotADirectoryError as error:
         kind = ", but safetensors" if directory.suffix == ".safetensors" else ""
-        raise InputError(f"{directory} is no directory{kind}") from error
+        raise InputError(f"{directory} is not a directory{kind}") from error
     except OSError as error:
         if can_fail:
             return []

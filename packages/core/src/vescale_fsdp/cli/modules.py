@@ -168,7 +168,7 @@ def _groups(
 
 def model_of_architecture(name: str, dtype: Dtype) -> Model:
     """The architecture ``name`` with its default config, such as ``llama``."""
-    transformers = _transformers(f"{name!r} is no file and no module:function, and to look it up")
+    transformers = _transformers(f"{name!r} is not a file or a module:function. To look it up")
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
@@ -221,7 +221,7 @@ def _build(transformers: ModuleType, config: Any) -> nn.Module:
         autos = (auto for known, auto in tasks if type(config) in getattr(transformers, known))
         auto = next(autos, None)
         if auto is None:
-            raise LookupError("it is part of other architectures, and no model by itself")
+            raise LookupError("it is part of other architectures, and not a model by itself")
         make = getattr(transformers, auto).from_config
     with torch.device("meta"):
         module = make(config)

@@ -35,15 +35,15 @@ _Granularity = Annotated[
     typer.Option(
         metavar="[PATTERN=]SPEC",
         show_default=False,
-        help="What must not be cut: elements:256, rows:128, tile:32x32 or whole. tile:RxC keeps "
-        "full-width strips of R rows together. For all "
-        "matrices, or for tensors whose name in their unit matches a shell pattern. Repeat "
-        "for several; the last that fits holds.",
+        help="Blocks that must not be split: elements:256, rows:128, tile:32x32 or whole. "
+        "tile:RxC keeps full-width strips of R rows together. For all matrices, or for tensors "
+        "whose name in their unit matches a shell pattern. Repeat for several; the last match "
+        "holds.",
     ),
 ]
 _Order = Annotated[
     Literal["auto", "definition"],
-    typer.Option(help="Of tensors in a buffer: the planner's choice, or as they are defined."),
+    typer.Option(help="Order of tensors in a buffer: the planner's choice, or as defined."),
 ]
 _ShardDtype = Annotated[
     str | None,
@@ -51,21 +51,22 @@ _ShardDtype = Annotated[
         "--param-dtype",
         metavar="DTYPE",
         show_default=False,
-        help="Of the shards: fp32, bf16, fp16, fp64. Default: fp32, or what the function builds.",
+        help="Dtype of the shards: fp32, bf16, fp16, fp64. Default: fp32, or what the function "
+        "builds.",
     ),
 ]
 _ComputeDtype = Annotated[
-    str, typer.Option(metavar="DTYPE", help="Of gathered parameters and local gradients.")
+    str, typer.Option(metavar="DTYPE", help="Dtype of unsharded parameters and local gradients.")
 ]
 _ReduceDtype = Annotated[
-    str, typer.Option(metavar="DTYPE", help="In which gradients are summed over ranks.")
+    str, typer.Option(metavar="DTYPE", help="Dtype in which gradients are summed over ranks.")
 ]
 _GatherCodec = Annotated[
     str | None,
     typer.Option(
         metavar="CODE[:BLOCK]",
         show_default=False,
-        help="Weights of hidden layers travel in 8 bits, as with QuantizedGather: int8, e4m3, "
+        help="Send weights of hidden layers in 8 bits, as with QuantizedGather: int8, e4m3, "
         "int8:32x32, int8:256. Default block: 256.",
     ),
 ]
@@ -74,21 +75,21 @@ _ReduceCodec = Annotated[
     typer.Option(
         metavar="CODE[:BLOCK]",
         show_default=False,
-        help="Gradients travel in 8 bits, as with QuantizedReduce: int8, int8:64. Default block: "
+        help="Send gradients in 8 bits, as with QuantizedReduce: int8, int8:64. Default block: "
         "256.",
     ),
 ]
 _Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
 _Optimizer = Annotated[
     Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
-    typer.Option(help="Whose states are counted (sgd: with momentum)."),
+    typer.Option(help="Optimizer whose states are counted (sgd: with momentum)."),
 ]
 _Reshard = Annotated[
     bool | None,
     typer.Option(
         "--reshard/--no-reshard",
         show_default=False,
-        help="Free gathered parameters after forward. Default: all but the root's.",
+        help="Reshard after forward. Default: all units but the root.",
     ),
 ]
 _Backend = Annotated[
@@ -96,12 +97,12 @@ _Backend = Annotated[
     typer.Option(help="Reductions: reduce-scatter (nccl) or all-to-all (gloo, on CPUs)."),
 ]
 _Bandwidth = Annotated[
-    str, typer.Option(help="Of one rank, one way: 400Gbit (bits) or 50GB (bytes).")
+    str, typer.Option(help="Bandwidth of one rank, one way: 400Gbit (bits) or 50GB (bytes).")
 ]
 _Json = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE", show_default=False, help="Write all of it; - is stdout."
+        "--json", metavar="FILE", show_default=False, help="Write all figures as JSON; - is stdout."
     ),
 ]
 _Html = Annotated[
@@ -109,12 +110,12 @@ _Html = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="Write a page with the buffers' picture; - is stdout.",
+        help="Write a page with a picture of the buffers; - is stdout.",
     ),
 ]
 _Svg = Annotated[
     str | None,
-    typer.Option(metavar="FILE", show_default=False, help="Write the picture alone; - is stdout."),
+    typer.Option(metavar="FILE", show_default=False, help="Write only the picture; - is stdout."),
 ]
 
 _GATHERED, _REDUCED = ("int8", "e4m3"), ("int8",)  # codes
@@ -141,7 +142,7 @@ def plan(
     html: _Html = None,
     svg: _Svg = None,
 ) -> None:
-    """Show how a model would be sharded, and what that costs on each rank.
+    """Show how a model would be sharded, and the costs on each rank.
 
     No weights are made or read, nothing is downloaded, no process group is started.
 
@@ -217,7 +218,7 @@ def _warn_of_unmatched(report: Report) -> None:
     for rule in report.unmatched_rules:
         like = f"; names here are like {plain(names[0])!r}" if names and "=" in rule else ""
         print(
-            f"vescale-fsdp: warning: --granularity {plain(rule)} fits no tensor{like}",
+            f"vescale-fsdp: warning: --granularity {plain(rule)} matches no tensor{like}",
             file=sys.stderr,
         )
 

@@ -93,9 +93,9 @@ class Codes:
             block = checked_block(tensor.name, tensor.shape, asked, gather, reduce)
         except ValueError as error:
             raise InputError(
-                f"--granularity lets cuts go between any two blocks of {asked} elements of "
-                f"{tensor.name!r}, of shape {list(tensor.shape)}, but it travels as "
-                f"{gather or reduce}; leave it out for this tensor, and it will be what is needed"
+                f"--granularity allows splits between any two blocks of {asked} elements of "
+                f"{tensor.name!r}, of shape {list(tensor.shape)}, but it is sent as "
+                f"{gather or reduce}; leave the option out for this tensor to use its blocks"
             ) from error
         return TensorSpec(tensor.name, tensor.shape, block)
 
@@ -127,7 +127,7 @@ class Settings:
         if self.num_ranks % self.num_replicas:
             raise InputError(
                 f"--ranks {self.num_ranks} cannot be divided into --replicas "
-                f"{self.num_replicas} equal groups; take a divisor of {self.num_ranks}"
+                f"{self.num_replicas} equal groups; use a divisor of {self.num_ranks}"
             )
 
     @property

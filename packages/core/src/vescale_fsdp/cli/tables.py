@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     console.print(table(("per rank", *report.figures), list(_figure_rows(report))))
     when = report.figures[OURS].peak.when
-    line(console, f"Peak: during {when}; activations come on top.", "dim")
+    line(console, f"Peak: during {when}; activations are not included.", "dim")
     unlike = ", which do not keep the blocks of --granularity" if report.rules else ""
     line(console, f"The other columns are their layouts in our engine{unlike}.", "dim")
     _print_scalars(report, console)
@@ -119,8 +119,8 @@ def _print_padded(planned: Sequence[PlannedGroup], console: Console) -> None:
     for each in others[:_MOST_LINES]:
         line(
             console,
-            f"{each.title}: no block is to blame for its padding. Tensors and shards start at "
-            f"multiples of {ALIGNMENT_BYTES} bytes in the narrowest dtype that travels "
+            f"{each.title}: its padding does not come from blocks. Tensors and shards start at "
+            f"multiples of {ALIGNMENT_BYTES} bytes in the narrowest dtype that is sent "
             f"({each.layout.alignment} elements), which is much for so few elements per rank",
         )
     _and_more(others, "padded by the alignment", console)
@@ -136,7 +136,7 @@ def _print_tiles(report: Report, console: Console) -> None:
         line(
             console,
             f"Tiles of {tiles[0]} keep strips of rows in full width together; consecutive elements "
-            f"({tiles[0].dtype}:256) let cuts go almost anywhere.",
+            f"({tiles[0].dtype}:256) can be split almost anywhere.",
         )
 
 
@@ -238,5 +238,5 @@ def _print_cautions(suggestion: Suggestion, ours: Figures, console: Console) -> 
             line(
                 console,
                 f"({number}): less padding, but {times:.1f} times the weights and states on each "
-                "rank, as fewer ranks share them. Take it only if they have room.",
+                "rank, as fewer ranks share them. Use it only if that fits in memory.",
             )

@@ -52,7 +52,7 @@ from vescale_fsdp.cli.model import Dtype
 from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
-GATHERED = "gathered parameters"
+GATHERED = "unsharded parameters"
 LOCAL = "gradients on their way"
 REDUCING = "reductions"
 REDUCED = "reduced gradients"
@@ -60,7 +60,7 @@ KEPT = "messages for backward"
 MADE = "gradients"
 KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
-# As in `dbuffer.exchange`, which loads torch: from there on a rank's own part stays where it is.
+# As in `dbuffer.transport`, which loads torch: from there on a rank's own part stays where it is.
 SHORTEST_EXCHANGE = 1 << 13
 
 

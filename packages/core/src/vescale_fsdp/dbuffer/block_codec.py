@@ -1,4 +1,4 @@
-"""BlockCodec: some tensors of a group travel as 8-bit codes in blocks, the others as they are.
+"""BlockCodec: some tensors of a group are sent as 8-bit codes in blocks, the others as they are.
 
 A message has three sections, each from a multiple of 16 bytes on::
 
@@ -6,15 +6,17 @@ A message has three sections, each from a multiple of 16 bytes on::
     message  | scales of a, of c | b | codes of a, of c | unused |
 
 Codes lie as the elements do, so nothing is moved. Messages are as long as the longest one needs:
-the ranks hold equally many elements, but not equally many coded ones. No block is ever cut, so
-each scale is that of a block of the whole tensor, and is known from the shard alone.
+the ranks hold equally many elements, but not equally many coded ones. No block is split between
+ranks, so each scale is that of a block of the whole tensor, and is known from the shard alone.
+
+Messages for `KeptCodes` are not decoded: codes go to the full buffer, where the elements would be,
+and scales beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,36 +25,14 @@ import torch
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import codec_launches as launches
 from vescale_fsdp.dbuffer import codec_tables as tables
-from vescale_fsdp.dbuffer.codec_choice import takes_kernels
-from vescale_fsdp.dbuffer.codec_launches import Mail
+from vescale_fsdp.dbuffer.codec_launches import Mail, takes_kernels
 from vescale_fsdp.dbuffer.codec_tables import Table
-from vescale_fsdp.dbuffer.eight_bits import CodeDtype, decode, encode
+from vescale_fsdp.dbuffer.eight_bits import Coding, decode_blocks, encode_blocks
 from vescale_fsdp.planner import ShardLayout
-from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
+from vescale_fsdp.ragged.blocks import Blocks
 
 _ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
 _SCALE_BYTES = 4
-# Elements that are coded at once: on a CPU what lies in its cache, elsewhere what keeps a device
-# busy.
-_AT_ONCE_CPU, _AT_ONCE = 2**18, 2**26
-
-
-@dataclass(frozen=True)
-class Coding:
-    """How one tensor travels: the dtype of its codes, and its blocks."""
-
-    dtype: CodeDtype
-    blocks: Blocks
-    decodes: bool = True  # before it is computed with
-
-    def __str__(self) -> str:
-        kept = "" if self.decodes else ", not decoded"
-        return f"{self.dtype} in blocks of {self.blocks.size}{kept}"
-
-    @property
-    def size(self) -> BlockSize:
-        """Of a block, as this tensor has them."""
-        return self.blocks.tile or self.blocks.numel
 
 
 class Piece(NamedTuple):
@@ -79,45 +59,6 @@ class Piece(NamedTuple):
         kind = tables.INT8 if self.coding.dtype == "int8" else tables.E4M3
         place = (rank, self.start, self.numel, self.byte, self.first_scale)
         return tables.Row(kind, *place, block, matrix, self.num_scales)
-
-
-def encode_blocks(
-    coding: Coding, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Write the codes and scales of consecutive whole blocks of a tensor.
-
-    Args:
-        numbers: flat; of any dtype.
-        codes: uint8, flat, and as long.
-        scales: float32, flat: one for each block.
-    """
-    for region, place, own in _regions(coding, codes, scales):
-        encode(region.of(numbers), coding.dtype, coding.size, place, own)
-
-
-def decode_blocks(
-    coding: Coding, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor
-) -> None:
-    """Write to ``numbers`` what the codes and scales of consecutive whole blocks stand for.
-
-    Args:
-        codes: uint8, flat, and as long as ``numbers``, which may be of any dtype.
-        scales: float32, flat.
-    """
-    for region, place, own in _regions(coding, codes, scales):
-        decode(place, coding.dtype, coding.size, own, region.of(numbers))
-
-
-def _regions(
-    coding: Coding, codes: torch.Tensor, scales: torch.Tensor
-) -> Iterator[tuple[Region, torch.Tensor, torch.Tensor]]:
-    """What is coded at once, with its codes and scales."""
-    at_most = _AT_ONCE_CPU if codes.device.type == "cpu" else _AT_ONCE
-    blocks, first = coding.blocks, 0
-    for region in blocks.regions(blocks.shape, len(codes), at_most):
-        place = codes.narrow(0, region.start, math.prod(region.shape))
-        yield region, place, scales.narrow(0, first, region.num_blocks)
-        first += region.num_blocks
 
 
 def _rectangles(blocks: Blocks, numel: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -147,7 +88,7 @@ class BlockCodec:
         raw_dtype: of what is not coded, on the wire.
 
     Cost: per message, a handful of operators for each tensor that the rank holds a part of. With
-    Triton's kernels (see `codec_choice`): one launch, also for the messages of all ranks.
+    Triton's kernels (see `codec_launches`): one launch, also for the messages of all ranks.
     """
 
     def __init__(
@@ -357,3 +298,80 @@ def _gaps(held: list[Piece], size: int) -> list[tuple[int, int]]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_SCALES_ALIGNMENT = (
+    128  # scales: products of codes on CUDA want theirs from a multiple of some bytes on
+)
+
+
+class KeptCodes(BlockCodec):
+    """The codec of a layout of which all tensors are coded, and stay so.
+
+    Args:
+        layout: of the group.
+        codings: of each tensor.
+        device: of the scales.
+
+    Attributes:
+        scales: of each tensor, float32, of the shape of its grid of blocks.
+
+    Cost: per message, two copies for each tensor that the rank holds a part of. With Triton's
+    kernels (see `codec_launches`): one launch, also for the messages of all ranks.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, codings: Sequence[Coding], device: torch.device
+    ) -> None:
+        super().__init__(layout, codings, torch.uint8)
+        counts = [math.prod(each.blocks.grid) for each in codings]
+        aligned = [-(-count // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT for count in counts]
+        self._starts = [sum(aligned[:k]) for k in range(len(aligned))]
+        self._all_scales = torch.zeros(sum(aligned), dtype=torch.float32, device=device)
+        self.scales = [
+            self._all_scales.narrow(0, start, count).view(each.blocks.grid)
+            for start, count, each in zip(self._starts, counts, codings, strict=True)
+        ]
+
+    def decode(
+        self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
+    ) -> None:
+        """Copy the codes of ``rank`` to its ``part`` of the full face, and its scales."""
+        if self.is_at_once(part.device, part.dtype):
+            self._read(rank, 1, Mail(message, len(message)), part)
+            return
+        plan = self._plan(rank)
+        scales = message[: plan.num_scales * 4].view(torch.float32)
+        for piece in plan.coded:
+            assert piece.coding is not None, "all are coded"
+            blocks = piece.coding.blocks
+            first, count = blocks.num_blocks(piece.first), blocks.num_blocks(piece.numel)
+            own = scales.narrow(0, piece.first_scale, count)
+            self.scales[piece.tensor].view(-1).narrow(0, first, count).copy_(own)
+            codes = message.narrow(0, piece.byte, piece.numel)
+            part.narrow(0, piece.start, piece.numel).copy_(codes)
+
+    def is_at_once(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """As of a `BlockCodec`; what is read are codes."""
+        return self._table_for(device, torch.float32) is not None
+
+    def _read(
+        self,
+        first_rank: int,
+        num_ranks: int,
+        mail: Mail,
+        numbers: torch.Tensor,
+        subtracts: bool = False,
+    ) -> None:
+        assert not subtracts, "these are codes"
+        table = self._table_for(numbers.device, torch.float32)
+        assert table is not None, "the caller has asked"
+        scales = self._all_scales
+        launches.decode(
+            table, first_rank, num_ranks, mail, numbers, torch.float32, kept_scales=scales
+        )
+
+    def _row(self, rank: int, piece: Piece) -> tables.Row:
+        assert piece.coding is not None, "all are coded"
+        first = self._starts[piece.tensor] + piece.coding.blocks.num_blocks(piece.first)
+        return super()._row(rank, piece)._replace(kept_scale=first)

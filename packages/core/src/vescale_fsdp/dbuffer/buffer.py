@@ -1,15 +1,20 @@
-"""DBuffer: the parameters of a group, with a shard that rests and a full face that comes and goes.
+"""DBuffer: the parameters of a group, as a shard that stays and a full buffer that comes and goes.
 
 Three tensors A, B, C in a group of two ranks, shards of S elements::
 
                  0                 S                2S
-    full         | A A A A A B B B | B B C C C C . . |     exists between gather and release
+    full         | A A A A A B B B | B B C C C C . . |     exists between all-gather and reshard
     shard, rank 0| A A A A A B B B |                       exists always
     shard, rank 1                  | B B C C C C . . |     exists always; `.` is a gap, and zero
 
-A gather writes the full face from the shards of all ranks. The parameters are views of the full
-face at planned offsets, so nothing is copied out. The two faces may differ in dtype (fp32 master
-weights, bf16 compute).
+An all-gather writes the full buffer (a `FlatBuffer`, in code the full face) from the shards of all
+ranks. The parameters are views of it at planned offsets, so nothing is copied out. The two may
+differ in dtype (fp32 master weights, bf16 compute).
+
+Views of a `FlatBuffer` are made once, over one `Region` of memory: autograd saves them in forward,
+and finds the data there again in backward. They are made with ``set_``, so each has a version
+counter of its own; an asynchronous collective bumps the counter of the flat tensor from its own
+thread, after the call has returned, and must not invalidate what autograd saved.
 
 Source: arXiv 2602.22437, section on DBuffer.
 """
@@ -17,12 +22,98 @@ Source: arXiv 2602.22437, section on DBuffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
-from vescale_fsdp import devices
-from vescale_fsdp.dbuffer.flat import FlatBuffer
+from vescale_fsdp import compat, devices
+from vescale_fsdp.dbuffer.memory import make_region
 from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.ragged import contiguous_strides
+
+
+class FlatBuffer:
+    """``layout.total_size`` elements, of which tensor i is a view at ``layout.offsets[i]``.
+
+    Args:
+        layout: where each tensor lies; the same on every rank.
+        shapes: global shape of each tensor, in the order of the layout's specs.
+        dtype: of the elements.
+        device: not meta.
+
+    Memory: none until `materialize`, none after `release`.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.shapes = shapes
+        self.region = make_region(layout.total_size * dtype.itemsize, device)
+        self.region.materialize()  # ``set_`` checks bounds
+        self.flat = self._view(dtype, device, 0, (layout.total_size,))
+        self.views = [
+            self._view(dtype, device, offset, shape)
+            for offset, shape in zip(layout.offsets, shapes, strict=True)
+        ]
+        self.release()
+
+    def _view(
+        self, dtype: torch.dtype, device: torch.device, offset: int, shape: Sequence[int]
+    ) -> torch.Tensor:
+        view = torch.empty(0, dtype=dtype, device=device)
+        return view.set_(self.region.storage, offset, tuple(shape), contiguous_strides(shape))
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether there is memory under the views."""
+        return self.region.is_materialized
+
+    def materialize(self, within: AbstractContextManager[None] | None = None) -> None:
+        """Put memory under the views, uninitialised. Does nothing if it is there.
+
+        Args:
+            within: a context in which to allocate it. Default: `devices.private_memory`.
+        """
+        if not self.is_materialized:
+            with within or devices.private_memory(self.flat.device):
+                self.region.materialize()
+
+    def release(self) -> None:
+        """Take the memory away. No collective on it may be in flight."""
+        self.region.release()
+
+
+class plain_tensors:
+    """No gradients, no inference mode, and none of ``torch.func``'s transformations.
+
+    A buffer that is first made while a user validates under ``torch.inference_mode`` would be an
+    inference tensor, which the next training step could not save for backward.
+    """
+
+    # Entered several times for each unit of a step. As a generator, and leaving an inference mode
+    # that nobody has entered, it took 14 us.
+    __slots__ = ("_functorch", "_had_gradients", "_inference")
+
+    def __enter__(self) -> None:
+        self._functorch = compat.outside_functorch()
+        self._functorch.__enter__()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_grad_enabled(self._had_gradients)
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+        self._functorch.__exit__(None, None, None)
 
 
 class DBuffer:
@@ -89,11 +180,31 @@ class DBuffer:
         return [shard_view(self.layout, self.rank, self.shard, index) for index in indices]
 
 
+class ParameterBuffer(Protocol):
+    """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Where each tensor lies."""
+
+    @property
+    def rank(self) -> int:
+        """Of the caller along the axis that shards."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """Has the device and dtype in which parameters and gradients rest."""
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Of the gathered parameters, and so of the gradients that autograd makes."""
+
+
 def shard_view(layout: ShardLayout, rank: int, shard: torch.Tensor, index: int) -> torch.Tensor:
     """Tensor ``index``'s flat part in ``shard``, of ``layout.shard_size`` elements.
 
     Where the rank holds nothing of the tensor, an empty view at the start of the shard. The view
-    has a version counter of its own (see `flat`).
+    has a version counter of its own (see `FlatBuffer`).
     """
     start, stop = layout.local_range(index, rank)
     offset = layout.offsets[index] + start - rank * layout.shard_size if stop > start else 0

@@ -24,8 +24,8 @@ import torch
 
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer.buffer import DBuffer
-from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
+from vescale_fsdp.dbuffer.transport import ThenCopy
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
 

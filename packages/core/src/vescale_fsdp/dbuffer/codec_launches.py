@@ -1,20 +1,32 @@
-"""Launches of the kernels of `codec_kernels`, which find their work in a table of `codec_tables`.
+"""Launches of the kernels of `codec_kernels`, and whether a device has them.
 
-A launch goes to the current device.
+They find their work in a table of `codec_tables`. A launch goes to the current device.
+
+``VESCALE_FSDP_CODEC=auto|torch|triton`` chooses who writes and reads the messages of a
+`BlockCodec`, when it first sees a device: ``auto`` (the default) takes the kernels on CUDA, where
+Triton can be imported and the kernels have passed a small test on that device; ``torch`` never
+takes them; ``triton`` always does. On a CPU they run in Triton's interpreter only
+(``TRITON_INTERPRET=1``), for tests. The bits are the same either way, so ranks may choose
+differently.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
 from typing import Any, NamedTuple
 
 import torch
 
 from vescale_fsdp import devices
-from vescale_fsdp.dbuffer.codec_tables import Table
+from vescale_fsdp.dbuffer import codec_tables as tables
+from vescale_fsdp.dbuffer import eight_bits
 
 
 def encode(
-    table: Table,
+    table: tables.Table,
     first_rank: int,
     num_ranks: int,
     numbers: torch.Tensor,
@@ -66,7 +78,7 @@ class Mail(NamedTuple):
 
 
 def decode(
-    table: Table,
+    table: tables.Table,
     first_rank: int,
     num_ranks: int,
     mail: Mail,
@@ -117,7 +129,7 @@ def decode(
         )
 
 
-def _grid(table: Table, first_rank: int, num_ranks: int) -> tuple[int]:
+def _grid(table: tables.Table, first_rank: int, num_ranks: int) -> tuple[int]:
     first = table.first_program[first_rank]
     return (table.first_program[first_rank + num_ranks] - first,)
 
@@ -126,3 +138,79 @@ def _in_triton(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def takes_kernels(device: torch.device) -> bool:
+    """Whether messages on ``device`` are for the kernels.
+
+    Raises:
+        ValueError: the variable has another value.
+        RuntimeError: it is ``triton``, which is not installed.
+    """
+    choice = os.environ.get("VESCALE_FSDP_CODEC", "auto")
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"VESCALE_FSDP_CODEC must be auto, torch or triton, got {choice!r}")
+    if choice == "torch" or device.type == "meta":
+        return False
+    is_there = importlib.util.find_spec("triton") is not None
+    if choice == "auto":
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        return is_nvidia and is_there and _passes(device)
+    if not is_there:
+        raise RuntimeError("VESCALE_FSDP_CODEC=triton, but triton is not installed: install it")
+    return True
+
+
+@functools.cache
+def _passes(device: torch.device) -> bool:
+    """Whether the kernels work on ``device``, with the bits of torch's operators.
+
+    Cost: once for each device; some seconds where the kernels are compiled for the first time.
+    """
+    try:
+        is_right = _are_bits_equal(device)
+    except Exception as error:  # noqa: BLE001  # of a compiler, a driver, or who knows whom
+        _LOG.warning("Triton's kernels do not run on %s, torch's operators do: %s", device, error)
+        return False
+    if not is_right:
+        _LOG.warning("Triton's kernels write other bits on %s: torch's operators are used", device)
+    return is_right
+
+
+def _are_bits_equal(device: torch.device) -> bool:
+    """Write and read a message of 3 blocks, 4 tiles and 10 numbers that are not coded."""
+    # In bytes: 7 scales (28, to 48), 10 numbers in bfloat16 (20, to 80), 80 codes, 60 codes.
+    pieces = [
+        tables.Row(tables.INT8, 0, 0, 80, 80, 0, (1, 32), (3, 32), 3),
+        tables.Row(tables.E4M3, 0, 80, 60, 160, 3, (4, 5), (6, 10), 4),
+        tables.Row(tables.RAW, 0, 140, 10, 48),
+        tables.Row(tables.GAP, 0, 150, 10),
+    ]
+    table = tables.make_table(pieces, 1, device)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(160, generator=generator) * torch.logspace(-14, 8, 160)
+    numbers[79] = torch.inf
+    numbers = numbers.to(device)
+    found = torch.zeros(224, dtype=torch.uint8, device=device)
+    expected = torch.zeros_like(found)
+    encode(table, 0, 1, numbers, found, torch.bfloat16)
+    scales = expected[:28].view(torch.float32)
+    matrix = numbers[80:140].view(6, 10)
+    eight_bits.encode(numbers[:80], "int8", 32, expected[80:160], scales[:3])
+    eight_bits.encode(matrix, "e4m3", (4, 5), expected[160:220], scales[3:])
+    expected[48:68].view(torch.bfloat16).copy_(numbers[140:150])
+    if not torch.equal(found, expected):
+        return False
+    values = torch.zeros(160, device=device)
+    eight_bits.decode(expected[80:160], "int8", 32, scales[:3], values[:80])
+    eight_bits.decode(expected[160:220], "e4m3", (4, 5), scales[3:], values[80:140].view(6, 10))
+    values[140:150] = expected[48:68].view(torch.bfloat16)
+    read, errors = torch.ones_like(values), numbers.clone()
+    mail = Mail(found, len(found))
+    decode(table, 0, 1, mail, read, torch.bfloat16)
+    decode(table, 0, 1, mail, errors, torch.bfloat16, subtracts=True)
+    lost = (numbers - values).nan_to_num_(0.0, 0.0, 0.0)
+    return torch.equal(read.nan_to_num(7.0), values.nan_to_num(7.0)) and torch.equal(errors, lost)

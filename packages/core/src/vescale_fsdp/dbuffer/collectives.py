@@ -12,7 +12,7 @@ Reduction, two ways with the same numbers:
   is summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
 
 ``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There
-gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`exchange`),
+gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`Exchange`),
 but not with ``native``.
 """
 
@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.backends import backend_name
-from vescale_fsdp.dbuffer.batch import Batch
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
@@ -39,11 +38,16 @@ from vescale_fsdp.dbuffer.codec import (
     encode_parts,
     start_encoded_gather,
 )
-from vescale_fsdp.dbuffer.custom import memory_for, start_custom_gather, start_custom_reduce
-from vescale_fsdp.dbuffer.exchange import Exchange, is_worthwhile
-from vescale_fsdp.dbuffer.issued import Issued
 from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
-from vescale_fsdp.dbuffer.pending import PendingReduce
+from vescale_fsdp.dbuffer.pending import Issued, PendingReduce
+from vescale_fsdp.dbuffer.transport import (
+    Batch,
+    Exchange,
+    is_worthwhile,
+    memory_for,
+    start_custom_gather,
+    start_custom_reduce,
+)
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
 
@@ -137,7 +141,7 @@ class Comm:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
 
         Args:
-            custom: a gather that the user supplies (see `custom`).
+            custom: a gather that the user supplies (see `transport`).
             codec: writes what travels (see `codec`).
             pool: lends the memory of its messages.
             inner: this rank's part in the full face's dtype, where it is more than the shard;
@@ -250,11 +254,11 @@ class Comm:
             pool: lends the memory that the collective needs until `PendingReduce.finish`.
             divisor: of the sum. Default: the number of ranks, for the average.
             only_sums: do not let the collective average, where it could.
-            custom: a reduce-scatter that the user supplies (see `custom`).
+            custom: a reduce-scatter that the user supplies (see `transport`).
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size (less
-        this rank's part, in an `exchange`).
+        this rank's part, in an `Exchange`).
         """
         if self.size == 1 or full.numel() == 0:
             # Where there are streams the pool leaves what it lent to those who keep it.

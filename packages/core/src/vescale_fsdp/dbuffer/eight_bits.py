@@ -15,19 +15,42 @@ the bits are the same wherever IEEE 754 holds. Codes lie in the order of the ele
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.ragged.blocks import BlockSize
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
 
 CodeDtype = Literal["int8", "e4m3"]
 
 TOP = {"int8": 127.0, "e4m3": 448.0}
 _SMALLEST = 1e-12
 _TORCH = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+# Elements that are coded at once: on a CPU what lies in its cache, elsewhere what keeps a device
+# busy.
+_AT_ONCE_CPU, _AT_ONCE = 2**18, 2**26
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one tensor travels: the dtype of its codes, and its blocks."""
+
+    dtype: CodeDtype
+    blocks: Blocks
+    decodes: bool = True  # before it is computed with
+
+    def __str__(self) -> str:
+        kept = "" if self.decodes else ", not decoded"
+        return f"{self.dtype} in blocks of {self.blocks.size}{kept}"
+
+    @property
+    def size(self) -> BlockSize:
+        """Of a block, as this tensor has them."""
+        return self.blocks.tile or self.blocks.numel
 
 
 def encode(
@@ -80,6 +103,45 @@ def decode(
         part.mul_(scale)
     if not is_wide:
         numbers.copy_(values)
+
+
+def encode_blocks(
+    coding: Coding, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write the codes and scales of consecutive whole blocks of a tensor.
+
+    Args:
+        numbers: flat; of any dtype.
+        codes: uint8, flat, and as long.
+        scales: float32, flat: one for each block.
+    """
+    for region, place, own in _regions(coding, codes, scales):
+        encode(region.of(numbers), coding.dtype, coding.size, place, own)
+
+
+def decode_blocks(
+    coding: Coding, codes: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor
+) -> None:
+    """Write to ``numbers`` what the codes and scales of consecutive whole blocks stand for.
+
+    Args:
+        codes: uint8, flat, and as long as ``numbers``, which may be of any dtype.
+        scales: float32, flat.
+    """
+    for region, place, own in _regions(coding, codes, scales):
+        decode(place, coding.dtype, coding.size, own, region.of(numbers))
+
+
+def _regions(
+    coding: Coding, codes: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor, torch.Tensor]]:
+    """What is coded at once, with its codes and scales."""
+    at_most = _AT_ONCE_CPU if codes.device.type == "cpu" else _AT_ONCE
+    blocks, first = coding.blocks, 0
+    for region in blocks.regions(blocks.shape, len(codes), at_most):
+        place = codes.narrow(0, region.start, math.prod(region.shape))
+        yield region, place, scales.narrow(0, first, region.num_blocks)
+        first += region.num_blocks
 
 
 def is_offered(dtype: CodeDtype, device: torch.device) -> bool:

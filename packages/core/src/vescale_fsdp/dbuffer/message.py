@@ -1,13 +1,16 @@
-"""Small parts of several buffers in one message: a collective for all of them, and copies.
+"""Small things in one message: parts of several buffers, and flags.
 
-A gather's message has a row for each rank, a reduction's a row for each rank that is to have a sum.
-In a row lie the parts of the buffers, one after the other::
+An all-gather's message has a row for each rank, a reduction's a row for each rank that is to have a
+sum. In a row lie the parts of the buffers, one after the other::
 
                   a      b        c
     rank 0     | a a a | b b . | c c c c |
     rank 1     | a a a | b b . | c c c c |          `.` is a gap, for the next part's alignment
 
-For the CPU: on streams several collectives are one operation without copies (`batch`).
+So one collective serves all of them, for a copy of each. For the CPU: on streams several
+collectives are one operation without copies (`transport.Batch`).
+
+`Flags` are bytes that are set where any rank has set them.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
+from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.collectives import Comm
-from vescale_fsdp.dbuffer.custom import ThenCopy
 from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.dbuffer.pending import PendingReduce
+from vescale_fsdp.dbuffer.transport import Exchange, ThenCopy
+from vescale_fsdp.devices import Waitable
 
 _ALIGNMENT = 16  # bytes
 
@@ -133,3 +140,44 @@ def start_reduce_together(
     pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
     message = _ReduceMessage(pending, lent, pool)
     return [SharedReduce(message, start, stop) for start, stop in ranges]
+
+
+_MOST_PEERS = 8  # that each rank writes to itself; beyond, a collective needs fewer messages
+
+
+class Flags:
+    """The largest of each byte over all ranks that reduce together, on its way.
+
+    Args:
+        values: of this rank: uint8, flat; the same number on every rank.
+        comm: of the ranks. Ranks start their flags and reductions in one order.
+
+    Cost: among few ranks on gloo one message of these bytes to each other rank, else one
+    all-reduce; with replicas another over them, in `finish`.
+    """
+
+    def __init__(self, values: torch.Tensor, comm: Comm) -> None:
+        self._values, self._comm = values, comm
+        self._parts: list[torch.Tensor] = []  # of the other ranks
+        self._work: Waitable | None = None
+        group = comm.reduce_group
+        if comm.size == 1:
+            return
+        comm.issued.count("reductions", values.numel())
+        is_gloo = not devices.has_streams(values.device) and backend_name(group, "cpu") == "gloo"
+        if is_gloo and comm.size <= _MOST_PEERS:
+            received = list(values.new_empty(comm.size, values.numel()).unbind())
+            self._work = Exchange([values] * comm.size, received, comm.rank, group)
+            self._parts = [part for rank, part in enumerate(received) if rank != comm.rank]
+        else:
+            self._work = compat.all_reduce(values, group, dist.ReduceOp.MAX)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the other ranks (on CUDA the current stream does). Call it once."""
+        if self._work is not None:
+            waiting.wait(self._work, "the flags of used parameters")
+        for part in self._parts:
+            torch.maximum(self._values, part, out=self._values)
+        if self._comm.replica_group is not None:
+            return Flags(self._values, self._comm.among_replicas).finish()
+        return self._values

@@ -2,8 +2,9 @@
 
 A collective between ranks that have different plans hangs, aborts a process from a foreign
 thread, or returns garbage. The store (a small key-value server that ``init_process_group`` has
-set up) does none of that: each rank writes what it has, they compare it along a tree (`rounds`),
-and all read the verdict.
+set up) does none of that: each rank writes what it has, they compare it along a tree
+(`store.Rounds`), and all read the verdict. What they compare before they run a model is its
+`fingerprint_of`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.engine.attempts import AbsentError, store_for
-from vescale_fsdp.engine.rounds import MAX_NAMED, Finish, Merge, Rounds, first_and_other
+from vescale_fsdp.engine.buffers import plain_buffers
+from vescale_fsdp.engine.store import (
+    MAX_NAMED,
+    AbsentError,
+    Finish,
+    Merge,
+    Rounds,
+    first_and_other,
+    store_for,
+)
 from vescale_fsdp.errors import RankMismatchError
 
 LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive
@@ -44,9 +53,9 @@ def exchange(
 
     ``group`` may be a list of global ranks, for which there is no group yet.
 
-    Blocking; a few operations of the store per rank, however many there are (`rounds`). Every rank
-    must call it the same number of times. With the backend "fake", torch's stand-in for many ranks
-    in one process, the caller is alone.
+    Blocking; a few operations of the store per rank, however many there are (`store.Rounds`). Every
+    rank must call it the same number of times. With the backend "fake", torch's stand-in for many
+    ranks in one process, the caller is alone.
 
     Args:
         merge: makes one payload of several, in rank order; they may have been merged before.
@@ -57,7 +66,7 @@ def exchange(
     Raises:
         RankMismatchError: some rank did not come in time.
     """
-    ranks = _ranks_of(group)
+    ranks = group if isinstance(group, list) else dist.get_process_group_ranks(group)
     if len(ranks) == 1 or is_fake():
         merged = merge([payload])
         return merged if finish is None else finish(merged)
@@ -178,10 +187,6 @@ def _difference(
     return exchange(topic, json.dumps(said), group, merge, finish, timeout_s=timeout_s)
 
 
-def _ranks_of(group: dist.ProcessGroup | list[int]) -> list[int]:
-    return group if isinstance(group, list) else dist.get_process_group_ranks(group)
-
-
 def _rounds_of(ranks: list[int], timeout_s: float) -> Rounds:
     """Those of these ranks in this attempt: a new process group counts from zero on every rank."""
     world = dist.group.WORLD
@@ -222,3 +227,51 @@ def _absent(topic: str, ranks: list[int], error: AbsentError, timeout_s: float) 
         f"{who} did not come to compare the {topic} within {timeout_s:.0f} s: it has "
         "died, hangs, or runs other code than this rank. Its log says which"
     )
+
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.unit import Unit
+
+_SAME_FLAGS = "Call requires_grad_ with the same values on every rank, before the same backward"
+
+
+def fingerprint_of(units: list[Unit]) -> list[str]:
+    """What must be the same on every rank, one entry per unit and parameter."""
+    entries = []
+    for unit in units:
+        entries.append(
+            f"unit {unit.fqn!r} (reshard_after_forward={unit.reshard_after_forward}, in "
+            f"{unit.num_parts} parts, {unit.mp_policy}, unused={unit.unused!r}, "
+            f"in_flight={unit.in_flight}, broadcast_buffers={unit.broadcasts_buffers}, {unit.row})"
+        )
+        for module in (ref() for ref in unit.module_refs if unit.broadcasts_buffers):
+            assert module is not None, "somebody is calling it"
+            for name, buffer in plain_buffers(module).items():
+                entries.append(f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})")
+        for group in unit.groups:
+            plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
+            for slot, (gather, reduce) in zip(group.slots, group.codings, strict=True):
+                travels = f", gathered as {gather}" if gather else ""
+                travels += f", reduced as {reduce}" if reduce else ""
+                entries.append(
+                    f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
+                    f"requires_grad={slot.sharded.requires_grad}, {plan}{travels})"
+                )
+    return entries
+
+
+def agree_on_frozen(changed: list[str], group: dist.ProcessGroup) -> None:
+    """Compare which parameters are frozen beside trainable ones, where that has changed.
+
+    Raises:
+        RankMismatchError: another rank has others, or has seen no change and so does not come.
+    """
+    try:
+        agree("frozen parameters", changed, group, _SAME_FLAGS)
+    except RankMismatchError as error:
+        if str(error).startswith("ranks disagree"):
+            raise
+        raise RankMismatchError(
+            f"what is frozen has changed on this rank since the last reduction ({changed}), and "
+            f"perhaps not on others: {error}. {_SAME_FLAGS}"
+        ) from error

@@ -21,20 +21,19 @@ from vescale_fsdp.engine.arguments import (
     check_engine_arguments,
     checked_modules,
 )
-from vescale_fsdp.engine.coded_group import CodedGroup
 from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
-from vescale_fsdp.engine.methods import swap_class
+from vescale_fsdp.engine.methods import register_state, state_of, swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
-from vescale_fsdp.engine.pipelining import register_state, state_of
 from vescale_fsdp.engine.quantized import (
     Choice,
     QuantizedGather,
     QuantizedReduce,
     check_quantized,
 )
+from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.zero_table import row_of

@@ -17,26 +17,24 @@ import torch.distributed as dist
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on
-from vescale_fsdp.engine.attempts import store_for
-from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.comms import comm_for
-from vescale_fsdp.engine.fingerprint import fingerprint_of
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
+from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.mail import Mail
-from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S, meet
-from vescale_fsdp.engine.reducing import Reducing
-from vescale_fsdp.engine.settling import is_elsewhere, is_stalled, settle, stall
+from vescale_fsdp.engine.reducing import Mail, Reducing
+from vescale_fsdp.engine.settling import (
+    MEETING_TIMEOUT_S,
+    is_elsewhere,
+    is_stalled,
+    meet,
+    settle,
+    stall,
+)
+from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.names import Names
+from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 from vescale_fsdp.program.order import Program
-from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.policy import Policy, policy_of
-from vescale_fsdp.program.record import Record
-from vescale_fsdp.program.reductions import Reduction
-from vescale_fsdp.program.residency import Residency
+from vescale_fsdp.program.window import Policy
 
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
@@ -384,7 +382,7 @@ class Engine(Executor):
 def engine_of(unit: Unit) -> Engine | None:
     """The engine of the model that ``unit`` is part of; None before the first forward."""
     engine = unit.engine
-    assert engine is None or isinstance(engine, Engine), "`root` alone makes it"
+    assert engine is None or isinstance(engine, Engine), "`make_root` alone makes it"
     return engine
 
 

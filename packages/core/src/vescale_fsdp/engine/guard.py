@@ -6,14 +6,21 @@ that was "modified by an inplace operation" (at version 1073741824 and more), an
 that freed pages may hold. When they are gathered again they have their versions back.
 
 A write to them raises their version too, or, as ``p.data = ...``, gives them other memory.
+
+Of sharded parameters, versions do not tell of each write: fused kernels, and those for lists of
+tensors, write without raising them (torch 2.13). What is gathered and kept is out of date after an
+optimizer's step, so the steps on sharded parameters in this process are counted.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_fsdp import compat
 
@@ -76,3 +83,21 @@ class Guard:
 
 def _versions_of(params: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple([param._version for param in params])
+
+
+_num_steps = 0
+
+
+def num_steps() -> int:
+    """Steps so far, of optimizers that have at least one sharded parameter."""
+    return _num_steps
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Others may be on one rank only, where the ranks would then disagree.
+    global _num_steps
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    _num_steps += any(isinstance(param, DTensor) for param in params)
+
+
+register_optimizer_step_post_hook(_count)

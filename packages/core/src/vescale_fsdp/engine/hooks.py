@@ -1,13 +1,27 @@
-"""What calls a unit when its module runs: hooks, and methods that are wrapped like ``forward``.
+"""What happens around the forward of a unit, and when its backward comes back.
 
-All of them find the unit through the module, so that they keep neither alive. Dynamo does not look
-into those around a forward: its graphs end where a unit begins and where it ends, as with FSDP2.
+The events of a step, for a unit in the middle of the model::
+
+    pre_forward    wait for the all-gather, register the unsharded parameters, start the next one
+    post_forward   reshard (unless kept), put the boundary around the outputs
+    pre_backward   unshard again, start the all-gather of the unit before this one
+    post_backward  all gradients of the unit are in: reshard, reduce
+
+The unit whose forward comes first is the root: it gets an engine for itself and all units below it.
+A unit may be entered again while it runs (``training_step`` calls ``self(x)``): the inner call
+is part of the outer one. It may be called several times before a backward, and in an activation
+checkpoint's recomputation inside of one.
+
+Hooks call these, and methods that are wrapped like ``forward``. All of them find the unit through
+the module, so that they keep neither alive. Dynamo does not look into those around a forward: its
+graphs end where a unit begins and where it ends, as with FSDP2.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +29,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp.engine import calls
-from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp import compat
+from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine.arguments import warn_of_settings_below
+from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.buffers import broadcast_buffers
+from vescale_fsdp.engine.engine import Engine, engine_of
+from vescale_fsdp.engine.ownership import refuse_waiting
+from vescale_fsdp.engine.unfilled import check_materialized
+from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+from vescale_fsdp.program.residency import Lease
+from vescale_fsdp.ragged.tensor import NAME
 
 
 def register_hooks(module: nn.Module) -> None:
@@ -44,9 +68,9 @@ def register_hooks(module: nn.Module) -> None:
             for group in unit.groups:
                 group.rebind(may_wait=len(unit.module_refs) > 1)
 
-    pre_forward, post_forward = _around_forward()
-    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(post_forward, always_call=True)
+    before_forward, after_forward = _around_forward()
+    module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after_forward, always_call=True)
     module.register_state_dict_pre_hook(before_state_dict)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
@@ -58,13 +82,13 @@ def _pre_forward(
 ) -> Any:
     unit = unit_of(module)
     assert unit is not None, "the hook is only on sharded modules"
-    return calls.pre_forward(unit, module, args, kwargs, method)
+    return pre_forward(unit, module, args, kwargs, method)
 
 
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None, "the hook is only on sharded modules"
-    return calls.post_forward(unit, output)
+    return post_forward(unit, output)
 
 
 @functools.cache
@@ -90,7 +114,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
     module_ref = weakref.ref(module)
     function = getattr(method, "__func__", method)  # bound anew: the module owns no cycle
-    pre_forward, post_forward = _around_forward()
+    before_forward, after_forward = _around_forward()
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -98,13 +122,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert owner is not None, "its method is being called"
         output = None
         try:
-            args, kwargs = pre_forward(owner, args, kwargs, method_name)
+            args, kwargs = before_forward(owner, args, kwargs, method_name)
             if function is method:
                 output = function(*args, **kwargs)
             else:
                 output = function(owner, *args, **kwargs)
         finally:
-            output = post_forward(owner, args, output)
+            output = after_forward(owner, args, output)
         return output
 
     # What a caller has to pass: that of the function would have ``self`` too.
@@ -113,3 +137,174 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     unit = unit_of(module)
     assert unit is not None, "checked above"
     unit.forward_methods.add(method_name)
+
+
+class _Call(boundary.Call):
+    """One forward of a unit that a backward may come back to."""
+
+    def __init__(self, unit: Unit, engine: Engine) -> None:
+        super().__init__(unit.fqn)
+        self.pass_number = engine.passes.num_passes
+        self._unit, self._engine = unit, engine
+
+    def pre_backward(self) -> None:
+        self._unit.enter_backward(self)
+        with plain_tensors():
+            self._engine.before_backward(self._unit)
+
+    def post_backward(self) -> None:
+        if self._unit.leave_backward(self):  # else another call is to come, and adds to gradients
+            with plain_tensors():
+                self._engine.after_backward(self._unit)
+
+
+def pre_forward(
+    unit: Unit,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    method: str = "forward",
+) -> Any:
+    """What happens before the forward of one of the unit's modules; returns its arguments."""
+    running = unit.running
+    running.depth += 1
+    if running.depth == 1:
+        running.handled = sys.exception()
+    engine = engine_of(unit)
+    if engine is None:  # who is called first becomes the root
+        with plain_tensors():
+            engine = make_root(unit)
+    if len(unit.module_refs) > 1 and running.depth == 1:
+        if not running.modules_left:
+            running.modules_left = {id(ref()) for ref in unit.module_refs}
+        running.modules_left.discard(id(module))
+    if running.depth > 1:
+        if unit.is_stale:  # an optimizer has stepped, or somebody has written to the shards
+            unit.refresh()
+        unit.unshard()
+        unit.leases.add(Lease.FORWARD)
+        return _cast_inputs(unit, (args, kwargs))
+    if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
+        # An activation checkpoint runs the forward again.
+        unit.unshard()
+        return _cast_inputs(unit, (args, kwargs))
+    wants_gradients = torch.is_grad_enabled()
+    if unit.broadcasts_buffers and unit.is_root:
+        if unit.buffers_are_due:
+            broadcast_buffers(module, [g.axes for u in engine.units() for g in u.groups])
+        unit.buffers_are_due = wants_gradients and unit.requires_gradient_sync
+    with plain_tensors():
+        engine.before_forward(unit, method, wants_gradients)
+    running.has_begun = True
+    unit.leases.discard(Lease.USER)
+    unit.leases.add(Lease.FORWARD)
+    args, kwargs = _cast_inputs(unit, (args, kwargs))
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    # Whether a backward comes back is known from the outputs: frozen parameters too are needed
+    # again, for the gradients of the inputs and of what comes before them in the unit.
+    call = running.call = _Call(unit, engine)
+    args, kwargs = boundary.enter(call, (args, kwargs))
+    unit.open_calls.add(call)
+    return args, kwargs
+
+
+def post_forward(unit: Unit, output: Any) -> Any:
+    """What happens after it, also when it raised (``output`` is None then)."""
+    running = unit.running
+    running.depth = max(running.depth - 1, 0)
+    if running.depth:
+        return _cast_output(unit, output)
+    call, running.call = running.call, None
+    has_begun, running.has_begun = running.has_begun, False
+    if has_begun:
+        reachable = True
+        if call is not None:
+            output, reachable = boundary.leave(call, output)
+        engine = engine_of(unit)
+        assert engine is not None, "pre_forward made it"
+        # Without a tensor to come back through, a backward could not unshard them again.
+        strays = call is not None and not reachable and _may_get_gradients(unit, call)
+        with plain_tensors():
+            engine.after_forward(
+                unit,
+                has_more=bool(running.modules_left),
+                strays=strays,
+                # Hooks that run after an exception see it as the one that is being handled.
+                has_failed=sys.exception() is not running.handled,
+                is_closed=call is not None and not call.takes_gradients,
+                is_visited=call is not None and reachable,
+                is_hidden=call is None or strays,
+            )
+    unit.leases.discard(Lease.FORWARD)
+    running.handled = None
+    return _cast_output(unit, output)
+
+
+def _may_get_gradients(unit: Unit, call: boundary.Call) -> bool:
+    """Whether a call may be part of a graph: by its inputs, or by parameters in the unit."""
+    below = (each for module in unit.modules() for each in units_in(module).values())
+    return call.takes_gradients or any(each.trainable for each in below)
+
+
+def _cast_inputs(unit: Unit, value: Any) -> Any:
+    dtype = unit.mp_policy.param_dtype
+    if dtype is None or not unit.mp_policy.cast_forward_inputs:
+        return value
+    return map_tensors(lambda tensor: _cast(tensor, dtype), value)
+
+
+def _cast_output(unit: Unit, output: Any) -> Any:
+    dtype = unit.mp_policy.output_dtype
+    return output if dtype is None else map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def make_root(unit: Unit) -> Engine:
+    """Make ``unit`` the root of one engine with all units below it. Within `plain_tensors`.
+
+    Raises:
+        RuntimeError: it has several modules; a unit below has run on its own before; or parameters
+            are still on meta.
+        RankMismatchError: other ranks have another model.
+    """
+    module = _sole_module(unit)
+    units = units_in(module)
+    refuse_waiting(module)
+    for name, below in units.items():
+        if below.engine is not None:
+            raise RuntimeError(
+                f"FSDP state has already been lazily initialized for {name}\n"
+                "FSDP requires running forward through the root module first"
+            )
+    names = {id(param): name for name, param in module.named_parameters()}
+    for name, below in units.items():
+        below.fqn = name
+        for slot in below.slots():
+            slot.fqn = names.get(id(slot.registered()), slot.fqn)
+        check_materialized(below.modules(), below.slots())
+        for group in below.groups:
+            if group.is_sharded:
+                group.rebind()
+            for slot in group.slots:
+                setattr(slot.sharded, NAME, slot.fqn)
+    warn_of_settings_below(unit, units)
+    engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
+    unit.is_root = True
+    for below in units.values():
+        below.engine = engine
+    return engine
+
+
+def _sole_module(unit: Unit) -> nn.Module:
+    if len(unit.module_refs) > 1:
+        raise RuntimeError(
+            "FSDP requires a single root module but got "
+            f"{tuple(type(ref()).__name__ for ref in unit.module_refs)}; call fully_shard on the "
+            "module around them as well"
+        )
+    (module,) = unit.modules()
+    return module

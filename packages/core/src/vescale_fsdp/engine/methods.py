@@ -1,10 +1,21 @@
-"""FSDPModule: the methods that ``fully_shard`` adds to a module, named as FSDP2 names them."""
+"""FSDPModule: the methods that ``fully_shard`` adds to a module, named as FSDP2 names them.
+
+And what ``torch.distributed.pipelining`` asks of one beyond its public methods. A pipeline stage
+runs its micro-batches without synchronization, and then, by hand, what a backward does at its end.
+It reaches for it through ``fully_shard.state(module)``, torch's or ours, and three names of FSDP2's
+own state, which `State` offers (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
+
+A copy of a sharded module (``copy.deepcopy``) has units of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -13,14 +24,12 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine import unfilled
-from vescale_fsdp.engine.copies import copied, join
+from vescale_fsdp.engine import hooks, unfilled
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
-from vescale_fsdp.engine.meeting import MEETING_TIMEOUT_S
-from vescale_fsdp.engine.pipelining import State, register_state
+from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
-from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
+from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
 from vescale_fsdp.program.residency import Lease
 
 
@@ -252,3 +261,119 @@ def unsharded(
         for unit in (units_in(module).values() if recurse else units_of(module, recurse=False))
     }
     return _Pinned(list(found.values()), writeback)
+
+
+class _ParamGroup:
+    """Stands for the groups of a unit."""
+
+    def post_backward(self) -> None:
+        """Nothing here: `State._root_post_backward_final_callback` reduces all units in order."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A unit, by the names of FSDP2's state."""
+
+    unit: Unit
+
+    @property
+    def _fsdp_param_groups(self) -> list[_ParamGroup]:
+        return [_ParamGroup() for _ in self.unit.groups]
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        engine = engine_of(self.unit)
+        units = [self.unit] if engine is None else engine.units()
+        return SimpleNamespace(all_states=[State(unit) for unit in units])
+
+    # torch's own ``register_fsdp_forward_method`` calls these two around a method.
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hooks.pre_forward(self.unit, module, args, kwargs, "a method")
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return hooks.post_forward(self.unit, output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce and publish what backwards without synchronization have left."""
+        engine = engine_of(self.unit)
+        if engine is not None:
+            engine.reduce_waiting()
+
+
+def register_state(module: nn.Module, unit: Unit) -> None:
+    """Let torch's own ``fully_shard.state(module)`` find the state: pipelining asks that one."""
+    compat.set_fsdp2_state(module, State(unit))
+
+
+def state_of(module: nn.Module) -> State | None:
+    """What ``fully_shard.state(module)`` returns; None for a module that is not sharded."""
+    unit = unit_of(module)
+    return None if unit is None else State(unit)
+
+
+def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
+    """Nothing to share: models over the same ranks have the same communicators already.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, TorchFSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+
+
+def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
+
+    Raises:
+        RuntimeError: a forward or backward runs, or a context pins the parameters.
+    """
+    if not unit.is_idle:
+        raise RuntimeError(
+            f"copy.deepcopy of the sharded module {unit.fqn!r} while a forward or backward "
+            "runs or its parameters are unsharded; copy it between steps"
+        )
+    unit.reshard()
+    twin = Unit(
+        [],
+        unit.mp_policy,
+        unit.reshard_after_forward,
+        unit.unused,
+        unit.in_flight,
+        unit.row,
+        broadcasts_buffers=unit.broadcasts_buffers,
+    )
+    for name in _SET_BY_USERS:
+        setattr(twin, name, getattr(unit, name))
+    with plain_tensors():
+        twin.groups = [g.copied(memo, twin.gradient_callback()) for g in unit.groups]
+    memo[id(unit)] = twin
+    twin.forward_prefetch = _copies(unit.forward_prefetch, memo)
+    twin.backward_prefetch = _copies(unit.backward_prefetch, memo)
+    return twin
+
+
+_SET_BY_USERS = (
+    "num_parts",
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "requires_all_reduce",
+    "unshard_in_backward",
+    "gives_zeros",
+    "max_reductions",
+)
+
+
+def join(unit: Unit, module: nn.Module, original: Unit, memo: dict[int, Any]) -> None:
+    """Let ``unit`` belong to ``module``, the copy of a module of ``original``."""
+    object.__setattr__(module, UNIT_ATTRIBUTE, unit)
+    unit.module_refs.append(weakref.ref(module))
+    for group, former in zip(unit.groups, original.groups, strict=True):
+        for slot, old in zip(group.slots, former.slots, strict=True):
+            copies = [(memo.get(id(ref())), name) for ref, name in old.sites]
+            slot.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
+
+
+def _copies(units: list[Unit] | None, memo: dict[int, Any]) -> list[Unit] | None:
+    return None if units is None else [memo.get(id(u)) or copied(u, memo) for u in units]

@@ -33,7 +33,7 @@ class Outputs:
             region = make_region(num_ranks * num_bytes, device)
             region.materialize()  # ``set_`` checks bounds
             rows = (num_ranks * shape[0], *shape[1:]) if shape else (num_ranks,)
-            # Each with a version counter of its own, see `dbuffer.flat`.
+            # Each with a version counter of its own, see `dbuffer.FlatBuffer`.
             self.tensors.append(_view(region, dtype, rows, device))
             self._bytes.append(_view(region, torch.uint8, (num_ranks, num_bytes), device))
             self._regions.append(region)

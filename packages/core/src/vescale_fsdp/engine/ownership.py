@@ -20,13 +20,35 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
-from vescale_fsdp.engine.parallel import local_data
-from vescale_fsdp.engine.placement import placement_of
+from vescale_fsdp.engine.placement import local_data, placement_of
 from vescale_fsdp.engine.quantized import Choice, checked_block
 from vescale_fsdp.engine.slot import ParamToShard, Site
-from vescale_fsdp.engine.ties import stop_waiting, wait_at, waiting_sites
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.ragged import RaggedTensor
+
+_WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
+
+
+def _waiting_sites(param: nn.Parameter) -> list[Site] | None:
+    """Where a parameter that waits was met so far; None for one that does not wait."""
+    sites: list[Site] | None = param.__dict__.get(_WAITING)
+    return sites
+
+
+def refuse_waiting(root: nn.Module) -> None:
+    """Raise if a parameter below ``root`` is tied across units that no unit is around.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for fqn, param in root.named_parameters():
+        if _waiting_sites(param) is not None:
+            raise ValueError(
+                f"Parameter '{fqn}' is shared between units, and no unit contains all of them: "
+                "call fully_shard on a module around all of its uses, or on these modules "
+                "together: fully_shard([module_a, module_b])"
+            )
+
 
 _OWNER = "_vescale_fsdp_owner"  # on an original parameter: a weak reference to its unit
 
@@ -60,7 +82,7 @@ def params_to_shard(
     found = _parameters_of(own_modules(modules), ignored)
     for item in _waiting_below(modules):
         if item.param in ignored:
-            stop_waiting(item.param)
+            item.param.__dict__.pop(_WAITING, None)
         else:
             found.setdefault(id(item.param), item)
     taken = []
@@ -71,16 +93,16 @@ def params_to_shard(
         if unit is not None:
             sites = unit.give_back(param) + sites
             delattr(param, _OWNER)
-        sites = _merged(waiting_sites(param) or [], sites)
+        sites = _merged(_waiting_sites(param) or [], sites)
         if all(id(module()) in inside for module, _ in sites):
-            stop_waiting(param)
+            param.__dict__.pop(_WAITING, None)
             placed_on, dim = placement_of(choose, param, axes, fqn)
             extends = gathers_itself(param, dim, fqn)
             dim = 0 if extends else dim
             whole = ParamToShard(fqn, param, sites, 1, placed_on, dim, extends)
             taken.append(_with_blocks(whole, granularity, travel))
         else:
-            wait_at(param, sites)
+            setattr(param, _WAITING, sites)
     return taken
 
 
@@ -150,7 +172,7 @@ def _waiting_below(modules: Sequence[nn.Module]) -> list[_Found]:
         _Found(name, param, [])
         for module in modules
         for name, param in module.named_parameters()
-        if waiting_sites(param) is not None
+        if _waiting_sites(param) is not None
     ]
 
 

@@ -26,17 +26,21 @@ from vescale_fsdp.dbuffer import (
     Codec,
     DBuffer,
     Outbox,
+    ParameterBuffer,
     pool_for,
     shard_view,
 )
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.guard import Guard
+from vescale_fsdp.engine.guard import Guard, num_steps
 from vescale_fsdp.engine.inner_shard import InnerShard
-from vescale_fsdp.engine.padding import warn_of_padding
-from vescale_fsdp.engine.parallel import given_spec, placements_of, spec_at_rest
-from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
-from vescale_fsdp.engine.placement import even_chunks
+from vescale_fsdp.engine.placement import (
+    even_chunks,
+    given_spec,
+    placements_of,
+    spec_at_rest,
+    warn_of_padding,
+)
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import (
     ParamToShard,
@@ -47,7 +51,6 @@ from vescale_fsdp.engine.slot import (
     resting_spec,
     same_memory,
 )
-from vescale_fsdp.engine.steps import num_steps
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -145,8 +148,7 @@ class Parameters(ABC):
         self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
     ) -> ParameterBuffer:
         self.drop_copies()
-        floating = dtype.is_floating_point
-        full_dtype = self.compute_dtype if self.compute_dtype and floating else dtype
+        full_dtype = (self.compute_dtype if dtype.is_floating_point else None) or dtype
         self.buffer = DBuffer(
             self.layout,
             shapes,

@@ -1,16 +1,38 @@
-"""What ``shard_placement_fn`` may say of a parameter: FSDP2's answers, checked, and laid out."""
+"""How one parameter is placed: by what a user has made of it, and what ``fully_shard`` is told.
+
+``shard_placement_fn`` gives FSDP2's answers, which are checked and laid out here. A user is warned
+of padding that nobody expects.
+
+A parameter may be a DTensor already, of tensor or expert parallelism. That inner parallelism comes
+first. What it leaves on a rank is a plain tensor, and that is what a group lays out, gathers and
+reduces. Outside, the parameter is one DTensor over all axes, the data axes first; inside of a
+forward it is the DTensor that the user has made::
+
+    sharded         mesh (data, tensor)    (RaggedShard, Shard(0))    global shape
+    unsharded       mesh (tensor,)         (Shard(0),)                global shape, a view of the
+                                                                      full buffer as local tensor
+    in the buffer                                                     local shape of this rank
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.planner import ShardLayout, TensorSpec
+from vescale_fsdp.planner import PaddingWarning, ShardLayout, TensorSpec, advise
+from vescale_fsdp.ragged import RaggedShard, contiguous_strides
+from vescale_fsdp.ragged.tensor import make_spec
 
 
 def placement_of(
@@ -70,3 +92,145 @@ def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
         order=(0,),
         exact=True,
     )
+
+
+_LEAST_BYTES = 1 << 20  # of padding in the whole buffer: toy models pad a lot, and nobody minds
+
+
+def warn_of_padding(layout: ShardLayout, itemsize: int, rank: int, stacklevel: int) -> None:
+    """Warn, on the first rank, if blocks force more than 5% padding and that is over 1 MiB."""
+    if rank == 0 and layout.padding * itemsize >= _LEAST_BYTES:
+        advice = advise(layout)
+        if advice is not None:
+            warnings.warn(
+                f"fully_shard: {advice} `vescale-fsdp plan` shows it",
+                PaddingWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def given_spec(param: torch.Tensor) -> DTensorSpec | None:
+    """The spec of a parameter that is a DTensor, as the user has made it; None for a plain one."""
+    return param._spec if isinstance(param, DTensor) else None
+
+
+def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
+    """What of that spec is not about the data axes; None if nothing is.
+
+    Raises:
+        ValueError: the parameters have to be DTensors on ``axes.whole``, replicated over the data
+            axes, and this one is not.
+    """
+    given = given_spec(param)
+    if axes.whole is None:
+        return given
+    if given is None:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'."
+        )
+    if given.mesh != axes.whole:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+            f"{given.mesh} for parameter '{fqn}' and {axes.whole}"
+        )
+    names = axes.whole.mesh_dim_names or ()
+    by_name = dict(zip(names, given.placements, strict=True))
+    for name in axes.data_names:
+        if not by_name[name].is_replicate():
+            raise ValueError(
+                f"Expected Replicate() on DP dim '{name}' but got {by_name[name]} for parameter "
+                f"'{fqn}'"
+            )
+    inner = axes.inner_names
+    if not inner:
+        return None
+    mesh = axes.whole[inner[0]] if len(inner) == 1 else axes.whole[inner]
+    return DTensorSpec(mesh, tuple(by_name[name] for name in inner), given.tensor_meta)
+
+
+def local_data(param: nn.Parameter) -> torch.Tensor:
+    """What this rank has of a parameter before we shard it."""
+    return (param._local_tensor if isinstance(param, DTensor) else param).detach()
+
+
+def placements_of(
+    axes: Axes, sharded: Placement, inner: DTensorSpec | None
+) -> tuple[Placement, ...]:
+    """The placements at rest: those of the data axes, then those of the inner parallelism."""
+    if inner is None or axes.shard is None:
+        return (*axes.placements(sharded), *(inner.placements if inner is not None else ()))
+    assert isinstance(sharded, RaggedShard | Shard), "a group is laid out as one of the two"
+    dims = sharded.dims if isinstance(sharded, RaggedShard) else (sharded.dim,)
+    split = math.prod(
+        inner.mesh.size(axis)
+        for axis, placement in enumerate(inner.placements)
+        if isinstance(placement, Shard) and placement.dim in dims
+    )
+    if isinstance(sharded, RaggedShard):
+        sharded = sharded.with_split_factor(split)
+    elif split > 1:
+        sharded = compat.StridedShard(sharded.dim, split_factor=split)
+    return (*axes.placements(sharded), *inner.placements)
+
+
+def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
+    """The mesh at rest: the data axes, then those of the inner parallelism.
+
+    Raises:
+        NotImplementedError: the inner parallelism leaves parts of different size to its ranks.
+        ValueError: the meshes are not cut from one.
+    """
+    if inner is None:
+        return axes.resting_mesh
+    if axes.cuts_outside:
+        raise NotImplementedError(
+            f"fully_shard: sharding='hsdp_zero1' of {fqn!r}, a DTensor on {inner.mesh}, is not "
+            "there yet; use sharding='hsdp'"
+        )
+    for axis, placement in enumerate(inner.placements):
+        if isinstance(placement, Shard) and inner.shape[placement.dim] % inner.mesh.size(axis):
+            raise NotImplementedError(
+                f"fully_shard: parameter {fqn!r} of shape {tuple(inner.shape)} is unevenly cut by "
+                f"{placement} over {inner.mesh.size(axis)} ranks; pad that dimension to a multiple"
+            )
+    return axes.joined(inner.mesh)
+
+
+def spec_at_rest(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous tensor, ragged or with ``Shard``."""
+    if any(isinstance(placement, RaggedShard) for placement in placements):
+        return make_spec(mesh, placements, shape, dtype)
+    meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
+    return DTensorSpec(mesh, tuple(placements), meta)
+
+
+def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:
+    """The gathered parameter around its view of the full buffer, as the user's code knows it."""
+    if given is None:
+        return view
+    meta = given.tensor_meta
+    assert meta is not None, "every DTensor that exists has its meta"
+    meta = TensorMeta(meta.shape, meta.stride, view.dtype)
+    return DTensor(view, DTensorSpec(given.mesh, given.placements, meta), requires_grad=False)
+
+
+def local_gradient(gradient: torch.Tensor, given: DTensorSpec | None, axes: Axes) -> torch.Tensor:
+    """This rank's part of a gradient. A partial sum over inner axes is summed there first.
+
+    Over the data axes it stays as it is: the group reduces it.
+    """
+    if given is None:
+        return gradient
+    assert isinstance(gradient, DTensor), "autograd gives gradients of the parameter's type"
+    names = given.mesh.mesh_dim_names or ("",) * given.mesh.ndim
+    wanted = tuple(
+        have if name in axes.data_names else want
+        for name, have, want in zip(names, gradient.placements, given.placements, strict=True)
+    )
+    if gradient.placements != wanted:
+        gradient = gradient.redistribute(placements=wanted)
+    local = gradient._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

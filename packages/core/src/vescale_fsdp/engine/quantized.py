@@ -1,26 +1,33 @@
-"""Which parameters travel in 8 bits, in gathers and in reductions, and what that asks of a layout.
+"""Which parameters are sent in 8 bits, and what that asks of a layout.
 
-A parameter that travels in blocks must not be cut inside of one. So its blocks become its
+A parameter that is sent in blocks must not be split inside of one. So its blocks become its
 granularity, and a granularity that the user gives has to keep them whole too.
+
+With ``QuantizedReduce(error_feedback=True)`` each rank adds what rounding has taken from its
+gradients to its next ones, so a run goes on with the same bits only if a checkpoint has it
+(`ErrorFeedback`). It is about this rank's own gradients, in the shapes of whole parameters: no
+other rank has it, and another number of ranks has no use for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.dbuffer import CodeDtype, Coding, is_offered
+from vescale_fsdp.dbuffer import CodeDtype, Coding, Residuals, is_offered
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
-from vescale_fsdp.engine.roles import Roles
-from vescale_fsdp.engine.slot import Site
-from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.engine.reduce import Gradients
+from vescale_fsdp.engine.roles import Roles, is_matrix
+from vescale_fsdp.engine.slot import Site, Slot
+from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
 
 _ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
@@ -77,7 +84,7 @@ class QuantizedGather:
 
     def granularity(self) -> GranularityPolicy:
         """What must not be cut, for ``combine`` with other policies."""
-        return _granularity(self, least_dims=2)
+        return _granularity(self)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class QuantizedReduce:
 
     def granularity(self) -> GranularityPolicy:
         """What must not be cut, for ``combine`` with other policies."""
-        return _granularity(self, least_dims=2)
+        return _granularity(self)
 
 
 _Option: TypeAlias = QuantizedGather | QuantizedReduce
@@ -264,16 +271,11 @@ def checked_block(
     return min(math.lcm(*units), max(numel, 1))
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether two dimensions at least have more than one element."""
-    return sum(extent > 1 for extent in shape) > 1
-
-
-def _granularity(option: _Option, least_dims: int) -> GranularityPolicy:
+def _granularity(option: _Option) -> GranularityPolicy:
     def policy(fqn: str, param: nn.Parameter) -> Granularity | None:
         answer: Any = None if option.policy is None else option.policy(fqn, param)
         chosen = answer if isinstance(answer, QuantizedGather | QuantizedReduce) else option
-        is_usual = param.dim() >= least_dims and param.numel() >= _numel(chosen.block)
+        is_usual = param.dim() >= 2 and param.numel() >= _numel(chosen.block)
         if answer is False or (answer is None and not is_usual) or not param.is_floating_point():
             return None
         return Granularity.elements(Blocks(chosen.block, tuple(param.shape)).unit)
@@ -334,3 +336,64 @@ def _check_inner(option: _Option, fqn: str, inner: DTensorSpec) -> None:
             f"{inner.placements}, which cuts blocks of {option.block}: {error}. Choose blocks that "
             "it does not cut, or a policy that leaves the parameter out"
         ) from error
+
+
+class ErrorFeedback:
+    """That of one model on this rank.
+
+    Args:
+        model: of which some modules are sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = {id(module): name for name, module in model.named_modules()}
+
+        def name_of(slot: Slot) -> str:
+            names = [(modules.get(id(ref())), name) for ref, name in slot.sites]
+            module, name = next(pair for pair in names if pair[0] is not None)
+            return compat.fqn_of(model, f"{module}.{name}" if module else name)
+
+        groups = [group for unit in units_in(model).values() for group in unit.groups]
+        self._named: list[tuple[Gradients, dict[str, torch.Size]]] = [
+            (group.gradients, {name_of(slot): slot.shape for slot in group.slots})
+            for group in groups
+            if group.gradients.has_feedback
+        ]
+
+    def __bool__(self) -> bool:
+        """Whether any parameter has it."""
+        return bool(self._named)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By parameter, float32, [its shape]: what there is. None before a reduction.
+
+        Views where nothing is frozen, else perhaps copies; none of frozen parameters.
+        """
+        return {
+            list(names)[index]: error
+            for gradients, names in self._named
+            for index, error in gradients.residual_of().items()
+        }
+
+    def fits(self, shapes: Mapping[str, torch.Size]) -> bool:
+        """Whether these are shapes that its parameters have."""
+        own = {name: shape for _, named in self._named for name, shape in named.items()}
+        return all(own.get(name, shape) == shape for name, shape in shapes.items())
+
+    def replace(self, saved: Mapping[str, torch.Tensor]) -> list[Residuals]:
+        """Go on with other values; zero for parameters that have none.
+
+        Returns:
+            What there was, for `restore`.
+
+        Cost: memory for as much as there is already.
+        """
+        return [
+            gradients.replace_residuals([saved.get(name) for name in names])
+            for gradients, names in self._named
+        ]
+
+    def restore(self, before: list[Residuals]) -> None:
+        """Undo `replace`."""
+        for (gradients, _), residuals in zip(self._named, before, strict=True):
+            gradients.residuals = residuals

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a gathered parameter that is codes and scales, to compute with them.
+"""QuantizedWeight: an unsharded parameter that is codes and scales, to compute with them.
 
 ``F.linear`` (and so ``nn.Linear``) multiplies by the codes themselves where the device can::
 
@@ -9,6 +9,10 @@
 if the weight is of bf16 otherwise, and its sides are multiples of 128 or 16. Everywhere else, for
 all other functions, and in backward, the weight is decoded for the moment and dropped again: the
 bits are those of a weight that was decoded when it was gathered.
+
+A `CodedGroup` has such parameters. Its full buffer holds codes, one byte for each element, at the
+places that the layout gives to the elements; scales lie beside it. Gradients are those of any
+group.
 
 Source: `torch.nn.functional.scaled_mm` of torch 2.13, and the checks of its meta function.
 """
@@ -23,8 +27,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.dbuffer import Coding, decode_blocks
+from vescale_fsdp.dbuffer import Coding, KeptCodes, ParameterBuffer, decode_blocks
 from vescale_fsdp.dbuffer.eight_bits import encode
+from vescale_fsdp.engine.group import Group
 
 _aten = torch.ops.aten
 
@@ -228,3 +233,36 @@ def _encoded(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(rows * columns // block, dtype=torch.float32, device=x.device)
     encode(x.reshape(-1), "e4m3", block, codes, scales)
     return codes.view(torch.float8_e4m3fn).view(rows, columns), scales.view(rows, -1)
+
+
+class CodedGroup(Group):
+    """A group of which every parameter travels in 8 bits, and is computed with so.
+
+    Memory: while gathered, a byte for each element; always, 4 bytes for each block.
+    """
+
+    _has_views = False
+    _narrowest = 1  # bytes: codes begin at multiples of 16, which products of codes need
+
+    def _allocate(
+        self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
+    ) -> ParameterBuffer:
+        self._face_dtype = torch.uint8
+        buffer = super()._allocate(shapes, dtype, device)
+        self.codec = self._kept = KeptCodes(self.layout, self._codings(), self._compute_device)
+        return buffer
+
+    def _codings(self) -> Sequence[Coding]:
+        return [coding for coding, _ in self.codings if coding is not None]
+
+    def _make_gathered(self) -> None:
+        if self.buffer.full_face is None:
+            return
+        for index, (coding, codes, scales) in enumerate(
+            zip(self._codings(), self.buffer.full.views, self._kept.scales, strict=True)
+        ):
+            weight = QuantizedWeight(codes, scales, coding, self.buffer.full_dtype)
+            self._set_gathered(index, weight)
+
+    def write_back(self) -> None:
+        """Nothing: a `QuantizedWeight` cannot be written to."""

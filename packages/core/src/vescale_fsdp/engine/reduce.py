@@ -24,16 +24,15 @@ from vescale_fsdp.dbuffer import (
     Comm,
     GradientBuffer,
     Packing,
+    ParameterBuffer,
     PendingReduce,
+    Residuals,
     SharedReduce,
     SlabPool,
+    on_lane,
 )
-from vescale_fsdp.engine.lanes import on_lane
-from vescale_fsdp.engine.parameter_buffer import ParameterBuffer
-from vescale_fsdp.engine.publishing import publish, zero
-from vescale_fsdp.engine.residuals import Residuals
-from vescale_fsdp.engine.slot import Slot, flags_of
-from vescale_fsdp.program.bundles import Parcel
+from vescale_fsdp.engine.slot import Slot, flags_of, publish, zero
+from vescale_fsdp.program.order import Parcel
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 

@@ -1,17 +1,173 @@
-"""Reducing: which groups a backward reduces, and what becomes ``.grad`` of their parameters."""
+"""What a model sends together in a step: small all-gathers, and the reductions of a backward.
+
+`Mail` has the small all-gathers of a pass, several in one message (`program.order`). `Reducing`
+says which groups a backward reduces, and sets ``.grad`` of their parameters.
+
+A parameter that got a gradient on no rank keeps ``.grad`` None (`Usage`): with zeros in place of no
+gradient, momentum and weight decay would move it. A rank knows which parameters it has used itself,
+and has to ask about the others only. So at the end of each backward that synchronizes the ranks
+tell each other, in one byte a parameter, beside the last reductions. A rank that has used all of
+its parameters does not look at what arrives (on an accelerator: its host does not wait). What else
+was weighed: docs/design/engine.md.
+
+Mail: the small all-gathers of one pass, several in one message (`program.order`).
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from vescale_fsdp.dbuffer import Comm, hand_back, start_reduce_together
+import torch
+
+from vescale_fsdp import devices
+from vescale_fsdp.dbuffer import (
+    Comm,
+    Flags,
+    GatherMessage,
+    ThenCopy,
+    hand_back,
+    start_reduce_together,
+)
+from vescale_fsdp.engine.agreement import agree_on_frozen
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.fingerprint import agree_on_frozen
 from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.engine.usage import Usage
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.reductions import Reduction
+
+
+class _Letter(NamedTuple):
+    """A unit's part of a message."""
+
+    message: GatherMessage
+    first: int  # of its buffers in the message
+    version: list[tuple[int, int]]  # of what was sent
+
+
+class Mail:
+    """What is sent together in a pass along a confirmed program.
+
+    Args:
+        units: of the model, by their indices.
+        comm: of all of them.
+        small_bytes: of a unit that may be sent with others, at most, for each rank.
+        when_stale: called before a unit is sent once more, alone, as its parameters were written to
+            since the message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        units: Sequence[weakref.ref[Unit]],
+        comm: Comm,
+        when_stale: Callable[[Unit], object],
+        *,
+        small_bytes: float,
+        in_backward: bool,
+    ) -> None:
+        self._units, self._comm, self._when_stale = units, comm, when_stale
+        self._small_bytes, self._in_backward = small_bytes, in_backward
+        self._letters: dict[int, _Letter] = {}  # by unit
+        self._bundles = Bundles(program, self._parcel_of)
+
+    def _parcel_of(self, index: int) -> Parcel | None:
+        unit = self._units[index]()
+        if unit is None or (self._in_backward and unit.num_parts > 1):
+            return None
+        if not all(group.travels_plainly for group in unit.groups):
+            return None
+        buffers = [group.buffer for group in unit.groups]
+        sizes = [each.layout.shard_size * each.full_dtype.itemsize for each in buffers]
+        return Parcel(sum(sizes), None) if 0 < sum(sizes) <= self._small_bytes else None
+
+    def fetch(self, unit: Unit) -> list[ThenCopy] | None:
+        """Start the all-gather of ``unit``; returns what to wait for, for each group.
+
+        None if it has to be sent alone.
+        """
+        together = self._bundles.send_with(unit.index)
+        if together is None:
+            return None
+        if together:
+            self._send(together)
+        letter = self._letters.pop(unit.index)
+        if letter.version == unit.version:
+            groups = enumerate(unit.groups, letter.first)
+            return [letter.message.take(index, group.buffer) for index, group in groups]
+        self._return(letter, len(unit.groups))
+        self._when_stale(unit)
+        return None
+
+    def _send(self, indices: list[int]) -> None:
+        units = [unit for index in indices if (unit := self._units[index]()) is not None]
+        groups = [group for unit in units for group in unit.groups]
+        for group in groups:
+            group.follow_conversions()
+        self._comm.issued.subject = units[0].tag
+        message = GatherMessage([group.buffer for group in groups], self._comm, groups[0].pool)
+        first = 0
+        for unit in units:
+            self._letters[unit.index] = _Letter(message, first, unit.version)
+            first += len(unit.groups)
+
+    def _return(self, letter: _Letter, num_buffers: int) -> None:
+        letter.message.wait()
+        for _ in range(num_buffers):
+            letter.message.drop()
+
+    def close(self) -> None:
+        """The pass has ended: what nobody wanted has arrived, too."""
+        while self._letters:
+            index, letter = self._letters.popitem()
+            unit = self._units[index]()
+            self._return(letter, 0 if unit is None else len(unit.groups))
+
+
+class Usage:
+    """The flags of the groups that one backward reduces, over the ranks of one mesh.
+
+    Args:
+        groups: those that are reduced, in an order that all ranks have.
+        comm: of the ranks that reduce.
+        asks: whether parameters that no rank used stay without a gradient. If not, every trainable
+            parameter gets one, and nothing is communicated.
+
+    Cost: `Flags`, of one byte a parameter, in the order of the communicator: to be made when all
+    reductions of the backward have been issued.
+    """
+
+    def __init__(self, groups: list[Group], comm: Comm, *, asks: bool) -> None:
+        self._groups, self._asks = groups, asks
+        self._used = [[slot.used for slot in group.slots] for group in groups]
+        self._flags: Flags | None = None
+        if asks and comm.size * comm.num_replicas > 1:
+            flat = [flag for flags in self._used for flag in flags]
+            device = groups[0].pool.device
+            self._flags = Flags(devices.from_host(flat, torch.uint8, device), comm)
+
+    def finish(self) -> list[list[bool]]:
+        """One flag a slot of each group: whether its gradient is to be published."""
+        if not self._asks:
+            return [[True] * len(flags) for flags in self._used]
+        if self._flags is None:
+            return self._used
+        anywhere = self._flags.finish()
+        if self._knows:
+            return self._used
+        flags = iter(anywhere.tolist())
+        return [[bool(next(flags)) for _ in group] for group in self._used]
+
+    @property
+    def _knows(self) -> bool:
+        """Whether this rank has used all that may get a gradient."""
+        return all(
+            was_used or not is_wanted
+            for group, flags in zip(self._groups, self._used, strict=True)
+            for is_wanted, was_used in zip(group.gradients.wanted, flags, strict=True)
+        )
 
 
 class Reducing:

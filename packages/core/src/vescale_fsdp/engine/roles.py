@@ -1,11 +1,14 @@
-"""What a parameter is for: whether it maps one hidden vector to another, as far as names tell.
+"""What parts of a model are for, as far as names and types tell.
 
-Embeddings and heads map to or from one row per token, norms and biases are vectors. Optimizers for
-matrices treat these otherwise, and so do gathers of 8 bits.
+Of a parameter: whether it maps one hidden vector to another. Embeddings and heads map to or from
+one row per token, norms and biases are vectors. Optimizers for matrices treat these otherwise, and
+so do all-gathers of 8 bits. Of modules: which are repeated blocks, to make units of when the user
+does not say.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -22,6 +25,11 @@ _NOT_HIDDEN = (
 )
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether two dimensions at least have more than one element."""
+    return sum(extent > 1 for extent in shape) > 1
+
+
 def may_be_hidden(parts: Sequence[str], param: nn.Parameter, module: nn.Module) -> bool:
     """Whether a parameter is no vector, and is not of an embedding, a convolution or a norm.
 
@@ -29,7 +37,7 @@ def may_be_hidden(parts: Sequence[str], param: nn.Parameter, module: nn.Module) 
         parts: of its name.
         module: that has it.
     """
-    if sum(extent > 1 for extent in param.shape) < 2 or not param.is_floating_point():
+    if not is_matrix(param.shape) or not param.is_floating_point():
         return False
     return not isinstance(module, _NOT_HIDDEN) and is_hidden_name(parts)
 
@@ -74,3 +82,47 @@ class Roles:
         if is_outside and (has_rows or not HEADS.isdisjoint(parts)):
             return False
         return all(may_be_hidden(parts, param, owner) for owner in owners)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: what most people would call ``fully_shard`` on.
+
+    Modules whose class the model names in ``_no_split_modules`` (as ``transformers`` does), or
+    else the members of each ``ModuleList`` or ``Sequential`` that holds several parametrized
+    modules of one class. Blocks inside blocks are not looked for.
+    """
+    names = {
+        name
+        for child in module.modules()
+        for name in (getattr(child, "_no_split_modules", None) or ())
+    }
+    found: dict[int, nn.Module] = {}
+    _collect(module, names, set(), found)
+    return list(found.values())
+
+
+def _collect(
+    current: nn.Module, names: set[str], seen: set[int], found: dict[int, nn.Module]
+) -> None:
+    repeated = _repeated_classes(current)
+    for child in current.children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        is_block = type(child).__name__ in names if names else type(child) in repeated
+        if is_block and _has_parameters(child):
+            found[id(child)] = child
+        else:
+            _collect(child, names, seen, found)
+
+
+def _repeated_classes(container: nn.Module) -> set[type]:
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return set()
+    counts = Counter(type(child) for child in container.children() if _has_parameters(child))
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return {cls for cls, count in counts.items() if count > 1 and not issubclass(cls, containers)}
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,4 +1,4 @@
-"""Slot: one parameter of a group, and every place in the model where it is registered.
+"""Slot: one parameter of a group, its places in the model, and its ``.grad``.
 
 A parameter that ``shard_placement_fn`` wants as ``Shard(d)`` lies in the buffer with dimension d
 first, so that the part of a rank is one run; the parameters that people see are views with d at its
@@ -8,7 +8,7 @@ place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -21,7 +21,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import Coding
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.parallel import (
+from vescale_fsdp.engine.placement import (
     as_gathered,
     inner_spec,
     local_data,
@@ -216,3 +216,37 @@ def refuse_methods(slot: Slot) -> None:
             "in a flat buffer, which is gathered as it is. Make the parameter a tensor subclass "
             "before fully_shard: its local part may be given the methods until the first forward"
         )
+
+
+def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterable[bool]) -> None:
+    """Set, or add to, the gradients of those that get one, and call the hooks on them.
+
+    Args:
+        locals_: this rank's part of each reduced gradient, flat.
+    """
+    hooked: list[Slot] = []
+    with compat.without_torch_function():
+        for slot, local, gets_one in zip(slots, locals_, gets, strict=True):
+            if not gets_one:
+                continue
+            param = slot.sharded
+            if param.grad is None:
+                param.grad = slot.wrap(local)
+            else:
+                local_of(param.grad).add_(local_of(slot.wrap(local)))
+            if param._post_accumulate_grad_hooks:
+                hooked.append(slot)
+    for slot in hooked:
+        for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
+            hook(slot.sharded)
+
+
+def zero(slots: Sequence[Slot], set_to_none: bool) -> None:
+    """Drop gradients, or set them to zero in place."""
+    with compat.without_torch_function():
+        grads = [slot.sharded.grad for slot in slots]
+    for slot, grad in zip(slots, grads, strict=True):
+        if grad is not None and set_to_none:
+            slot.sharded.grad = None
+        elif grad is not None:
+            grad.detach_().zero_()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import compat
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in

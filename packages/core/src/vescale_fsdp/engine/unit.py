@@ -2,7 +2,7 @@
 
 Several modules may be one unit: it stays gathered from the forward of the first to that of the
 last, in whatever order they run.
-What happens around its forward and backward is in `calls`.
+What happens around its forward and backward is in `hooks`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
-from vescale_fsdp.engine.comms import comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.group import Group, together
-from vescale_fsdp.engine.materialized import check_materialized
 from vescale_fsdp.engine.slot import Site, Slot
+from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.engine.zero_table import Row
 from vescale_fsdp.program.residency import Lease, Residency
 

@@ -68,21 +68,21 @@ class AdamW8bit(ShardedOptimizer):
         fully_shard(model, granularity=policy)
         optimizer = AdamW8bit(model.parameters(), lr=1e-3)
 
-    A tensor with fewer than ``min_8bit_size`` elements, all ranks together, keeps moments in
-    float32; there, with float32 parameters, a step is that of ``torch.optim.AdamW(foreach=False)``,
+    A tensor with fewer than ``min_8bit_size`` elements, on all ranks together, keeps moments in
+    float32. With float32 parameters its step is then that of ``torch.optim.AdamW(foreach=False)``,
     bit for bit. Numbers do not depend on the number of ranks, the granularity or the units.
 
     The arithmetic is in float32 (float64 for float64 parameters); parameters of 16 bits are rounded
-    once, at the end. NaN or infinity in a gradient makes all of its block NaN. A second moment
-    below 1.6e-7 of the largest in its block is kept as 0, as in other implementations: where
+    once, at the end. NaN or infinity in a gradient makes its whole block NaN. A second moment
+    below 1.6e-7 of the largest in its block is kept as 0, as in other implementations: if
     magnitudes in a block differ by more than 2,500 times, use smaller blocks or float32.
 
     State: ``step``, a float32 on the CPU; ``exp_avg`` and ``exp_avg_sq``, uint8 codes with the
     parameter's shape and placements; ``exp_avg_scale`` and ``exp_avg_sq_scale``, one float32 per
-    block, cut where the parameter is. 2.03 bytes per element, against 8 of AdamW.
+    block, sharded as the parameter. 2.03 bytes per element; AdamW has 8.
 
-    Cost: no communication. During a step about 30 bytes more for each of up to 2**24 elements, or
-    2**18 on a CPU.
+    Cost: no communication. During a step about 30 bytes of memory for each of up to 2**24 elements,
+    or 2**18 on a CPU.
 
     Args:
         params: parameters or (name, parameter) pairs, or dicts for groups of them. Every option but
@@ -91,16 +91,16 @@ class AdamW8bit(ShardedOptimizer):
         betas: of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled.
-        amsgrad: not offered.
-        maximize: climb instead of descend.
-        foreach: not offered, like capturable, differentiable and fused; there for the signature.
+        amsgrad: not supported.
+        maximize: maximize the loss instead of minimizing it.
+        foreach: not supported, like capturable, differentiable and fused; only in the signature.
         block_size: elements of a block, or (rows, columns) of a tile. Vectors and tensors of more
             than three dimensions then have blocks of rows * columns elements.
-        min_8bit_size: elements of the whole tensor from which on moments have 8 bits.
+        min_8bit_size: tensors with at least this many elements have moments of 8 bits.
 
     Raises:
-        PlanError: a cut goes through a block of a parameter.
-        ValueError: an option has a value that is not offered.
+        PlanError: a block of a parameter is split between ranks.
+        ValueError: an option has a value that is not supported.
 
     Source: arXiv 2110.02861. Maps, block size and threshold are those of bitsandbytes and torchao.
     """
@@ -148,9 +148,9 @@ class AdamW8bit(ShardedOptimizer):
     def granularity(
         block_size: BlockSize = 256, *, min_8bit_size: int = _SMALLEST
     ) -> GranularityPolicy:
-        """What ``fully_shard(granularity=...)`` must not cut for an optimizer with these options.
+        """The policy for ``fully_shard(granularity=...)`` for an optimizer with these options.
 
-        Nothing is asked for tensors that keep moments in float32. With other policies:
+        Tensors that keep moments in float32 need no blocks. To join other policies, use
         ``vescale_fsdp.combine``.
         """
         _check_block_size(block_size)
@@ -168,10 +168,10 @@ class AdamW8bit(ShardedOptimizer):
     # What the base asks for
 
     def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
-        """Raise if a block of ``param`` is cut, or its elements are none that AdamW can step on.
+        """Raise if a block of ``param`` is split, or AdamW cannot step on its elements.
 
         Raises:
-            PlanError: a cut goes through a block.
+            PlanError: a block is split between ranks.
             ValueError: the parameter is not of real floating-point numbers.
         """
         _check_options(group)
@@ -187,8 +187,8 @@ class AdamW8bit(ShardedOptimizer):
             Blocks(size, tuple(param.shape)).placements(spec.placements, spec.mesh.shape)
         except ValueError as error:
             raise PlanError(
-                f"AdamW8bit: {name} of shape {tuple(param.shape)} has a cut through a block of "
-                f"{size}: {error}. Its placements are {spec.placements}. Let fully_shard cut it "
+                f"AdamW8bit: {name} of shape {tuple(param.shape)} is split inside a block of "
+                f"{size}: {error}. Its placements are {spec.placements}. Let fully_shard shard it "
                 f"with granularity=AdamW8bit.granularity({wanted}) (combine(...) joins it with "
                 "others), or keep its moments in float32 with a larger min_8bit_size in its "
                 "parameter group"
@@ -213,12 +213,12 @@ class AdamW8bit(ShardedOptimizer):
         """Codes and scales from moments of float32, as ``torch.optim.AdamW`` has them.
 
         Raises:
-            ValueError: there is the maximum of second moments of amsgrad.
+            ValueError: the state has the maximum of second moments of amsgrad.
         """
         if "max_exp_avg_sq" in saved:
             raise ValueError(
-                "AdamW8bit has no amsgrad, but the loaded state dict has its max_exp_avg_sq; take "
-                "that out of the states first"
+                "AdamW8bit has no amsgrad, but the loaded state dict has its max_exp_avg_sq; "
+                "remove that from the states first"
             )
         if not _is_8bit(param, group):
             return saved
@@ -254,7 +254,7 @@ class AdamW8bit(ShardedOptimizer):
         """The state dict with moments of float32, for ``torch.optim.AdamW``.
 
         Moments have the parameter's shape and placements. Loaded into an AdamW8bit with the same
-        blocks they give the codes that they came from.
+        blocks they give the same codes.
 
         Cost: 8 bytes for each element. No communication.
         """

@@ -73,9 +73,9 @@ def refuse_cut(param: torch.Tensor, name: str, shards: LiveShards) -> None:
         if whole is not None:
             raise ValueError(
                 f"{name} is a plain tensor of shape {tuple(param.shape)} in the memory of a "
-                f"sharded parameter of shape {tuple(whole.shape)}, {whole._spec.placements}: what "
-                "to_local() gives. An optimizer would take this rank's part for the whole; pass "
-                "the sharded parameter itself, as model.parameters() gives it"
+                f"sharded parameter of shape {tuple(whole.shape)}, {whole._spec.placements}, as "
+                "to_local() returns. An optimizer would treat this rank's part as the whole "
+                "parameter; pass the sharded parameter itself, as model.parameters() gives it"
             )
 
 

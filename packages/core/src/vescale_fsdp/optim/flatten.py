@@ -62,24 +62,25 @@ _REASONS = {
 def flatten_(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Let an element-wise optimizer step once per group on the contiguous shard. In place.
 
-    Parameters that lie next to each other in a shard, and their gradients likewise, are stepped
-    as one flat tensor; short stretches between which there are gaps are copied together first.
+    Neighbouring parameters in a shard, with neighbouring gradients, are stepped
+    as one flat tensor; short pieces with gaps between them are copied together first.
     The numbers are those of the plain optimizer, bit for bit. ``param_groups``, ``state``,
     ``state_dict()`` and ``load_state_dict()`` are those of the plain optimizer too: the states of
     a parameter are views of flat ones. It may be called before or after schedulers are made,
     states are loaded and parameter groups are added. A ``copy.deepcopy`` is a plain optimizer.
 
-    Stepped apart, on the local part: a parameter in its first step, which makes its states; one
-    whose `step` is another than that of its neighbours; ``Shard(d)`` with d > 0, whose local part
-    is not contiguous. On a CPU also 16-bit parameters and all with ``fused=True``, because the
-    bits that torch's kernels give there depend on where a tensor ends. Plain tensors step as they
-    do without this. So does a whole group, with ``differentiable=True`` or while a gradient has
-    other placements than its parameter.
+    Some parameters are stepped separately, on their local part: a parameter in its first step,
+    which makes its states; one whose `step` differs from that of its neighbours; ``Shard(d)`` with
+    d > 0, whose local part is not contiguous. On a CPU also 16-bit parameters and all with
+    ``fused=True``, because the bits of torch's kernels there depend on where a tensor ends. Plain
+    tensors step as without this function. So does a whole group with ``differentiable=True``, or
+    while a gradient has other placements than its parameter.
 
     Cost: a few µs of host time for each parameter, and the kernels of one tensor for each piece.
-    No communication and no wait for a device; one wait after somebody else has written to `step`.
+    No communication and no wait for a device, except one wait after other code has written to
+    `step`.
     Memory: as before; at most 64 MiB more for a moment when states are made or loaded, and the
-    parameters and gradients of short stretches (below 8,192 elements) twice during a step.
+    parameters and gradients of short pieces (below 8,192 elements) twice during a step.
 
     Args:
         optimizer: ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop or
@@ -105,9 +106,9 @@ def _refusal(optimizer: Any) -> str:
     if type(optimizer).__module__.startswith("torch.optim") and reason is not None:
         return f"flatten_ got {name}: {reason}, so it cannot step on parts of a flat shard"
     return (
-        f"flatten_ got {type(optimizer).__module__}.{name}, of which it does not know whether it "
-        f"treats each element alone. It takes {known} of torch.optim, not their subclasses; pass "
-        "the optimizer inside, if this is a wrapper, or leave it as it is"
+        f"flatten_ got {type(optimizer).__module__}.{name}, and does not know whether it treats "
+        f"each element separately. It takes {known} of torch.optim, not their subclasses; pass "
+        "the optimizer inside, if this is a wrapper, or do not flatten it"
     )
 
 

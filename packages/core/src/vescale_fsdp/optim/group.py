@@ -16,7 +16,7 @@ from vescale_fsdp import compat
 
 
 class OptimizerGroup(Optimizer):
-    """Several optimizers that step together, each on parameters of its own.
+    """Several optimizers that step together, each on its own parameters.
 
     ::
 
@@ -29,15 +29,15 @@ class OptimizerGroup(Optimizer):
     here run around the step of all members; the members' own run as well.
 
     ``defaults`` are the options that all members have, with the first one's values. ``OneCycleLR``
-    looks there for a momentum: where members name it differently, pass ``cycle_momentum=False``.
+    reads the momentum there: if members name it differently, pass ``cycle_momentum=False``.
 
     Args:
         optimizers: a mapping of names, or the members in order, which are named "0", "1", ...
-        named: members by name, after those.
+        named: more members, by name.
 
     Raises:
         TypeError: a member is not a ``torch.optim.Optimizer``.
-        ValueError: there is none, or a parameter has two of them.
+        ValueError: there is no optimizer, or a parameter is in two of them.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class OptimizerGroup(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all members. The list is new, the groups are theirs."""
+        """The groups of all members. The list is new, the groups are the members' own."""
         return [group for each in self.optimizers.values() for group in each.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """The states of all members by parameter; what is written goes to the member."""
+        """The states of all members by parameter; writes change the member's state."""
         return _States(self.optimizers)
 
     @property
@@ -108,7 +108,7 @@ class OptimizerGroup(Optimizer):
             each.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: it does not say which member it is for.
+        """Refused, because the call does not name a member.
 
         Raises:
             ValueError: always.
@@ -146,7 +146,7 @@ class OptimizerGroup(Optimizer):
         """Give each member its part, by the order of the groups.
 
         Raises:
-            ValueError: the number of groups is another.
+            ValueError: the number of groups differs.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -155,22 +155,22 @@ class _Task(NamedTuple):
 class Muon(ShardedOptimizer):
     """Muon: momentum, orthogonalized by Newton-Schulz, for the matrices of hidden layers.
 
-    Bit-equal to ``torch.optim.Muon`` on one process for fp32 parameters and the same gradients, at
-    any number of ranks and however the parameters are cut. Parameters in half precision are
+    Bitwise equal to ``torch.optim.Muon`` on one process for fp32 parameters and the same gradients,
+    on any number of ranks and with any sharding. Parameters in half precision are
     rounded once per step (torch: twice).
 
     A parameter of two dimensions is one matrix. One of more dimensions is a stack of matrices over
     its last two, such as experts, each treated as a parameter of its own.
 
-    Each matrix is computed by one of the ranks that its parameter lies on. Owners are chosen by
-    cost, and within 5% of the best balance by who holds the most of a matrix. With replicas (HSDP)
-    the work is divided over all of them.
+    Each matrix is computed by its owner, one of the ranks that hold its parameter. Owners are
+    chosen by cost; within 5% of the best balance, the rank that holds the most of a matrix is its
+    owner. With replicas (HSDP) the work is divided over all of them.
 
     Args:
         params: parameters or (name, parameter) pairs: plain tensors, DTensors (FSDP2's as well)
             and RaggedTensors, of two or more dimensions.
         lr: learning rate, a float or a tensor of one element.
-        weight_decay: decoupled, of the learning rate before it is adjusted.
+        weight_decay: decoupled; uses the learning rate before it is adjusted.
         momentum: of the moving average of gradients.
         nesterov: orthogonalize a mean of gradient and momentum, not the momentum.
         ns_coefficients: of the Newton-Schulz polynomial.
@@ -178,25 +178,25 @@ class Muon(ShardedOptimizer):
         ns_steps: Newton-Schulz steps, below 100.
         adjust_lr_fn: how the learning rate depends on a matrix of A x B: ``"original"`` (or None)
             sqrt(max(1, A / B)), ``"match_rms_adamw"`` 0.2 * sqrt(max(A, B)).
-        split_rows: for parameters that are several matrices below each other: the rows of each,
-            as ``[2048, 512, 512]`` for fused projections, or one number for all, as the size of
-            a head. An option of each group.
+        split_rows: for parameters that stack several matrices along the rows: the rows of each,
+            such as ``[2048, 512, 512]`` for fused projections, or one number for all, such as the
+            size of a head. An option of each group.
         overlap: False redistributes one parameter after another to one owner, as Algorithm 2 of
-            the paper says, with the same bits. Slow.
-        bucket_bytes: how much a rank receives at a time, about.
+            the paper, with the same bits. Slow.
+        bucket_bytes: approximately the number of bytes that a rank receives at a time.
 
     State: ``momentum_buffer``, in the dtype and with the placements of the parameter: 4 bytes for
     each fp32 element.
 
-    Cost of a step: for the elements of matrices that their owner lacks, 2 bytes each way, in at
-    most two uneven all-to-alls per bucket; nothing for a matrix that is whole on one rank (with
-    replicas: the result goes to the others). All but the first and the last message travel under
-    the compute. Memory: about eight times ``bucket_bytes``, and five times the largest matrix in
+    Cost of a step: 2 bytes each way for each element that the owner of a matrix does not hold, in
+    at most two uneven all-to-alls per bucket; nothing for a matrix that is whole on one rank (with
+    replicas, the result is sent to the others). All messages but the first and the last overlap
+    with compute. Memory: about eight times ``bucket_bytes``, and five times the largest matrix in
     bf16. See `communication_plan`.
 
     Raises:
-        ValueError: an option has no meaning; a parameter has fewer than two dimensions, is
-            complex, or does not have the rows to split.
+        ValueError: an option is invalid; a parameter has fewer than two dimensions, is
+            complex, or does not have the rows of ``split_rows``.
     """
 
     def __init__(
@@ -234,22 +234,22 @@ class Muon(ShardedOptimizer):
 
     @staticmethod
     def granularity(*, whole_experts: bool = False) -> GranularityPolicy:
-        """A policy for ``fully_shard(granularity=...)``: none is needed, any cut is exact.
+        """A policy for ``fully_shard(granularity=...)``. Muon needs none: any split is exact.
 
-        Larger blocks pad the shards and seldom save anything, because a matrix goes to a rank that
-        holds most of it. Modelled: of gpt-oss-120b on 64 ranks 10% of all elements travel with cuts
-        anywhere, 24% with whole experts, which also pad by 32%; of Mixtral-8x7B on 4 ranks 6%
-        against none, for 2% of padding.
+        Larger blocks pad the shards and seldom save communication, because a matrix is sent to a
+        rank that holds most of it. By a model, for gpt-oss-120b on 64 ranks 10% of all elements
+        are sent if parameters are split anywhere, 24% with whole experts, which also pad by 32%;
+        for Mixtral-8x7B on 4 ranks 6% and none, for 2% of padding.
 
         Args:
-            whole_experts: cut stacks of matrices (three or more dimensions) between matrices only,
-                so that an expert travels only to balance the work. May pay where a stack has
-                several times as many matrices as there are ranks.
+            whole_experts: split stacks of matrices (three or more dimensions) only between
+                matrices, so that an expert is sent only to balance the work. This can help if a
+                stack has several times as many matrices as there are ranks.
         """
         return _whole_matrices_of_stacks if whole_experts else _anywhere
 
     def communication_plan(self) -> CommunicationPlan:
-        """Who computes what and sends how much in a step, if all parameters have a gradient.
+        """Which rank computes which matrix and sends how much, if all parameters have a gradient.
 
         No communication; the same on all ranks of one set of parameters.
         """
@@ -269,13 +269,13 @@ class Muon(ShardedOptimizer):
         super().__setstate__(state)
 
     def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
-        """See the base. Any cut of a matrix is exact."""
+        """See the base. Any split of a matrix is allowed."""
         _check_options(group)
         if param.dim() < 2:
             raise ValueError(
                 f"Muon only supports parameters of two or more dimensions, whereas {name} has "
-                f"shape {tuple(param.shape)}. Biases, gains and other vectors go to another "
-                "optimizer, AdamW for example"
+                f"shape {tuple(param.shape)}. Use another optimizer for biases, gains and other "
+                "vectors, AdamW for example"
             )
         if param.is_complex():
             raise ValueError(f"Muon does not support complex parameters, and {name} is one")

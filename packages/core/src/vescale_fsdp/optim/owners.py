@@ -49,7 +49,7 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """The greatest load by the lower bound; 1 is perfect."""
+        """The greatest load divided by the lower bound; 1 is perfect."""
         return max(self.loads, default=0) / self.lower_bound if self.lower_bound else 1.0
 
 
@@ -203,9 +203,9 @@ def _assign(
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """What a step computes and sends, as far as the ranks that this one shares parameters with.
+    """The work and the messages of a step, for the ranks that share parameters with this one.
 
-    The bytes are those of messages to other ranks, by the global rank that sends them.
+    Bytes count messages to other ranks, by the global rank that sends them.
     """
 
     gather_bytes: dict[int, int]  # to owners
@@ -222,11 +222,11 @@ class CommunicationPlan:
 
     @property
     def balance(self) -> float:
-        """The greatest load by the lower bound; 1 is perfect."""
+        """The greatest load divided by the lower bound; 1 is perfect."""
         return max(self.loads.values(), default=0) / self.lower_bound if self.lower_bound else 1.0
 
     def sent_bytes(self, rank: int) -> int:
-        """What a rank sends, both ways."""
+        """Bytes that a rank sends, both ways."""
         return self.gather_bytes.get(rank, 0) + self.scatter_bytes.get(rank, 0)
 
 

@@ -11,7 +11,7 @@ RaggedShard and a checkpoint reshards it. A stack of five matrices of shape (4, 
     left  (5, 4, 4)   | 32 elements | | 48 elements |
 
 On a mesh whose other axes hold replicas, each replica holds all of it. If several axes shard,
-the stack is cut over a mesh of one axis that is made of them.
+the stack is sharded over a mesh of one axis that is made of them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def zeros_resting(
 
 def counts_of(state: torch.Tensor, num_parts: int) -> list[int]:
     """How many of the equal parts of a resting state each rank of its line holds."""
-    assert isinstance(state, RaggedTensor), "states that rest somewhere are ragged"
+    assert isinstance(state, RaggedTensor), "states that a rank keeps are ragged"
     placement = state.ragged_placement
     scale, rest = divmod(num_parts, placement.total_units)
     assert not rest, "each rank holds whole parts"

@@ -54,17 +54,17 @@ class Shampoo(Preconditioned):
     Each block ``G`` (r, c) of a matrix has the statistics ``left`` (r, r) and ``right`` (c, c),
     averages of ``G Gᵀ`` and ``Gᵀ G``. Its direction is ``left^-1/4 M right^-1/4``, where ``M`` is
     the average of gradients, scaled to the length of another method's step (grafting). Until the
-    statistics have seen ``precondition_frequency`` gradients, that step itself is taken: roots of
-    few gradients would blow up what these do not have. A stack of matrices (three dimensions and
-    more) is one such for each. What has fewer dimensions takes Adam's step.
+    statistics have seen ``precondition_frequency`` gradients, that step itself is taken, because
+    roots of few gradients would amplify directions that these gradients do not have. In a stack of
+    matrices (three dimensions and more) each is a matrix. Vectors take Adam's step.
 
     - ``mode="local"``: each rank preconditions the blocks that it holds, without communication.
       Shards must hold whole rows of blocks: ``fully_shard(granularity=Shampoo.granularity(b))``.
     - ``mode="owner"``: each matrix has an owner, which computes it as a whole; blocks may be as
-      large as matrices, and cuts anywhere. Matrices are given out by cost; those of one stack in
-      the order of the ranks. Replicas (HSDP) compute the same.
+      large as matrices, and parameters may be split anywhere. Owners are assigned by cost; those
+      of one stack in the order of the ranks. Replicas (HSDP) compute the same.
 
-    The mode decides where blocks are computed, not what comes out.
+    The mode decides where blocks are computed. The numbers are the same.
 
     Args:
         params: parameters, (name, parameter) pairs or groups.
@@ -76,7 +76,7 @@ class Shampoo(Preconditioned):
         mode: where matrices are computed.
         block_size: rows and columns of a block, b.
         precondition_frequency: steps from one computation of roots to the next.
-        grafting: the method whose length each block's step takes: ``"adam"`` (AdaGrad with
+        grafting: the method that gives each block's step its length: ``"adam"`` (AdaGrad with
             ``betas[1] = 1``), ``"sgd"`` (``M`` itself), or None for Shampoo's own, with roots from
             the first step on. None needs a frequency of 1, or a much larger ``eps``.
         grafting_eps: added to the root of the squares, in Adam's steps.
@@ -86,16 +86,16 @@ class Shampoo(Preconditioned):
     State: ``step``, ``exp_avg`` and, with ``grafting="adam"``, ``exp_avg_sq`` of the parameter's
     shape; ``left``, ``left_root`` and ``right``, ``right_root``, one (b, b) for each block, all in
     fp32 at least: 24 bytes per parameter (20 without ``exp_avg_sq``) where b divides rows and
-    columns. They lie where the blocks are computed. Each is a DTensor, so a checkpoint reshards,
-    also into the other mode.
+    columns. They are on the rank that computes the block. Each is a DTensor, so a checkpoint loads
+    on other ranks, also in the other mode.
 
     Cost of a step of (m, n): about 8 m n b floating-point operations and, when roots are due, 50
-    m n b. No communication in local mode; in owner mode, gradients travel to the owners in their
-    dtype and updates back in fp32, but for matrices that are whole on their owner.
+    m n b. No communication in local mode. In owner mode, gradients are sent to the owners in their
+    dtype and updates back in fp32, except for matrices that are whole on their owner.
 
     Raises:
-        PlanError: in local mode, a block of a parameter is cut.
-        ValueError: an option is out of range, or a parameter is a plain tensor cut from a shard.
+        PlanError: in local mode, a block of a parameter is split.
+        ValueError: an option is out of range, or a parameter is a plain tensor from `to_local`.
     """
 
     fixed_options: ClassVar[frozenset[str]] = frozenset({"mode", "block_size", "grafting"})
@@ -131,7 +131,7 @@ class Shampoo(Preconditioned):
 
     @staticmethod
     def granularity(block_size: int = 128) -> GranularityPolicy:
-        """What local mode needs: rows of blocks of each matrix stay together; vectors may be cut.
+        """The policy for local mode: rows of blocks of a matrix stay whole; vectors may be split.
 
         ::
 
@@ -296,25 +296,26 @@ def _check_blocks(param: torch.Tensor, size: int, name: str) -> None:
     axes = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
     what_to_do = (
         f"Pass fully_shard(granularity=Shampoo.granularity({size})), another block_size, or "
-        'mode="owner", which takes any cuts'
+        'mode="owner", which accepts any sharding'
     )
     if len(axes) > 1:
         raise PlanError(
-            f'Shampoo: {name} is cut over {len(axes)} axes of its mesh; mode="local" needs one '
-            'that cuts between rows of blocks. Use mode="owner"'
+            f'Shampoo: {name} is sharded over {len(axes)} axes of its mesh; mode="local" needs one '
+            'that shards between rows of blocks. Use mode="owner"'
         )
     for position, spans in spans_of(layout.shape, layout.placements, layout.mesh_shape):
         if len(spans) > 1 or spans[0].width != spans[0].numel:
             raise PlanError(
-                f"Shampoo: {name} of shape {layout.shape} lies as {layout.placements}, which cuts "
-                f'its rows; mode="local" needs rows of blocks of {size} whole. {what_to_do}'
+                f"Shampoo: {name} of shape {layout.shape} has the placements {layout.placements}, "
+                f'which split its rows; mode="local" needs whole rows of blocks of {size}. '
+                f"{what_to_do}"
             )
         for cut in (spans[0].first, spans[0].first + spans[0].numel):
             row, rest = divmod(cut, cols)
             if rest or row % height % size:
                 raise PlanError(
-                    f"Shampoo: {name} of shape {layout.shape} is cut at element {cut} (row {row}, "
-                    f"column {rest}) for position {position} of its mesh, inside a block; "
-                    f'mode="local" needs cuts at every {size} rows of each matrix, or between '
+                    f"Shampoo: {name} of shape {layout.shape} is split at element {cut} (row "
+                    f"{row}, column {rest}) for position {position} of its mesh, inside a block; "
+                    f'mode="local" needs splits at every {size} rows of each matrix, or between '
                     f"matrices. {what_to_do}"
                 )

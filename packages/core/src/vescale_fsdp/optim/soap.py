@@ -30,13 +30,13 @@ class SOAP(Preconditioned):
     """SOAP for sharded and for plain parameters, with the same numbers.
 
     A matrix ``G`` (m, n) has statistics ``left`` (m, m) and ``right`` (n, n), moving averages of
-    ``G Gᵀ`` and ``Gᵀ G``, and bases of their eigenvectors; Adam runs on ``G`` turned into these
-    bases. A basis is refreshed by one step of power iteration and a QR decomposition. A stack of
-    matrices (three dimensions and more) is one such for each. Sides longer than
-    ``max_precond_dim`` are not turned; with two of them, and with fewer than two dimensions, it is
+    ``G Gᵀ`` and ``Gᵀ G``, and bases of their eigenvectors; Adam runs on ``G`` projected into these
+    bases. A basis is refreshed by one step of power iteration and a QR decomposition. In a stack of
+    matrices (three dimensions and more) each is a matrix. Sides longer than
+    ``max_precond_dim`` are not projected. Matrices with two such sides, and vectors, use
     Adam. The first gradient of a parameter only makes its bases.
 
-    Each matrix has an owner, which computes it as a whole. Matrices are given out by cost; those of
+    Each matrix has an owner, which computes it as a whole. Owners are assigned by cost; those of
     one stack in the order of the ranks. Replicas (HSDP) compute the same.
 
     Args:
@@ -53,15 +53,15 @@ class SOAP(Preconditioned):
 
     State: ``step``; ``exp_avg``, ``exp_avg_sq`` of the parameter's shape and, for each side of
     length d, ``left``, ``left_basis``, ``right``, ``right_basis`` of (d, d), all in fp32 at least
-    and all on the owner: 8 (m n + m² + n²) bytes. Of what has no basis, averages are cut as the
-    parameter is. Each is a DTensor, so a checkpoint reshards.
+    and all on the owner: 8 (m n + m² + n²) bytes. Averages of parameters without a basis are
+    sharded as the parameter. Each is a DTensor, so a checkpoint loads on other ranks.
 
-    Cost of a step: gradients travel to the owners in their dtype, updates back in fp32, but for
-    matrices that are whole on their owner; 6 m n (m + n) floating-point operations a matrix
-    and, for each refresh of a side, about 4 d³ and 4 m n d to turn the average.
+    Cost of a step: gradients are sent to the owners in their dtype, updates back in fp32, except
+    for matrices that are whole on their owner; 6 m n (m + n) floating-point operations a matrix
+    and, for each refresh of a side, about 4 d³ and 4 m n d to project the average.
 
     Raises:
-        ValueError: an option is out of range, or a parameter is a plain tensor cut from a shard.
+        ValueError: an option is out of range, or a parameter is a plain tensor from `to_local`.
     """
 
     fixed_options: ClassVar[frozenset[str]] = frozenset({"max_precond_dim"})

@@ -20,33 +20,34 @@ NamedParams = list[tuple[str, nn.Parameter]]
 def split_named_params(
     model: nn.Module, *, is_hidden: Callable[[str, nn.Parameter], bool | None] | None = None
 ) -> tuple[NamedParams, NamedParams]:
-    """The usual split for Muon: matrices of hidden layers, and the rest.
+    """The usual split for Muon: matrices of hidden layers, and all other parameters.
 
     ::
 
         hidden, rest = split_named_params(model)
         optimizer = OptimizerGroup(muon=Muon(hidden), adamw=AdamW(rest))
 
-    To the rest go, in this order of rules:
+    The rest has, in this order of rules:
 
-    1. what has not two dimensions of more than one element: biases, norms, scales, tokens;
-    2. what is not of floating-point numbers;
-    3. parameters of embeddings, convolutions and norms, also where another module uses them too
+    1. parameters without two dimensions of more than one element: biases, norms, scales, tokens;
+    2. parameters that are not floating-point;
+    3. parameters of embeddings, convolutions and norms, also if another module uses them too
        (a head that is tied to an embedding);
-    4. what has a word in its name that begins with ``emb`` or ``position``, or is ``wte`` or
-       ``wpe``;
-    5. heads, which lie outside of repeated blocks: linear layers with one row for each entry of an
-       embedding, and what is in a module named classifier, head, lm_head, logits, output, score or
-       unembed;
-    6. if no head was found so: the last ``nn.Linear``, if outside of repeated blocks.
+    4. parameters with a word in their name that begins with ``emb`` or ``position``, or is ``wte``
+       or ``wpe``;
+    5. heads outside of repeated blocks: linear layers with one row for each entry of an
+       embedding, and parameters in a module named classifier, head, lm_head, logits, output, score
+       or unembed;
+    6. if these rules find no head: the last ``nn.Linear``, if outside of repeated blocks.
 
-    All else is hidden: matrices, fused or not, and stacks of them, such as the weights of experts.
+    All others are hidden: matrices, fused or not, and stacks of them, such as weights of experts.
     A repeated block is a member of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that has
     several of its class, other than ``nn.Linear``.
 
     Args:
         model: before or after `fully_shard`; the result has the same names in it.
-        is_hidden: says otherwise by name and parameter; None leaves it to the rules.
+        is_hidden: decides by name and parameter, before the rules; if it returns None, the rules
+            decide.
 
     Returns:
         (name, parameter) pairs of the hidden matrices and of the rest, together those of

@@ -1,9 +1,9 @@
-"""The planner: where the tensors of a communication group lie in one flat, evenly cut buffer.
+"""The planner: places the tensors of a communication group in one flat, evenly sharded buffer.
 
-Given tensors, each with a block that must not be cut, it finds the least shard size and a start
+For tensors with blocks that must not be split, it finds the least shard size and a start
 for every tensor, so that all ranks have shards of the same size, every tensor is contiguous, and
-shard boundaries fall between blocks. Tensors lie in the order given, or in another one where that
-pays. Pure integers: it imports no torch.
+shard boundaries fall between blocks. Tensors keep the given order, or get
+another one if that reduces padding. It computes with integers and imports no torch.
 
 Example: three tensors over 4 ranks.
 
@@ -11,7 +11,7 @@ Example: three tensors over 4 ranks.
 >>> layout = plan(
 ...     [
 ...         TensorSpec("a", (2, 4), block=4),  # rows stay whole
-...         TensorSpec("b", (3,), block=1),  # may be cut anywhere
+...         TensorSpec("b", (3,), block=1),  # may be split anywhere
 ...         TensorSpec("c", (5, 2), block=2),
 ...     ],
 ...     num_shards=4,
@@ -23,9 +23,9 @@ Example: three tensors over 4 ranks.
 
 ::
 
-    rank 0  | . . a a a a |   a starts at 2, so that the cut at 6 is one row from its start
-    rank 1  | a a a a b b |   the cut at 12 goes through b, which does not mind
-    rank 2  | b . c c c c |   c starts at 14: the cut at 18 is two rows from its start
+    rank 0  | . . a a a a |   a starts at 2, so that the boundary at 6 is one row from its start
+    rank 1  | a a a a b b |   the boundary at 12 goes through b, which has no blocks
+    rank 2  | b . c c c c |   c starts at 14: the boundary at 18 is two rows from its start
     rank 3  | c c c c c c |
 
 21 elements need S >= 6, so S = 6 is the least, and 3 of 24 elements (``.``) are padding.

@@ -34,9 +34,9 @@ class PaddingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Advice:
-    """Why a layout is much larger than its tensors, and what would do. ``str`` is for users.
+    """Why a layout is much larger than its tensors, and which changes help. ``str`` is for users.
 
-    Each change is meant by itself, with all else as it is.
+    Each change is an alternative: it assumes that nothing else changes.
     """
 
     padding_ratio: float
@@ -66,7 +66,7 @@ class Advice:
         if within:
             sentences.append(f"Within 5%: {', or '.join(within)}")
         if least:
-            sentences.append(f"As little as the group allows: {', or '.join(least)}")
+            sentences.append(f"The least padding that the group allows: {', or '.join(least)}")
         return ". ".join(sentences) + "."
 
     def _fewer_ranks(self) -> str:
@@ -85,22 +85,23 @@ class Advice:
 
 
 def advise(layout: ShardLayout, *, order: str = "auto") -> Advice | None:
-    """What forces padding of more than 5%, and what to change; None if nothing needs to.
+    """Find the tensors that force more than 5% padding, and changes that help; None if none do.
 
-    ``order`` is what the changed plans may use; pass what ``plan`` was given. (With "auto" for a
-    layout in the order of definition, None also means that another order is all it takes.)
+    ``order`` is the order of the changed plans; pass the one that ``plan`` got. (With "auto" for a
+    layout in the order of definition, None also means that another order is enough.)
 
-    ``forced_by``: one kind of tensors (equal shape and block) if one is enough, of those the one
-    with the fewest elements. Otherwise kinds are left out of all of them, one after the other,
-    while the rest is enough. In a given order, none of what remains can be left out, but there
-    may be a smaller set. Beyond 16 kinds, the small ones count as one.
+    ``forced_by``: one kind of tensors (equal shape and block) if one alone forces it, of those the
+    one with the fewest elements. Otherwise kinds are left out of all of them, one after the other,
+    while the rest is enough. In a given order, none of what remains can be left out, but there may
+    be a smaller set. Beyond 16 kinds, the small ones count as one.
 
     "Enough" is padding within 5%, or a shard no larger than without any blocks.
 
-    ``num_shards``: the largest divisor of the ranks above 1 that will do; if none does, the first
-    of some numbers around, dense close by. ``granularity``: the blocks of ``forced_by``, counted
-    in rows (of the last dimension; in elements where a block is no whole number of rows), halved
-    until that is enough; below a row, powers of two of elements (``is_below_row``).
+    ``num_shards``: the largest divisor of the ranks above 1 that is enough; if none is, the first
+    of some other numbers, densest near the number of ranks. ``granularity``: the blocks of
+    ``forced_by``, counted in rows (of the last dimension; in elements where a block is no whole
+    number of rows), halved until that is enough; below a row, powers of two of elements
+    (``is_below_row``).
 
     Cost: at most some hundred plans, most of which ``lower_bound`` rules out: up to a second for
     hundreds of tensors, nothing where the padding is small.

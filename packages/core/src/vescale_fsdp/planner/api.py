@@ -15,25 +15,24 @@ from vescale_fsdp.planner.search import Item, earliest_start, units
 def plan(
     specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1, order: str = "auto"
 ) -> ShardLayout:
-    """Lay out ``specs`` over ``num_shards`` equal shards, as small as it goes.
+    """Lay out ``specs`` over ``num_shards`` equal shards that are as small as possible.
 
     ``alignment`` counts elements: the shard size and every tensor's start are multiples of it.
-    With it, a cut falls at multiples of ``lcm(block, alignment)`` elements of a tensor.
+    Then shard boundaries are at multiples of ``lcm(block, alignment)`` elements of a tensor.
 
-    ``order="definition"`` keeps the order of ``specs``. ``"auto"`` keeps it too, unless it costs
-    over 1% more than any order must and another one that was tried costs less (``orders``).
-    ``ShardLayout.order`` and ``order_name`` say which it is; ``offsets`` are in the order of
-    ``specs`` in any case.
+    ``order="definition"`` keeps the order of ``specs``. ``"auto"`` also keeps it, unless it costs
+    over 1% more than a lower bound for all orders and another order costs less (``orders``).
+    ``ShardLayout.order`` and ``order_name`` name the order; ``offsets`` are always in the order
+    of ``specs``.
 
     The result depends on the arguments only, so all ranks compute the same one without
-    communication; compare ``digest`` to be sure. The shard size is the least there is for the
+    communication; compare ``digest`` to be sure. The shard size is the least possible for the
     order used if ``exact`` is true, and at most twice the least otherwise (the search gave up,
     see ``solve``); it is the least for all orders if ``optimal`` is true. Cost: a few
-    milliseconds for hundreds of tensors, whatever the number of shards; some tens where other
-    orders are tried, and a warning takes up to a second.
+    milliseconds for hundreds of tensors, for any number of shards; some tens if other
+    orders are tried, and up to a second for a warning.
 
-    Warns with a ``PaddingWarning`` where ``advise`` has something to say: blocks force more than
-    5% padding.
+    Issues a ``PaddingWarning`` if blocks force more than 5% padding (see ``advise``).
 
     Raises:
         PlanError: ``num_shards`` or ``alignment`` is no integer or below 1, ``order`` is unknown,
@@ -49,7 +48,7 @@ def plan(
 def lay_out(
     specs: Iterable[TensorSpec], num_shards: int, *, alignment: int = 1, order: str = "auto"
 ) -> ShardLayout:
-    """``plan`` without the warning, for callers that plan many groups and warn in their own way.
+    """``plan`` without the warning, for callers that plan many groups and issue their own warnings.
 
     Raises:
         PlanError: as ``plan``.
@@ -59,8 +58,8 @@ def lay_out(
     alignment = checked_int(alignment, "alignment", 1, "pass 1 if tensors may start anywhere")
     if order not in ("auto", "definition"):
         raise PlanError(
-            f"order is {order!r}, expected 'auto' or 'definition'; pass 'definition' to keep the "
-            f"order of the specs, whatever it costs"
+            f"order is {order!r}, expected 'auto' or 'definition'; 'definition' keeps the order "
+            "of the specs"
         )
     _refuse_duplicates(specs)
     items = [units(spec.numel, spec.block, alignment) for spec in specs]
@@ -102,5 +101,5 @@ def _refuse_duplicates(specs: tuple[TensorSpec, ...]) -> None:
         if first != index:
             raise PlanError(
                 f"tensor {spec.name!r} is given twice, as specs {first} and {index}, expected "
-                f"each name once; give a tied parameter one spec, and others names of their own"
+                f"each name once; give a tied parameter one spec, and other tensors different names"
             )

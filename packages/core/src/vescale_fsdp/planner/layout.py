@@ -33,7 +33,7 @@ from vescale_fsdp.errors import PlanError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a group, as the planner sees it.
+    """One tensor of a group, as input of the planner.
 
     ``shape`` is the full shape, ``()`` for a scalar. ``block`` counts elements, not rows; a
     block larger than the tensor means the whole tensor.
@@ -70,7 +70,7 @@ class TensorSpec:
 
 
 _ASK_SHAPE = "pass the tensor's full shape"
-_ASK_BLOCK = "pass the number of elements that must stay together, 1 if any cut will do"
+_ASK_BLOCK = "pass the number of elements that must stay together, or 1 if there is no block"
 
 
 def checked_int(value: object, what: str, least: int, advice: str) -> int:
@@ -92,9 +92,9 @@ def checked_int(value: object, what: str, least: int, advice: str) -> int:
 class ShardLayout:
     """The plan of one group. All sizes and offsets count elements.
 
-    Invariants, checked on construction: tensors do not overlap and lie within the buffer;
-    offsets and ``shard_size`` are multiples of ``alignment``; every cut strictly inside a
-    tensor is a whole number of its blocks from its start.
+    Invariants, checked on construction: tensors do not overlap and are within the buffer;
+        offsets and ``shard_size`` are multiples of ``alignment``; every shard boundary strictly
+        inside a tensor is a whole number of its blocks from its start.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -124,10 +124,10 @@ class ShardLayout:
                 continue  # nothing to cut
             cut = offset + shard_size - offset % shard_size
             if cut < end:
-                assert (cut - offset) % spec.block == 0, f"{spec.name!r}: block is cut"
+                assert (cut - offset) % spec.block == 0, f"{spec.name!r}: block is split"
                 spans = cut + shard_size < end
                 assert not spans or shard_size % spec.block == 0, (
-                    f"{spec.name!r}: later block is cut"
+                    f"{spec.name!r}: later block is split"
                 )
         assert end <= self.total_size, f"tensors end at {end}, the buffer at {self.total_size}"
 
@@ -172,10 +172,11 @@ class ShardLayout:
         return hashlib.sha256(text.encode("ascii")).hexdigest()
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        """What ``rank`` holds of tensor ``index``: ``(start, stop)`` in its elements. O(1).
+        """The range of tensor ``index`` on ``rank``: ``(start, stop)`` in its elements. O(1).
 
-        Nothing is ``(x, x)``: ``(0, 0)`` on ranks before the tensor, ``(numel, numel)`` after.
-        The range lies at ``offsets[index] + start - rank * shard_size`` in the rank's shard.
+        An empty range is ``(x, x)``: ``(0, 0)`` on ranks before the tensor, ``(numel, numel)``
+        after. The range begins at ``offsets[index] + start - rank * shard_size`` in the rank's
+        shard.
 
         Raises:
             PlanError: ``rank`` is not one of ``num_shards`` ranks.
@@ -193,7 +194,7 @@ class ShardLayout:
     def shard_ranges(self, index: int) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` for each rank that holds elements of tensor ``index``.
 
-        In rank order, half-open, in elements of the tensor; together they are the tensor.
+        In rank order, half-open, in elements of the tensor; together they cover the tensor.
         """
         numel = self.specs[index].numel
         if numel == 0:

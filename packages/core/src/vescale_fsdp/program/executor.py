@@ -1,4 +1,4 @@
-"""What carries out a step: the processes and torch, or an account of bytes, or of seconds."""
+"""Executor: what carries out a pass: torch and processes, or an account of bytes or seconds."""
 
 from __future__ import annotations
 

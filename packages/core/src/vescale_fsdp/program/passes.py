@@ -21,9 +21,7 @@ from collections.abc import Sequence
 
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.order import Program, Walk
-from vescale_fsdp.program.predict import (
-    predicted_backward,
-)
+from vescale_fsdp.program.predict import predicted_backward
 from vescale_fsdp.program.reductions import Reduction, Reductions
 from vescale_fsdp.program.residency import Residency
 from vescale_fsdp.program.walking import Walking

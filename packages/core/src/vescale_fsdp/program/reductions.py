@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from vescale_fsdp.program.bundles import Parcel, bundled
-from vescale_fsdp.program.order import AT_THE_END, Walk
+from vescale_fsdp.program.order import AT_THE_END, Parcel, Walk, bundled
 from vescale_fsdp.program.residency import Residency
 
 

@@ -1,4 +1,4 @@
-"""Walking: what one rank does to follow a program, and what it makes of one that does not hold.
+"""Walking: how one rank follows a program, and what it does if the program does not hold.
 
 Both forwards and backwards are walks; `passes` says when each begins and ends.
 """
@@ -13,24 +13,19 @@ from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.executor import Executor
 from vescale_fsdp.program.names import Names, fill
 from vescale_fsdp.program.order import Program, Walk
-from vescale_fsdp.program.policy import Policy
 from vescale_fsdp.program.predict import (
+    BackKind,
+    Kind,
+    Since,
     backward_precedence,
     continued,
     insert_by,
     reduce_not_before,
 )
-from vescale_fsdp.program.record import (
-    CrossedError,
-    Precedence,
-    Record,
-    merged,
-    program_of,
-)
+from vescale_fsdp.program.record import CrossedError, Precedence, Record, merged, program_of
 from vescale_fsdp.program.reductions import Reductions
 from vescale_fsdp.program.residency import Lease, Residency
-from vescale_fsdp.program.since import BackKind, Kind, Since
-from vescale_fsdp.program.window import Window
+from vescale_fsdp.program.window import Policy, Window
 
 _MAX_REPEATS = 64  # that are predicted at a time of what repeats without gradients
 

@@ -1,4 +1,4 @@
-"""What is unsharded ahead: the all-gathers that are under way beside the unit that runs.
+"""How much may be under way, and which units are unsharded ahead of the one that runs.
 
 In a forward ``in_flight - 1`` all-gathers are ahead. In a backward one reduction shares that room
 with them. Where there is room for one (``in_flight=2``) they alternate, so that beside the unit
@@ -14,6 +14,8 @@ of it.
 
 From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``,
 stay unsharded from the end of a forward on: its backward would unshard them again at once.
+
+The numbers are one row for a model (`Policy`), made when it first runs.
 """
 
 from __future__ import annotations
@@ -21,11 +23,58 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from vescale_fsdp.program.order import Walk
-from vescale_fsdp.program.policy import Policy
 from vescale_fsdp.program.reductions import Reductions
 from vescale_fsdp.program.residency import Lease, Residency
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the engine may have under way beside the unit that runs.
+
+    Attributes:
+        unshards: all-gathers ahead, less a reduction under way where they alternate.
+        reductions: under way while gradients of another group appear; 0: each is waited for.
+        reductions_at_end: under way while another is copied when the backward has ended.
+        stays: units that a forward leaves unsharded, as its backward unshards them first.
+        alternates: whether the reduction before and the next all-gather share the room of one.
+        small_bytes: neighbours of at most so much for each rank are sent in one message (`order`).
+    """
+
+    unshards: int
+    reductions: int
+    reductions_at_end: int
+    stays: int
+    alternates: bool
+    small_bytes: float = 0
+
+
+def policy_of(
+    in_flight: int, told: Iterable[int | None], *, has_streams: bool, small_bytes: float = 0
+) -> Policy:
+    """The row for what a user has set.
+
+    Args:
+        in_flight: as of ``fully_shard``.
+        told: for each unit how many reductions may be under way; None: it was not told.
+        has_streams: of the device. Without them the ranks' processes wait for what is under way,
+            so that all-gathers and reductions had better alternate.
+        small_bytes: as of `Policy`, where there are no streams.
+    """
+    most = max((each for each in told if each is not None), default=None)
+    reductions = min(in_flight - 1, 1) if most is None else most
+    return Policy(
+        unshards=in_flight - 1,
+        reductions=reductions,
+        # What a user says holds to the end.
+        reductions_at_end=reductions if most is None else max(reductions - 1, 0),
+        stays=max(in_flight - 2, 0),
+        alternates=most is None and not has_streams,
+        small_bytes=0 if has_streams else small_bytes,
+    )
+
 
 _MAX_KEPT = 8  # units that need no all-gather, and are passed over in looking for some that do
 

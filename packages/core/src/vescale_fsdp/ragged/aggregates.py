@@ -85,7 +85,9 @@ def _extreme(which: str, func: Any, x: RaggedTensor, dims: Any = None, *keepdim:
     """``max`` and ``min`` of all elements, ``amax`` and ``amin`` over some dimensions."""
     if any(x.shape[d] == 0 for d in _dims(x, dims)):
         error = IndexError if dims else RuntimeError  # as torch has it
-        raise error(f"{func}: nothing has no {which}; got {tuple(x.shape)}, dimensions {dims}")
+        raise error(
+            f"{func}: an empty tensor has no {which}; got {tuple(x.shape)}, dimensions {dims}"
+        )
     return reduce(func, x, _extreme_kind(x.dtype, which), dims, *keepdim)
 
 
@@ -113,14 +115,16 @@ def _extreme_with_indices(
     _refuse_gradient(func, x, other)
     dim = dim_of(dim, x.dim())
     if x.dim() and not x.shape[dim]:
-        raise IndexError(f"{func}: nothing has no {which}; got {tuple(x.shape)}, dimension {dim}")
+        raise IndexError(
+            f"{func}: an empty tensor has no {which}; got {tuple(x.shape)}, dimension {dim}"
+        )
     shape = [1 if d == dim else n for d, n in enumerate(x.shape) if keepdim or d != dim]
     kind = _extreme_kind(x.dtype, which)
     spec = layout_of_slices(x._spec, [dim], shape, keepdim, kind) if x.dim() > 1 else None
     if spec is None:
         raise NotImplementedError(
             f"{func} over dimension {dim} of a RaggedTensor of shape {tuple(x.shape)} with "
-            f"{x.placements}: its slices lie on several ranks; {other}"
+            f"{x.placements}: its slices are on several ranks; {other}"
         )
     # A dimension of size 1 is the same as one of size 1 behind all others.
     slices = (*sizes_here(x._spec)[dim:],) if x.shape[dim] != 1 else (1,)
@@ -181,7 +185,9 @@ def _check_norm(func: Any, x: RaggedTensor, order: float, *over: Any) -> None:
         raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
     is_extreme = order < 0 or order == math.inf
     if not x.numel() and is_extreme and any(x.shape[d] == 0 for d in _dims(x, *over)):
-        raise RuntimeError(f"{func}: nothing has no norm of order {order}; got {tuple(x.shape)}")
+        raise RuntimeError(
+            f"{func}: an empty tensor has no norm of order {order}; got {tuple(x.shape)}"
+        )
 
 
 def _norm_kind(given: torch.dtype, order: float, dtype: torch.dtype | None) -> Kind:

@@ -131,7 +131,7 @@ class Blocks:
         """
         placements = normalized(placements, len(self.shape))
         if unknown := [p for p in placements if not _is_known(p)]:
-            raise CutBlockError(f"which elements a rank has with {unknown[0]!r} is not known here")
+            raise CutBlockError(f"the elements of a rank with {unknown[0]!r} are unknown")
         found: list[Placement] = [Replicate()] * len(placements)
         axes = [axis for axis, p in enumerate(placements) if not p.is_replicate()]
         axes = [axis for axis in axes if mesh_shape[axis] > 1]
@@ -140,7 +140,7 @@ class Blocks:
         if self.tile is None and not self._has_whole_rows:
             if len(axes) > 1:
                 raise CutBlockError(
-                    f"{len(axes)} axes cut it, but rows of {self.shape[-1]} elements do not hold "
+                    f"{len(axes)} axes shard it, but rows of {self.shape[-1]} elements do not hold "
                     "whole blocks"
                 )
             found[axes[0]] = self._flat_cut(placements[axes[0]], mesh_shape[axes[0]])
@@ -191,7 +191,7 @@ class Blocks:
             found.append(RaggedShard.from_runs_of_elements(runs, self._grid_of(box)))
         longest = max(found, key=lambda each: len(each.dims))
         if any(each.runs != longest.runs for each in found):
-            raise CutBlockError("other axes leave parts of which the blocks are not cut alike")
+            raise CutBlockError("other axes leave parts whose blocks are not split alike")
         return longest
 
     def _in_blocks(self, runs: list[_Run], box: Sequence[int]) -> list[_Run]:
@@ -202,7 +202,7 @@ class Blocks:
             stop = start + count * elements
             if elements % unit and (count > 1 or stop < numel):
                 raise CutBlockError(
-                    f"a cut after element {start + elements} is at no multiple of {unit}"
+                    f"a split after element {start + elements} is not at a multiple of {unit}"
                 )
             start = stop
         return [(count, -(-elements // unit) * num_blocks) for count, elements in runs if count]
@@ -219,8 +219,8 @@ class Blocks:
             chunk = -(-box[dim] // num_parts)
             if chunk < box[dim] and chunk % needed:
                 raise CutBlockError(
-                    f"dimension {dim} is cut into {chunk} of {box[dim]}, which is no multiple of "
-                    f"{needed}"
+                    f"dimension {dim} is split into {chunk} of {box[dim]}, which is not a multiple "
+                    f"of {needed}"
                 )
             for extent in {chunk, box[dim] % chunk} - {0}:
                 found.add((*box[:dim], extent, *box[dim + 1 :]))
@@ -231,7 +231,7 @@ class Blocks:
         from_end = len(self.shape) - dim
         if self.tile is not None:
             return self.tile[2 - from_end] if from_end <= 2 else 1
-        assert self._has_whole_rows, "others are cut flat"
+        assert self._has_whole_rows, "others are sharded flat"
         return self.numel if from_end == 1 else 1
 
     def regions(self, box: Sequence[int], num_elements: int, at_most: int) -> list[Region]:

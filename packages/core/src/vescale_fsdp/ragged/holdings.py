@@ -63,7 +63,7 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box
 
     Returns an empty list for an empty range. A scalar (shape ``()``) is one box without sizes.
     """
-    assert 0 <= start <= stop <= math.prod(shape), "the range must lie in the tensor"
+    assert 0 <= start <= stop <= math.prod(shape), "the range must be inside the tensor"
     boxes: list[Box] = []
     _append_boxes(boxes, tuple(shape), start, stop, (), 0)
     return boxes
@@ -160,7 +160,7 @@ def normalized(placements: Sequence[Placement], num_dims: int) -> tuple[Placemen
         if type(placement) is Shard:
             if not -num_dims <= placement.dim < num_dims:
                 raise ValueError(
-                    f"axis {axis} is to have {placement}, but the tensor has {num_dims} dimensions"
+                    f"axis {axis} has {placement}, but the tensor has {num_dims} dimensions"
                 )
             found[axis] = Shard(placement.dim % num_dims)
     return tuple(found)
@@ -218,7 +218,7 @@ def check_placements(
     if placement.split_factor != split:
         raise ValueError(
             f"{tuple(placements)}: axes to the right of axis {axis} split the dimensions "
-            f"{placement.dims} into {split} parts before the ragged cut, but split_factor is "
+            f"{placement.dims} into {split} parts before the ragged split, but split_factor is "
             f"{placement.split_factor}; write RaggedShard(..., split_factor={split})"
         )
     # Only where a Shard divides a dimension of the units can what is left differ in its units.

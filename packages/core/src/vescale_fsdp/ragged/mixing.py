@@ -213,7 +213,7 @@ def start_move(func: Any, tensor: RaggedTensor, spec: DTensorSpec) -> InFlight:
 def cut_differently(func: Any, one: DTensorSpec, other: DTensorSpec) -> ValueError:
     """What to raise for operands that do not go together."""
     return ValueError(
-        f"{func} got tensors that are cut differently: shape {tuple(one.shape)} with "
+        f"{func} got tensors that are sharded differently: shape {tuple(one.shape)} with "
         f"{one.placements} and shape {tuple(other.shape)} with {other.placements}. "
         "Redistribute one to the placements of the other, or use `.full_tensor()`"
     )
@@ -255,10 +255,10 @@ def _whole(func: Any, tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     elif tensor.numel() == 1:
         return tensor
     raise ValueError(
-        f"{func} got a ragged tensor together with {found} of shape {tuple(tensor.shape)}. Beside "
-        "ragged tensors only numbers, tensors with one element and replicated DTensors of the "
-        "same mesh may stand: use `DTensor.from_local(x, mesh, [Replicate()])` if every rank has "
-        "the same, `.redistribute(placements=ragged.placements)` on a DTensor, or "
+        f"{func} got a ragged tensor together with {found} of shape {tuple(tensor.shape)}. Only "
+        "numbers, tensors with one element and replicated DTensors of the same mesh can be "
+        "combined with ragged tensors: use `DTensor.from_local(x, mesh, [Replicate()])` if every "
+        "rank has the same, `.redistribute(placements=ragged.placements)` on a DTensor, or "
         "`.full_tensor()` on the ragged one"
     )
 

@@ -48,14 +48,14 @@ class RaggedShard(Placement):
             ``()`` means that the whole tensor is one unit.
         local_units: units per rank along the mesh axis, zeros allowed. They are divided by
             their greatest common divisor: ``(2, 4)`` and ``(1, 2)`` are the same placement.
-        split_factor: into how many parts axes to the right of this one have cut a dimension of
-            ``dims`` before (see the module's docstring); 1 if none has.
+        split_factor: the number of parts into which axes to the right of this one have already
+            split a dimension of ``dims`` (see the module's docstring); 1 if none has.
 
-    The units say where the cuts are, not which granularity was asked for: 10 elements in
-    blocks of 4 may be cut as (8, 2), which is (4, 1) in units of 2. Code that depends on
-    blocks checks the cut offsets (`local_range`), never the units.
+    The units show where the tensor is split, not its granularity: 10 elements in
+    blocks of 4 may be split as (8, 2), which is (4, 1) in units of 2. Code that depends on
+    blocks checks the offsets of the split (`local_range`), never the units.
 
-    A RaggedShard is never equal to a ``Shard``, also where the data would lie the same way.
+    A RaggedShard is never equal to a ``Shard``, even if both give each rank the same elements.
     """
 
     dims: tuple[int, ...]
@@ -94,7 +94,7 @@ class RaggedShard(Placement):
 
     @classmethod
     def owner(cls, rank: int, num_shards: int) -> RaggedShard:
-        """The whole tensor on one rank of the axis: what a matrix optimizer works on."""
+        """The placement with the whole tensor on one rank of the axis, for matrix optimizers."""
         if not 0 <= rank < num_shards:
             raise ValueError(f"owner rank must be in [0, {num_shards}), got {rank}")
         return cls._from_runs((), ((rank, 0), (1, 1), (num_shards - rank - 1, 0)))
@@ -103,7 +103,7 @@ class RaggedShard(Placement):
     def from_interval(
         cls, start: int, shard_size: int, num_shards: int, shape: Sequence[int]
     ) -> RaggedShard:
-        """The placement of a tensor that lies at ``start`` in a buffer cut into equal shards.
+        """The placement of a tensor at ``start`` in a buffer of equal shards.
 
         Args:
             start: first element of the tensor in the buffer.
@@ -111,16 +111,16 @@ class RaggedShard(Placement):
             num_shards: ranks along the axis.
             shape: of the tensor; decides how few dimensions express the cuts.
 
-        Costs O(1) time and memory, whatever the number of ranks.
+        Costs O(1) time and memory, for any number of ranks.
 
         Raises:
-            ValueError: the tensor does not lie in the buffer.
+            ValueError: the tensor does not fit in the buffer.
         """
         numel = math.prod(shape)
         stop = start + numel
         if start < 0 or stop > shard_size * num_shards:
             raise ValueError(
-                f"a tensor of {numel} elements at {start} does not lie in a buffer of {num_shards} "
+                f"a tensor of {numel} elements at {start} does not fit in a buffer of {num_shards} "
                 f"shards of {shard_size} elements; pass the offset and shard size of its layout"
             )
         if numel == 0:
@@ -140,7 +140,7 @@ class RaggedShard(Placement):
 
     @classmethod
     def from_runs_of_elements(cls, runs: Iterable[_Run], shape: Sequence[int]) -> RaggedShard:
-        """The placement that gives ranks so many elements of a tensor of ``shape``.
+        """The placement with the given numbers of elements of a tensor of ``shape`` per rank.
 
         Args:
             runs: ``(number of consecutive ranks, elements that each of them holds)``, in rank
@@ -166,11 +166,11 @@ class RaggedShard(Placement):
         return placement
 
     def with_split_factor(self, split_factor: int) -> RaggedShard:
-        """The same cut, where axes to the right have split a dimension of ``dims`` before."""
+        """The same split, if axes to the right have already split a dimension of ``dims``."""
         return RaggedShard._from_runs(self.dims, self._runs, split_factor)
 
     def cuts_like(self, other: RaggedShard) -> bool:
-        """Whether both cut a tensor at the same places; ``dims`` may be written differently."""
+        """Whether both split a tensor at the same places; ``dims`` may differ."""
         return self._runs == other._runs and self.split_factor == other.split_factor
 
     @property
@@ -180,7 +180,7 @@ class RaggedShard(Placement):
 
     @property
     def num_shards(self) -> int:
-        """Ranks along the mesh axis, those that hold nothing included."""
+        """Ranks along the mesh axis, including those that hold nothing."""
         return sum(count for count, _ in self._runs)
 
     @property
@@ -225,7 +225,7 @@ class RaggedShard(Placement):
         return numel // total
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """False: nothing that knows only ``Shard`` may take this placement for one."""
+        """False: code that knows only ``Shard`` must not treat this placement as one."""
         return False
 
     def is_replicate(self) -> bool:

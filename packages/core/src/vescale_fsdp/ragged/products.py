@@ -97,7 +97,7 @@ def _check_beside(func: Any, args: Any) -> None:
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor) and each.numel() > 1:
             raise NotImplementedError(
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "
-                f"{tuple(each.shape)}, of which each rank may have another. {WAYS_OUT}"
+                f"{tuple(each.shape)}, which may differ between ranks. {WAYS_OUT}"
             )
 
 

@@ -158,16 +158,16 @@ def respecified(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSp
     for axis, (have, want) in enumerate(zip(spec.placements, placements, strict=True)):
         if isinstance(want, Partial) and have != want:
             raise RuntimeError(
-                f"axis {axis} cannot be redistributed from {have} to {want}: sums are made by "
-                "operators; use DTensor.from_local to declare one"
+                f"axis {axis} cannot be redistributed from {have} to {want}: only operators make "
+                "a Partial; use DTensor.from_local to declare one"
             )
     if ragged_axis_of(placements) is not None:
         check_placements(spec.shape, placements, spec.mesh.shape)
     for p in (*spec.placements, *placements):
         if not isinstance(p, RaggedShard | Replicate | Partial) and type(p) is not Shard:
             raise NotImplementedError(
-                f"a RaggedShard cannot be redistributed from or to {p} yet; go over Replicate "
-                "or Shard, or use full_tensor()"
+                f"a RaggedShard cannot be redistributed from or to {p} yet; redistribute to "
+                "Replicate or Shard first, or use full_tensor()"
             )
     return respecified_as(spec, placements=placements)
 

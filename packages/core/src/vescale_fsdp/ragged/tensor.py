@@ -49,20 +49,20 @@ WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
     "part of this rank. Inside a forward, call the module that owns the parameter, so that its "
-    "parameters are gathered; outside, `with vescale_fsdp.unsharded(model):` gathers those of all "
-    "its units."
+    "parameters are unsharded; outside, `with vescale_fsdp.unsharded(model):` unshards those of "
+    "all its units."
 )
 
 
 class RaggedTensor(DTensor):
-    """A tensor of which this rank holds a flat range, as its ``RaggedShard`` says.
+    """A DTensor of which this rank holds a flat range, given by its ``RaggedShard``.
 
     Invariants: exactly one RaggedShard among the placements; the local tensor is 1-D and has the
     length of ``local_range``; the global tensor is contiguous.
 
     Element-wise operators run on the local part without communication; reductions give partial or
-    ragged results; what has no meaning on shards raises and names the way out. File `dispatch` has
-    the table.
+    ragged results; operators that cannot run on shards raise an error that says what to use
+    instead. File `dispatch` has the table.
     """
 
     __slots__: list[str] = []
@@ -86,7 +86,7 @@ class RaggedTensor(DTensor):
 
         Raises:
             ValueError: the part does not have the length that the placement gives this rank,
-                or the placements are not one RaggedShard and otherwise ``Replicate``.
+                or the placements are not one RaggedShard and ``Replicate`` on all other axes.
         """
         spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
         start, stop = range_here(spec)
@@ -115,11 +115,11 @@ class RaggedTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory without autograd. What is assigned is taken over.
+        """The same memory without autograd. An assignment copies the values.
 
         ``x.data = new`` copies the values of a DTensor of the same shape and mesh into the memory
-        of this one, after it was redistributed to the placements of this one (a collective, if it
-        has others). Only a change of the dtype or of the device gives it another local tensor.
+        of this one. If its placements differ, it is redistributed first, which is collective.
+        Only a change of the dtype or of the device replaces the local tensor.
 
         Raises:
             ValueError: on assignment of a plain tensor, or of another shape or mesh.
@@ -136,9 +136,9 @@ class RaggedTensor(DTensor):
             found = f"{type(new).__name__} of shape {tuple(new.shape)}"
             found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
             raise ValueError(
-                f"{what} was to be replaced by a {found}; expected a DTensor of shape "
-                f"{tuple(self.shape)} on {mesh}. Make it one by `distribute_tensor(new, "
-                "p.device_mesh, p.placements)`, compute it of `p.full_tensor()`, or write to the "
+                f"{what} cannot be replaced by a {found}; expected a DTensor of shape "
+                f"{tuple(self.shape)} on {mesh}. Use `distribute_tensor(new, "
+                "p.device_mesh, p.placements)`, compute it from `p.full_tensor()`, or write to the "
                 "full parameter inside of `with unsharded(module, writeback=True)`"
             )
         with torch.no_grad():
@@ -169,14 +169,14 @@ class RaggedTensor(DTensor):
     def local_range(self) -> tuple[int, int]:
         """The half-open flat range that this rank holds, in elements.
 
-        Of the whole tensor; where other axes have a ``Shard``, of what they leave of it.
+        Of the whole tensor; if other axes have a ``Shard``, of this rank's part on those axes.
         """
         return range_here(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's flat part. Differentiable.
 
-        The gradient is taken to have the placements of this tensor, or ``grad_placements``.
+        The gradient is assumed to have the placements of this tensor, or ``grad_placements``.
         """
         local = self._local_tensor
         local = local.wait() if isinstance(local, PendingTensor) else local
@@ -190,10 +190,11 @@ class RaggedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank. Differentiable.
 
-        The gradient is taken to be the same on every rank, and cut locally; with
+        The gradient is assumed to be the same on every rank, and sharded locally; with
         ``grad_placements`` of ``Partial`` it is summed over the ranks instead.
 
-        Cost: what `redistribute` to ``Replicate`` costs: each rank receives what it lacks.
+        Cost: that of `redistribute` to ``Replicate``: each rank receives the elements of the
+        others.
 
         Raises:
             ValueError: ``grad_placements`` are not one placement per axis of the mesh.
@@ -225,12 +226,12 @@ class RaggedTensor(DTensor):
         Raises:
             ValueError: the placements do not fit the tensor or the mesh.
             NotImplementedError: another mesh, or a placement unknown here.
-            RuntimeError: no placements, or ``Partial`` where the tensor is not.
+            RuntimeError: no placements, or ``Partial`` on an axis where the tensor is not partial.
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
                 f"redistribute from {self.device_mesh} to another mesh ({device_mesh}) is not "
-                "there yet; use full_tensor() and distribute the result"
+                "supported yet; use full_tensor() and distribute the result"
             )
         if placements is None:
             raise RuntimeError("redistribute needs placements, one for each axis of the mesh")

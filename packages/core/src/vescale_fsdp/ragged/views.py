@@ -54,7 +54,7 @@ def dim_of(dim: int, num_dims: int) -> int:
     most = max(num_dims, 1)
     if not -most <= dim < most:
         raise IndexError(
-            f"dimension {dim} of a RaggedTensor of {num_dims} dimensions is not there; expected "
+            f"dimension {dim} of a RaggedTensor of {num_dims} dimensions does not exist; expected "
             f"one in [{-most}, {most - 1}]"
         )
     return dim % most
@@ -74,7 +74,7 @@ def _in_shape(func: Any, x: RaggedTensor, shape: Sequence[int]) -> RaggedTensor:
     if spec is None:
         raise NotImplementedError(
             f"{func} would turn shape {tuple(x.shape)} into {tuple(shape)}, but {x.placements} "
-            "shards a dimension that is not there any more: it must keep its size, and the "
+            "shards a dimension that would disappear: it must keep its size, and the "
             f"product of the sizes before it. {WAYS_OUT}"
         )
     # The very same local tensor: with it they share the count of writes (`elementwise`).
@@ -143,7 +143,7 @@ def _expand(
     if spec is None:
         raise NotImplementedError(
             f"{func} cannot expand a RaggedTensor of shape {tuple(x.shape)} with {x.placements} to "
-            f"{sizes}: only dimensions behind the cuts may grow. {WAYS_OUT}"
+            f"{sizes}: only dimensions after the sharded ones may grow. {WAYS_OUT}"
         )
     if spec is x._spec:
         return wrap_local(x._local_tensor, spec, False)
@@ -168,7 +168,7 @@ def _part_spec(func: Any, spec: DTensorSpec, start: int, stop: int, drop: bool) 
     part = sliced(spec, start, stop, drop=drop)
     if part is None:
         raise NotImplementedError(
-            f"{func} would cut dimension 0 of {spec.placements}, which another axis of the mesh "
+            f"{func} would split dimension 0 of {spec.placements}, which another axis of the mesh "
             f"shards. {WAYS_OUT}"
         )
     return part
@@ -260,7 +260,7 @@ def _whole_of(
     if spec is None or tuple(spec.shape) != tuple(shape):
         raise NotImplementedError(
             f"{func} is the gradient of a part of a RaggedTensor, outside of a backward pass that "
-            f"knows how the whole was cut. {WAYS_OUT}"
+            f"knows how the whole was sharded. {WAYS_OUT}"
         )
     first = given[0][0]
     spec = respecified_as(spec, dtype=first.dtype)

@@ -56,7 +56,7 @@ def _difference(found: Any, expected: Any) -> str:
 def free_port() -> int:
     """A TCP port of the loopback address that was free a moment ago.
 
-    Another process can take it before you do: prefer a file rendezvous where there is a choice.
+    Another process can take it before you do, so prefer a file rendezvous if you can.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))

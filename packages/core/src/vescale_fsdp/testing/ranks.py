@@ -30,9 +30,8 @@ class RankError(Exception):
         failures: one ``RankFailure`` per failing rank, in the order in which they arrived.
         rank: rank of the first failure.
         type_name: name of the exception's type there, as in ``"ValueError"``; ``"RankDied"`` or
-            ``"RankHung"`` where no exception arrived.
-        message: the exception's text there.
-        traceback: the traceback there, or what is known of a rank that died or hung.
+        ``"RankHung"`` if no exception arrived. message: the exception's text there. traceback: the
+        traceback there, or the known facts about a rank that died or hung.
     """
 
     def __init__(self, failures: list[RankFailure], world_size: int) -> None:
@@ -58,20 +57,20 @@ def run_ranks(
     """Run ``fn(*args)`` on ``world_size`` local processes and return the results in rank order.
 
     On each rank there is a fresh gloo default group, one torch thread, and ``torch`` and
-    ``random`` seeded with 0. The caller's environment variables, working directory,
-    ``sys.path`` and warning filters hold there too. What the ranks print arrives on this
+    ``random`` seeded with 0. Ranks have the caller's environment variables, working directory,
+    ``sys.path`` and warning filters. The output of the ranks arrives on this
     process' ``sys.stderr`` when the call ends. Not safe to call from several threads at once.
 
     Args:
-        fn: a function at the top level of a module. Test modules work, also those that pytest
-            imports with ``--import-mode=importlib`` and that import their siblings.
+        fn: a function at the top level of a module. Test modules work, also if pytest
+            imports them with ``--import-mode=importlib`` and they import their siblings.
         world_size: number of ranks, at least 1.
-        args: given to every rank alike; must pickle.
+        args: the same for every rank; must pickle.
         timeout_s: a rank that has not returned by then is killed and counts as failed. Once a
             rank has failed, the others have five seconds (``GRACE_S``) to return.
 
     Returns:
-        What ``fn`` returned, one entry a rank. Tensors come back by value.
+        The results of ``fn``, one entry a rank. Tensors are returned by value.
 
     Raises:
         RankError: at least one rank raised, died or hung; it lists every one that did.

@@ -12,8 +12,8 @@ from enum import Enum, auto
 
 from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.policy import policy_of
 from vescale_fsdp.program.residency import Lease, State
+from vescale_fsdp.program.window import policy_of
 
 from .world import Group, Simulated, Unit, World
 

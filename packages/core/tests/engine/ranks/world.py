@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 from greenlet import getcurrent, greenlet
 
-from vescale_fsdp.program.bundles import Bundles, Parcel
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.order import Program
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import TRANSITIONS, Lease, Residency, State

@@ -71,7 +71,7 @@ def look(title: str, fill: Callable[[Section], None]) -> Section:
         fill(section)
     except Exception as error:  # noqa: BLE001  # machines differ in more ways than we can list
         section.better(
-            f"could not look further at the {title}: {type(error).__name__}: {error}",
+            f"could not finish the check of the {title}: {type(error).__name__}: {error}",
             "nothing; or report it, with this line",
         )
     return section

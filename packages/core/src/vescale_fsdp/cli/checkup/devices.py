@@ -39,9 +39,10 @@ report()
 """
 # What to change if the processes could not be started, or one of these steps has failed.
 LOOK_CHANGES = {
-    START: "see that the temporary folder can be written to; TMPDIR=... names another",
+    START: "check that the temporary folder is writable; TMPDIR=... names another",
     "import torch": "do what it says; or install torch again, see pytorch.org/get-started",
-    "devices": "see whether the driver answers (nvidia-smi); CUDA_VISIBLE_DEVICES= does without",
+    "devices": "check whether the driver answers (nvidia-smi); CUDA_VISIBLE_DEVICES= runs without "
+    "GPUs",
 }
 
 
@@ -155,7 +156,7 @@ def look_at_devices(section: Section, outcome: Outcome, root: Path = Path("/")) 
         section.broken(f"{outcome.failed}: {outcome.error}", LOOK_CHANGES[outcome.failed])
     torch = outcome.values.get("import torch")
     if torch is None:
-        section.add("torch", "could not be asked", {"ok": False})
+        section.add("torch", "did not answer", {"ok": False})
         return
     section.add("torch build", _build(torch), torch)
     seconds = outcome.seconds["import torch"]
@@ -219,12 +220,12 @@ def _look_for_unused(
         why = f": {found['complaint']}" if found["complaint"] else ""
         section.better(
             f"torch sees no GPU{why}",
-            "see whether the driver answers (nvidia-smi) and knows this CUDA; look at "
+            "check whether the driver answers (nvidia-smi) and knows this CUDA; look at "
             "CUDA_VISIBLE_DEVICES",
         )
     elif has_nvidia and not torch["hip"]:
         section.better(
-            "there is an NVIDIA GPU, but this torch is built for CPUs alone",
+            "there is an NVIDIA GPU, but this torch is built for CPUs only",
             "install a torch for CUDA, see pytorch.org/get-started",
         )
 

@@ -101,7 +101,7 @@ def _look_at_shared_memory(section: Section, folder: Path) -> None:
     elif usage.free < usage.total // 10:
         section.better(
             f"/dev/shm is full: {binary(usage.free)} of {binary(usage.total)} are free",
-            "remove what ended jobs have left there",
+            "remove files that ended jobs have left there",
         )
 
 

@@ -24,13 +24,13 @@ _SHOWN = {
     "checkpoint": "written and read (DCP)",
 }
 _REPORT = (
-    "change what else is named here; if that does not help, report it with the output of: "
+    "fix the other findings first; if that does not help, report it with the output of: "
     "vescale-fsdp doctor --json"
 )
 _CHANGES = {
     "import vescale_fsdp": "pip install --force-reinstall --no-deps vescale-fsdp",
     "connect": "name the network interface: export GLOO_SOCKET_IFNAME=..., see: ip address",
-    "checkpoint": "see that the temporary folder can be written to; TMPDIR=... names another",
+    "checkpoint": "check that the temporary folder is writable; TMPDIR=... names another",
 }
 
 

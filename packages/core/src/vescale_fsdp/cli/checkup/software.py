@@ -51,11 +51,11 @@ _SLOW = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "waits for every kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "compares every collective between ranks"),
     ("NCCL_DEBUG", ("INFO", "TRACE"), "writes a lot"),
-    ("NCCL_P2P_DISABLE", ("1",), "keeps GPUs from talking directly"),
-    ("NCCL_SHM_DISABLE", ("1",), "keeps GPUs from talking through shared memory"),
-    ("NCCL_IB_DISABLE", ("1",), "keeps NCCL off InfiniBand"),
+    ("NCCL_P2P_DISABLE", ("1",), "disables direct communication between GPUs"),
+    ("NCCL_SHM_DISABLE", ("1",), "disables shared memory between GPUs"),
+    ("NCCL_IB_DISABLE", ("1",), "disables InfiniBand for NCCL"),
     ("VESCALE_FSDP_CHECK_MEMORY", ("1",), "frees no memory, and fills it with NaN instead"),
-    ("VESCALE_FSDP_CHECK_ORDER", ("1",), "announces every collective of every step"),
+    ("VESCALE_FSDP_CHECK_ORDER", ("1",), "compares every collective of every step"),
 )
 _LONGEST = 200
 
@@ -160,7 +160,7 @@ def look_at_environment(section: Section, environ: Mapping[str, str], cpus: floa
             shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
             section.add(name, shown or "(empty)", text)
     if not section.facts:
-        section.add("", "nothing is set that concerns us")
+        section.add("", "no relevant variable is set")
     _look_at_our_variables(section, environ)
     _look_at_threads(section, environ, cpus)
     _look_at_rendezvous(section, environ)
@@ -168,7 +168,9 @@ def look_at_environment(section: Section, environ: Mapping[str, str], cpus: floa
     for name, values, effect in _SLOW:
         value = environ.get(name, "")
         if value.upper() in values:
-            section.better(f"{name}={value} {effect}", f"unset {name}, unless you look for a fault")
+            section.better(
+                f"{name}={value} {effect}", f"unset {name}, unless you search for a fault"
+            )
 
 
 def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None:
@@ -177,7 +179,7 @@ def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None
             continue
         if name not in OURS:
             close = difflib.get_close_matches(name, OURS, 1) or [", ".join(OURS)]
-            section.better(f"{name} is no variable of ours", f"unset it; there is {close[0]}")
+            section.better(f"{name} is not one of our variables", f"unset it; there is {close[0]}")
         elif OURS[name] and value not in OURS[name]:
             section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
         elif not OURS[name] and not _is_amount(value):
@@ -202,7 +204,9 @@ def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) 
         return
     threads = value.split(",")[0].strip()  # a list, one number for each nested level, is allowed
     if not threads.isdigit() or not int(threads):
-        section.better(f"OMP_NUM_THREADS={value} is no number above 0", "export OMP_NUM_THREADS=1")
+        section.better(
+            f"OMP_NUM_THREADS={value} is not a number above 0", "export OMP_NUM_THREADS=1"
+        )
     elif int(threads) > cpus:
         section.better(
             f"OMP_NUM_THREADS={value} is more than the {cpus:g} CPUs",
@@ -216,7 +220,7 @@ def _look_at_rendezvous(section: Section, environ: Mapping[str, str]) -> None:
         return
     if missing and "RANK" in environ:
         section.broken(
-            f"RANK is set, but not {', '.join(missing)}: init_process_group wants all of them",
+            f"RANK is set, but not {', '.join(missing)}: init_process_group needs all of them",
             "start the job with torchrun, which sets them; or unset RANK",
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):

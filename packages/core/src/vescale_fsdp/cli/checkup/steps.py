@@ -179,7 +179,7 @@ def _checkpoint(folder: Path) -> None:
     state_dict_loader.load(state, checkpoint_id=folder)
     for (name, expected), found in zip(saved.named_parameters(), loaded.parameters(), strict=True):
         if not torch.equal(found.full_tensor(), expected.full_tensor()):
-            raise AssertionError(f"{name} is not what was saved")
+            raise AssertionError(f"{name} differs from the saved value")
 
 
 def _make_model() -> Any:

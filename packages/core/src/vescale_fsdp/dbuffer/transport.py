@@ -1,0 +1,268 @@
+"""How a collective is carried out, where it is not one call of ``torch.distributed``.
+
+`Exchange`, on gloo: every rank sends a part to every other one, as sends and receives of their own.
+An all-gather is that, and so is an all-to-all. In gloo's own, what a rank sends lies in front of
+its note that it is ready to receive, in one stream; so its peer begins to send only when it has
+received, and data flows one way at a time. Here all receives are posted first. At 1 Gbit/s that is
+950 Mbit/s each way in place of 520 to 630, for half of the processor time
+(docs/design/performance.md).
+
+`Batch`, on streams: the all-gathers of a unit, or its reductions, in one operation of the
+communicator. Most units are one buffer, and so one collective each way. Parameters that cannot lie
+in a flat buffer have collectives of their own: those with ``Shard(d)``, and those that gather
+themselves (each layer of torchao's float8, for example). NCCL carries out several as one operation,
+with one launch (``ncclGroupStart``), so nothing has to be copied into one message and out of it.
+
+Collectives that the user supplies, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They
+allocate what they send and receive themselves (a pool of their own, for example). The parameters
+lie elsewhere, under addresses that stay; so one copy goes in, and one comes out. With FSDP2's
+all-gather through symmetric memory the parameters themselves lie in that, and nothing is copied
+out.
+
+And gloo's network threads (`let_ranks_go_first`). Each gloo communicator has a thread that waits
+for the network. A rank that sends holds a lock for some microseconds; if data arrives just then,
+the thread wakes, and where every core computes the system lets it run in the rank's place. It then
+asks for the lock, over and over, until its time slice ends: 3 to 7 ms, several times in each step.
+As a batch thread it waits as long as the rank has something to run (docs/design/performance.md, 5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp.backends import backend_name
+from vescale_fsdp.devices import Waitable
+
+# Of the part for each rank. For shorter ones one call of a collective is enough.
+SHORTEST_BYTES = 1 << 13
+_NUM_TAGS = 1 << 22
+_WHAT = "an exchange"
+
+
+def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether to make an exchange rather than a collective, for ``part`` to each rank.
+
+    The same on all ranks, if their parts are of one size.
+    """
+    is_long = part.device.type == "cpu" and part.nbytes >= SHORTEST_BYTES
+    return is_long and backend_name(group, "cpu") == "gloo"
+
+
+class Exchange:
+    """An exchange under way. Waits like a ``Work``, and holds its tensors until then.
+
+    Args:
+        sent: what goes to each rank, in the order of ranks; not to be written to before `wait`.
+        received: where to put what comes from each rank; not to be touched before `wait`.
+            In both nothing is done with the entry of this rank.
+        rank: this one, in ``group``.
+        group: of the ranks; its backend is gloo. All of them make the same exchange.
+
+    Cost: one send and one receive for each other rank; nothing is copied.
+    """
+
+    def __init__(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._tensors: tuple[Sequence[torch.Tensor], ...] = (sent, received)
+        self._works: list[dist.Work | None] = []
+        self._group = group
+        try:
+            self._start(sent, received, rank)
+        except RuntimeError as error:
+            raise waiting.failure(error, group, _WHAT, time.monotonic()) from error
+
+    def _start(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int
+    ) -> None:
+        # A tag by the size: gloo ends the process where a message is longer than what receives it.
+        size, group = len(sent), self._group
+        for distance in range(1, size):
+            peer = (rank - distance) % size
+            part = received[peer]
+            work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
+            self._works.append(work)
+        for distance in range(1, size):  # the next one first, so that not all send to the same
+            peer = (rank + distance) % size
+            part = sent[peer]
+            work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Return when all has arrived, and what was sent may be written to.
+
+        Raises:
+            RankMismatchError: a rank has not come in time, or is no longer connected.
+        """
+        started, deadline = time.monotonic(), waiting.deadline_for(self._group)
+        try:
+            for work in self._works:
+                assert work is not None, "this rank is in the group"
+                waiting.wait_until(work, deadline)
+        except RuntimeError as error:
+            raise waiting.failure(error, self._group, _WHAT, started) from error
+        waiting.finish(_WHAT)
+        self._works, self._tensors = [], ()
+
+
+class Batch:
+    """Collectives that are issued together.
+
+    Cost: at `issue` one operation for all gathers, and one for all reductions of a kind.
+    """
+
+    def __init__(self) -> None:
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._reductions: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._work: dict[Any, Waitable | None] = {}  # by the operation; None: of gathers
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor) -> Waitable:
+        """Add an all-gather. ``own`` may still be written to on the copy stream."""
+        self._gathers.append((full, own))
+        return _Part(self, None)
+
+    def reduce(self, shard: torch.Tensor, full: torch.Tensor, op: Any) -> Waitable:
+        """Add a reduce-scatter."""
+        self._reductions.setdefault(op, []).append((shard, full))
+        return _Part(self, op)
+
+    def issue(
+        self,
+        gather_group: dist.ProcessGroup,
+        reduce_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Start all, after what the current and the copy stream have queued so far."""
+        if self._gathers:
+            fulls, owns = map(list, zip(*self._gathers, strict=True))
+            self._work[None] = devices.start_beside(
+                device, lambda: compat.all_gather_many(fulls, owns, gather_group)
+            )
+        for op, pairs in self._reductions.items():
+            shards, sources = map(list, zip(*pairs, strict=True))
+            self._work[op] = compat.reduce_scatter_many(shards, sources, op, reduce_group)
+        self._gathers.clear()
+        self._reductions.clear()
+
+    def work(self, op: Any) -> Waitable | None:
+        """What to wait for, of a kind."""
+        return self._work[op]
+
+    def wait(self, op: Any) -> None:
+        """Let the current stream wait for the collectives of a kind."""
+        work = self._work[op]
+        if work is not None:
+            work.wait()
+
+
+class _Part:
+    """One of the collectives."""
+
+    def __init__(self, batch: Batch, op: Any) -> None:
+        self._batch, self._op = batch, op
+
+    def is_completed(self) -> bool:
+        work = self._batch.work(self._op)
+        return getattr(work, "is_completed", lambda: True)()
+
+    def wait(self) -> None:
+        self._batch.wait(self._op)
+
+
+class ThenCopy:
+    """A collective under way, and what is left to do when it has ended. Waits like a ``Work``."""
+
+    def __init__(self, work: Any, finish: Callable[[], object]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        """Wait, and copy what has arrived to its place."""
+        if self._work is not None:
+            self._work.wait()
+        self._finish()
+
+
+def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which to allocate the full buffer, so that ``gather`` may write to it."""
+    symmetric = compat.uses_symmetric_memory(gather)
+    return compat.symmetric_memory(device) if symmetric else devices.private_memory(device)
+
+
+def start_custom_gather(
+    gather: Any,
+    full: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+    *,
+    in_place: bool = False,
+    first: Callable[[], object] | None = None,
+) -> Waitable | None:
+    """Fill ``full`` from the shards of all ranks, of which this one's is ``own``.
+
+    Args:
+        in_place: ``full`` was allocated within `memory_for`, and ``gather`` may write to it.
+        first: called before ``own`` is read, on the stream that reads it.
+    """
+    arrived = full
+    if not in_place:
+        arrived = gather.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+    size = own.numel()
+    mine = arrived.narrow(0, rank * size, size)
+
+    def start() -> Waitable | None:
+        if first is not None:
+            first()
+        devices.copy_async(mine, own)
+        work = gather(arrived, mine, group, async_op=True)
+        return waiting.bounded(work, arrived, group, "an all-gather")
+
+    work = devices.start_beside(full.device, start)
+    return work if in_place else ThenCopy(work, lambda: full.copy_(arrived))
+
+
+def start_custom_reduce(
+    reduce: Any, full: torch.Tensor, dtype: torch.dtype, size: int, op: Any, group: Any
+) -> tuple[torch.Tensor, ThenCopy]:
+    """Sum ``full`` over the ranks; returns this rank's shard and what to wait for."""
+    sent = reduce.allocate((full.numel(),), dtype=dtype, device=full.device)
+    sent.copy_(full)
+    shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
+    work = reduce(shard, sent, group, op, async_op=True)
+    work = waiting.bounded(work, shard, group, "a reduce-scatter")
+    return shard, ThenCopy(work, lambda: sent)
+
+
+_THREAD_NAME = "gloo_tcp_loop"
+_THREADS = Path("/proc/self/task")
+
+
+def let_ranks_go_first() -> None:
+    """Schedule the network threads of gloo's communicators as batch threads (``SCHED_BATCH``).
+
+    Call it when communicators have been made. Threads that have another policy than the usual one,
+    and systems that have no such thing, stay as they are.
+    """
+    if not hasattr(os, "SCHED_BATCH") or not _THREADS.is_dir():
+        return
+    for thread in _THREADS.iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or the system refuses
+            if (thread / "comm").read_text().strip() != _THREAD_NAME:
+                continue
+            number = int(thread.name)
+            if os.sched_getscheduler(number) == os.SCHED_OTHER:
+                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
