@@ -7,23 +7,12 @@ import json
 import re
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {
-    name: (ROOT / name).read_text(encoding="utf-8")
-    for name in subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    if name and (ROOT / name).exists()
-}
+from .blocks import ROOT, TEXTS, blocks
+
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 PUBLIC = {
     "vescale_fsdp": "core",
@@ -45,16 +34,6 @@ OF_TORCH = {
 }
 
 
-def blocks(language: str) -> list[tuple[str, int, str]]:
-    """Page, number and text of each fenced block of a language."""
-    fence = re.compile(rf"^( *)```{language}\b[^\n]*\n(.*?)^ *```", re.M | re.S)
-    return [
-        (page, number, re.sub(rf"^{found[1]}", "", found[2], flags=re.M))
-        for page, text in TEXTS.items()
-        for number, found in enumerate(fence.finditer(text))
-    ]
-
-
 def template(node: ast.AST) -> str:
     """The text of a string, with an ellipsis for each value that is put into it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -64,16 +43,6 @@ def template(node: ast.AST) -> str:
     if isinstance(node, ast.BinOp):
         return template(node.left) + template(node.right)
     return "…"
-
-
-def test_python_blocks_compile() -> None:
-    found = blocks("python")
-    assert len(found) > 50
-    for page, number, text in found:
-        if text.startswith("except "):  # of a try that the page leaves out
-            text = f"try:\n    pass\n{text}"
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
-        compile(text, f"{page}, python block {number}", "exec", flags)
 
 
 def test_blocks_of_data_can_be_read() -> None:
@@ -91,16 +60,6 @@ def test_shell_blocks_can_be_parsed() -> None:
     for page, number, text in found:
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert done.returncode == 0, f"{page}, bash block {number}: {done.stderr}"
-
-
-def test_commands_and_options_of_the_command_line_exist() -> None:
-    source = "\n".join(path.read_text() for path in SOURCES if "src/vescale_fsdp" in str(path))
-    for page, _, text in blocks("bash"):
-        for call in re.findall(r"^ *vescale-fsdp (.+?)(?:#.*)?$", text.replace("\\\n", " "), re.M):
-            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", f" {call}"):
-                name = option[2:].replace("-", "_")
-                is_known = f'"{option}"' in source or f"{option}/" in source or name in source
-                assert is_known, f"{page}: vescale-fsdp {call}: {option}"
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_source() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -91,6 +92,17 @@ def test_command_line_plans_a_shapes_file_without_importing_torch(tmp_path: Path
     output = run_python(code, tmp_path)
     assert "tiny.json: 48 parameters in 2 units, ranks: 2" in output
     assert output.splitlines()[-1] == "0"
+
+
+def test_the_first_script_of_the_documentation_trains(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "start.md"
+    (code,) = re.findall(r'^```python title="first.py"\n(.*?)^```', page.read_text(), re.M | re.S)
+    (tmp_path / "first.py").write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert "rank 1 holds 248 of 512 elements" in done.stdout, done.stderr
 
 
 def test_lightning_adapter_declares_its_entry_point() -> None:

@@ -115,11 +115,11 @@ def export_dcp(
 
     With FSDP2, on any number of ranks::
 
-        state = {"model": get_model_state_dict(model),
-                 "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
 
     FSDP2 expects states of all parameters, but parameters that never had a gradient have none
     (use ``DefaultLoadPlanner(allow_partial_load=True)``). Keys of states become strings.
