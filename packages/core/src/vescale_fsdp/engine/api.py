@@ -66,93 +66,91 @@ def fully_shard(
     """Shard a module's parameters over the ranks of a mesh, in place.
 
     Call it bottom-up, on the repeated blocks first and on the whole model last: each call makes
-    one unit of the parameters that no earlier call has taken. A unit's parameters lie in one
-    flat buffer per dtype and trainability, cut into equal shards between whole blocks.
+    one unit of the parameters that belong to no earlier call. A unit's parameters are in one
+    flat buffer per dtype and trainability, split into equal shards between whole blocks.
 
     Args:
         module: any module with a forward, or a list of modules that are one unit together (they
             are gathered from the first one's forward to the last one's). Each becomes an
-            ``FSDPModule``, of a class with the name and the module of its own.
+            ``FSDPModule``; its class keeps its name and its module.
         mesh: one axis to shard over, or two named ones: the first holds replicas and the
             second shards (HSDP). Default: all ranks, on the accelerator or the CPU.
-        reshard_after_forward: free the gathered parameters after forward and gather them again
+        reshard_after_forward: reshard after forward and all-gather again
             in backward. None: yes, except for the root of a model in training. An int k, a factor
-            of the number of ranks: keep one part of k on each rank, so that the gather in
-            backward is among k neighbours (the ranks of one machine).
+            of the number of ranks: keep one part of k on each rank, so that the all-gather in
+            backward is among k neighbouring ranks (those of one machine).
         shard_placement_fn: ``parameter -> None | Shard(d) | ShardPlacementResult``, as in FSDP2.
-            None: in whole blocks (RaggedShard). ``Shard(d)``: that, in a buffer of its own. A
-            result with a mesh: over that mesh (experts).
+            None: RaggedShard. ``Shard(d)``: this placement, in a buffer of its own. A
+            result with a mesh: shard over that mesh (experts).
         mp_policy: dtypes of compute, reduction and outputs. The shards keep the dtype that the
             parameters have now.
-        offload_policy: ``CPUOffloadPolicy()`` lets shards, gradients and so the optimizer rest on
-            the CPU; they go to the mesh's device for each gather and come back after each
-            reduction.
-        ignored_params: are left alone: not sharded, not reduced.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer on
+            the CPU; shards are copied to the mesh's device for each all-gather, gradients back
+            after each reduction.
+        ignored_params: not sharded and not reduced.
         dp_mesh_dims: ``mesh`` has all axes of the job, the parameters are DTensors on it, and this
             names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
             Without axes to shard over the parameters stay whole (DDP).
         sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.zero_table`): "ddp",
             "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. None is "zero3" on
-            one axis and "hsdp" on two. The first three keep parameters after forward.
-        accumulate: how gradients are kept by a backward whose synchronization is switched off
+            one axis and "hsdp" on two. The first three do not reshard after forward.
+        accumulate: how a backward accumulates gradients while synchronization is off
             (``set_requires_gradient_sync(False)``, ``no_sync``). "unsharded": nothing is sent, and
-            each rank keeps its own sum, as with FSDP2. "sharded": they are reduced along the axis
-            that shards all the same, and each rank keeps its shard of them, which takes less
-            memory. None is "sharded" for ``sharding="zero2"``, whose meaning that is, and
-            "unsharded" for all others.
-        granularity: what must not be cut: one for all parameters, or a policy
+            each rank keeps its own sum, as with FSDP2. "sharded": gradients are reduced along the
+            shard axis, and each rank keeps its shard, which takes less
+            memory. None is "sharded" for ``sharding="zero2"`` and "unsharded" for all others.
+        granularity: the blocks that must not be split: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
-            Default: cut anywhere, which costs the least padding.
-        unused: "auto": parameters that no rank used in a backward keep ``.grad`` None, found out
-            by one byte a parameter beside the last reductions of each backward. "zeros": nobody
-            asks, and they get zeros, which momentum and weight decay turn into changes.
-        in_flight: how many units may be gathered, or on their way, at a time: the one that runs,
-            and ``in_flight - 1`` ahead of it. Units that stay gathered anyway do not count
-            (``reshard_after_forward=False``, and what a root keeps). So with 1 nothing is
-            prefetched, and each reduction is waited for; and from 3 on the last ``in_flight - 2``
-            units of a forward are not freed, as its backward begins with them. On CPU a reduction
-            under way takes the room of one gather: with 2 they alternate. Set on the root.
-        broadcast_buffers: give all ranks the first one's buffers, such as BatchNorm's statistics,
-            before each forward that follows a synchronized one with gradients, as DDP does. One
-            message more, of all buffers. False, as in FSDP2: each rank keeps its own. Set on the
-            root.
+            Default: split anywhere, with the least padding.
+        unused: "auto": parameters that no rank used in a backward keep ``.grad`` None; this needs
+            one byte a parameter, sent with the last reductions of each backward. "zeros": nothing
+            is sent, and they get zeros, which momentum and weight decay turn into changes.
+        in_flight: how many units may be unsharded at a time: the one that runs,
+            and ``in_flight - 1`` that are prefetched. Units that are never resharded do not count
+            (``reshard_after_forward=False``, and the root's own parameters). 1: no prefetch, and
+            each reduction is waited for. From 3 on, the last ``in_flight - 2`` units of a forward
+            are not resharded, because backward begins with them. On CPU a reduction
+            under way counts as one all-gather: with 2 they alternate. Set it on the root.
+        broadcast_buffers: send the buffers of the first rank, such as BatchNorm's statistics, to
+            all before each forward that follows a synchronized one with gradients, as DDP does.
+            One more message with all buffers. False, as in FSDP2: each rank keeps its own. Set it
+            on the root.
         gather_codec: with a `QuantizedGather` all-gathers send weights in 8 bits, and forward
-            computes with those. Their blocks become the granularity, where ``granularity`` asks for
-            nothing. Embeddings and heads are told by the names of their modules: call it on a head
-            alone without this.
+            computes with those. Their blocks become the granularity of parameters without one.
+            Embeddings and heads are recognized by the names of their modules: call ``fully_shard``
+            on a head alone without this.
         reduce_codec: with a `QuantizedReduce` reductions send gradients in 8 bits.
         gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Returns:
         ``module`` itself.
 
-    Cost: nothing is communicated here. Afterwards, per unit and step: one all-gather in forward,
-    one more in backward if it was released, one reduction (with replicas: and one all-reduce of
-    the shard); memory between steps is the shard.
+    Cost: no communication in this call. Then, per unit and step: one all-gather in forward,
+    one more in backward if it was resharded, one reduction (with replicas also one all-reduce of
+    the shard). Memory between steps is the shard.
 
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
     gathers itself, as with FSDP2: one all-gather and one reduction more for each.
 
-    Ranks run their units in the same order, and may leave out any of them, where all units are on
-    one mesh. The first pass of each kind is predicted, in order of definition, and confirmed at its
-    end by one round through the store, and one more for each difference; opposite orders are an
-    error on every rank. With ``VESCALE_FSDP_CHECK_ORDER=1`` each gather of every pass is compared.
-    A unit that one rank leaves out is gathered there all the same.
+    Ranks must run units in the same order. If all units are on one mesh, a rank may skip any of
+    them; it still takes part in their collectives. The first pass of each kind is predicted, in
+    order of definition, and confirmed at its end by one round through the store, and one more for
+    each difference; opposite orders are an error on every rank. With
+    ``VESCALE_FSDP_CHECK_ORDER=1`` each all-gather of every pass is compared.
 
-    On the CPU a rank waits for others for ``VESCALE_FSDP_TIMEOUT_S`` seconds at most (60; 0 for no
+    On the CPU a rank waits for others for at most ``VESCALE_FSDP_TIMEOUT_S`` seconds (60; 0 for no
     limit), and then raises a ``RankMismatchError`` that says where they are.
 
-    With ``VESCALE_FSDP_CHECK_MEMORY=1`` gathered parameters and buffers that are released are
-    filled with NaN and keep their memory: a view of them that somebody has kept shows.
+    With ``VESCALE_FSDP_CHECK_MEMORY=1`` unsharded parameters and buffers are filled with NaN
+    instead of being freed. This shows views of them that are read too late.
 
     Raises:
-        ValueError, AssertionError: what FSDP2 raises for the same mistake, with the same words.
-        ValueError: a codec with a granularity that cuts its blocks, with a dtype that the device
-            lacks, or chosen for a parameter that is smaller than a block, gathers itself or is cut
-            by ``Shard(d)``; or given by both of its names.
-        NotImplementedError: a parameter is unevenly cut by tensor parallelism, or a DTensor that
-            shall stay codes in forward; or "hsdp_zero1" of one that is a DTensor, or that gathers
-            itself.
+        ValueError, AssertionError: as FSDP2 for the same mistake, with the same words.
+        ValueError: a codec with a granularity that splits its blocks, with a dtype that the device
+            lacks, or for a parameter that is smaller than a block, gathers itself or has a
+            ``Shard(d)``; or passed by both of its names.
+        NotImplementedError: tensor parallelism shards a parameter unevenly; a DTensor with
+            ``decode=False``; or "hsdp_zero1" for a DTensor or a parameter that gathers itself.
         PlanError: the parameters cannot be laid out.
 
     Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.

@@ -75,14 +75,14 @@ def clip_grad_norm_(
 
     Args:
         params_or_module: parameters (or a module's parameters), sharded and plain ones mixed.
-            Plain ones are taken to be the same on every rank and counted once.
+            Plain ones must be the same on every rank, and count once.
         max_norm: the largest total norm afterwards.
         norm_type: the p of the norm, > 0; ``inf`` is allowed.
         error_if_nonfinite: raise, on every rank and before scaling, if the norm is not finite.
 
     Returns:
         The total norm before clipping: a plain tensor on the device of the first gradient, the same
-        on every rank. A norm of gradients that rest on the CPU goes by the accelerator where the
+        on every rank. The norm of offloaded gradients is reduced on the accelerator if the
         ranks have no backend for the CPU.
 
     Cost: one all-reduce of one number per mesh axis, and two kernels for each whole shard of

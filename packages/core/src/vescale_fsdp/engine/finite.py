@@ -44,9 +44,9 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
 
     Collective: all ranks that share the parameters call it, with the same policy, between
     backward and the optimizer's step, and before clipping (a norm that is NaN makes all gradients
-    NaN). What is looked at is ``.grad``: gradients that wait for the last of several
-    micro-batches have none yet. They are sums over the ranks: the rank that holds a NaN, and is
-    named, need not be the one whose batch made it.
+    NaN). It checks ``.grad``, so not gradients that wait for the last of several
+    micro-batches. These are sums over the ranks: the error names the rank that holds a NaN, which
+    need not be the rank whose batch caused it.
 
     Args:
         module: sharded or not; its units may be on different meshes.
@@ -54,11 +54,11 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
 
             - ``"raise"``: raise on every rank; weights and gradients stay as they are.
             - ``"skip"``: return False and drop all gradients, as ``zero_grad(set_to_none=True)``
-              does, those that wait included. The caller leaves out ``optimizer.step()``, as
-              above, and so neither weights, momentum, weight decay nor step counts move.
-              (Optimizers of ``torch.optim`` also do nothing if they are called: they pass over a
-              parameter without a gradient. A schedule of the learning rate is the caller's.)
-            - ``"ignore"``: return True without looking, and without communication.
+              does, including those that wait. The caller skips ``optimizer.step()``, as
+              above, so weights, momentum, weight decay and step counts do not change.
+              (Optimizers of ``torch.optim`` also do nothing if they are called: they skip
+              parameters without a gradient. The caller handles the learning rate schedule.)
+            - ``"ignore"``: return True without a check and without communication.
 
     Returns:
         True if all are finite, or ignored; there may be none at all.

@@ -25,7 +25,7 @@ class Granularity:
 
     @classmethod
     def elements(cls, n: int) -> Granularity:
-        """Blocks of ``n`` consecutive elements (1: cut anywhere)."""
+        """Blocks of ``n`` consecutive elements (1: split anywhere)."""
         return cls((("elements", _positive("elements", n)),))
 
     @classmethod
@@ -45,7 +45,7 @@ class Granularity:
 
     @classmethod
     def whole(cls) -> Granularity:
-        """The tensor is never cut."""
+        """The tensor is never split."""
         return cls((("whole", 1),))
 
     def block(self, shape: Sequence[int]) -> int:

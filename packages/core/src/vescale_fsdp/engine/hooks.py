@@ -99,7 +99,7 @@ def _around_forward() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather the module's parameters around itself.
+    """Let a method other than ``forward`` unshard the module's parameters while it runs.
 
     For example ``generate``, or a Lightning module's ``training_step``. Calls of the module
     inside the method are part of the same pass. Does nothing on a module that is not sharded.

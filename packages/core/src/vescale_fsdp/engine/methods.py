@@ -34,13 +34,13 @@ from vescale_fsdp.program.residency import Lease
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """What ``unshard(async_op=True)`` returns."""
+    """The result of ``unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Have the parameters gathered and registered when this returns. Idempotent."""
+        """Wait until the parameters are unsharded and registered. Idempotent."""
         if self._unit is not None:
             self._unit.take_by_hand()
             self._unit = None
@@ -61,7 +61,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         return f"FSDP{super().__repr__()}"
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters (not those of nested units).
+        """Unshard this module's own parameters (not those of nested units).
 
         With ``async_op`` the gather is under way when this returns; wait on the handle, or let
         the next forward do it.
@@ -78,11 +78,11 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this module's gathered parameters and register the sharded ones."""
+        """Free this module's unsharded parameters and register the sharded ones."""
         self._unit().rest()
 
     def reset_iter_state(self, timeout_s: float = MEETING_TIMEOUT_S) -> None:
-        """After an exception in forward or backward: drop what is left of that step. Collective.
+        """After an exception in forward or backward: drop the incomplete step. Collective.
 
         Waits for collectives under way, frees what is gathered and drops gradients that have
         not been published. Called on the root, on every rank: an exception on one rank alone
@@ -119,7 +119,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             unit.requires_all_reduce = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered parameters are freed after forward, and gathered again in backward.
+        """Whether to reshard after forward and all-gather again in backward.
 
         From ``in_flight=3`` on those that come back first stay all the same (`fully_shard`).
         Also instead of the int that ``fully_shard`` was given: no part is kept from now on.
@@ -137,15 +137,15 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether gathered parameters are freed after backward (off: between micro-batches)."""
+        """Whether to reshard after backward (off: between micro-batches)."""
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of ``nn.Module``. Between passes these are the sharded parameters, always.
 
-        A root keeps its gathered parameters between forward and backward, and so do other units; an
-        optimizer or a clipping that was given those would work on nothing.
+        A root and some units stay unsharded between forward and backward, but an
+        optimizer or clipping must not work on their unsharded parameters.
         """
         sharded: dict[int, nn.Parameter] = {}
         for unit in units_in(self).values():  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ class _Pinned(AbstractContextManager[None]):
 def unsharded(
     *modules: nn.Module, writeback: bool = False, recurse: bool = True
 ) -> AbstractContextManager[None]:
-    """Context in which the modules hold full, plain parameters: for ``generate``, summaries.
+    """Context with unsharded, plain parameters, for example for ``generate`` or summaries.
 
     Collective over the ranks that share the parameters: all of them must enter. Forwards inside
     do not gather again.
@@ -313,7 +313,7 @@ def state_of(module: nn.Module) -> State | None:
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Nothing to share: models over the same ranks have the same communicators already.
+    """No effect: models over the same ranks share communicators anyway.
 
     Raises:
         ValueError: one of them is not sharded.

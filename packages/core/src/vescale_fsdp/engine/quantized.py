@@ -35,10 +35,10 @@ _ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
 
 @dataclass(frozen=True)
 class QuantizedGather:
-    """Weights travel as 8-bit codes, one scale for each block, and are rounded to them in forward.
+    """All-gathers send weights as 8-bit codes with one scale per block; forward rounds them.
 
     The sharded parameters, and so the optimizer and checkpoints, keep their precision. Forward and
-    backward see ``code * scale``, in the dtype that they would have without; gradients are those of
+    backward see ``code * scale``, in the compute dtype; gradients are those of
     the rounded weights, and are applied to the exact ones (straight-through). All of it is the same
     bit for bit as gathering first and rounding each block of the whole tensor then, on any number
     of ranks.
@@ -54,19 +54,19 @@ class QuantizedGather:
         dtype: "int8", evenly spaced codes, or "e4m3", which are denser near zero: better where a
             few numbers in a block are much larger than the others.
         block: n consecutive elements, or (rows, columns) of a tile of each matrix in the last two
-            dimensions: no cut goes through its rows, so tall tiles pad much on many ranks. Vectors,
-            and what has more than three dimensions, have blocks of rows * columns elements in
-            place of tiles.
+            dimensions: its rows are not split, so tall tiles need much padding on many ranks.
+            Vectors, and tensors of more than three dimensions, have blocks of rows * columns
+            elements instead of tiles.
         policy: ``(fqn, param)`` -> True, False, another ``QuantizedGather`` for this parameter, or
             None for the rule below. The fqn is relative to the module.
         decode: False: forward sees codes and scales, as a `QuantizedWeight`, and linear layers
             compute with them where the device can (the input is rounded there, too). They are a
             group of their own, with a gather and a reduction beside those of the unit's others.
 
-    Without a policy matrices of hidden layers travel so, and stacks of them, if they have as many
-    elements as a block. Biases, norms, embeddings, heads (by the rules of
-    ``optim.split_named_params``, as far as the module shows them) and small tensors travel in the
-    dtype of forward.
+    Without a policy this applies to matrices of hidden layers, and stacks of them, with at least as
+    many elements as a block. Biases, norms, embeddings, heads (by the rules of
+    ``optim.split_named_params``, as far as the module shows them) and small tensors are sent in the
+    compute dtype.
 
     Raises:
         ValueError: another dtype, or no such block.
@@ -89,23 +89,23 @@ class QuantizedGather:
 
 @dataclass(frozen=True)
 class QuantizedReduce:
-    """Gradients travel as int8 codes, one scale for each block, and are summed in float32.
+    """Reductions send gradients as int8 codes with one scale per block, and sum them in float32.
 
     Each rank rounds its own gradients, in blocks of the whole tensor, and sends every rank its
-    part; that one adds what all have sent, itself included, in the order of ranks, and divides.
+    part. That rank adds the parts of all ranks, including its own, in rank order, and divides.
     The sum over replicas (HSDP) that follows is exact. On one rank nothing is rounded.
 
     Rounding errors of different steps and ranks are independent, but they are noise in the
-    gradients: measure the loss. With ``error_feedback`` a rank adds to its next gradients what
-    rounding took from these.
+    gradients: measure the loss. With ``error_feedback`` a rank adds the rounding error to its next
+    gradients.
 
     Args:
         block: n consecutive elements; or (rows, columns) of a tile.
         error_feedback: costs 4 bytes for each element of the whole parameters, on every rank, and
             as much in checkpoints, where it is kept for as many ranks.
         policy: ``(fqn, param)`` -> True, False, another ``QuantizedReduce`` for this parameter
-            (its ``error_feedback`` is not looked at), or None for the rule: whatever is no vector
-            and has as many elements as a block.
+            (its ``error_feedback`` is ignored), or None for the rule: every parameter that is not a
+            vector and has at least as many elements as a block.
 
     Raises:
         ValueError: no such block.

@@ -35,20 +35,19 @@ _aten = torch.ops.aten
 
 
 class QuantizedWeight(torch.Tensor):
-    """A weight as codes and scales: what forward sees with ``QuantizedGather(decode=False)``.
+    """A weight as codes and scales, in a forward with ``QuantizedGather(decode=False)``.
 
-    It has the shape and dtype of the weight that it stands for. Any function takes it, as
-    `dequantize` gives it; gradients are plain, and those of the rounded weight. It cannot be
-    written to.
+    It has the shape and dtype of the weight. Any function accepts it and computes with the result
+    of `dequantize`; gradients are plain, and those of the rounded weight. It cannot be written to.
 
     Attributes:
         codes: uint8, of the weight's shape: int8 or e4m3 by their bits. Has memory while the
-            parameter is gathered.
+            parameter is unsharded.
         scales: float32, of the shape of the grid of blocks: [rows / r, columns / c] of tiles r x c.
         coding: the dtype of the codes, and the blocks.
 
-    Cost: a byte for each element, and in backward and where nothing multiplies codes the decoded
-    weight for a moment.
+    Cost: a byte for each element; temporarily the decoded weight in backward, and in functions that
+    cannot multiply codes.
     """
 
     codes: torch.Tensor

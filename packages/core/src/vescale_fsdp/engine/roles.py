@@ -85,11 +85,11 @@ class Roles:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: what most people would call ``fully_shard`` on.
+    """The repeated blocks of a model, the usual units of ``fully_shard``.
 
     Modules whose class the model names in ``_no_split_modules`` (as ``transformers`` does), or
     else the members of each ``ModuleList`` or ``Sequential`` that holds several parametrized
-    modules of one class. Blocks inside blocks are not looked for.
+    modules of one class. Blocks inside blocks are ignored.
     """
     names = {
         name
