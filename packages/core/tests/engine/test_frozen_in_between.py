@@ -300,7 +300,7 @@ def freeze_on_one_rank() -> None:
 
 
 def test_a_rank_that_alone_freezes_something_is_told() -> None:
-    text = r"rank 0: RankMismatchError(?s:.)*has changed on this rank.*'1.in_proj.bias'"
+    text = r"rank 0: RankMismatchError(?s:.)*have changed on this rank.*'1.in_proj.bias'"
     with pytest.raises(RankError, match=text):
         run_ranks(freeze_on_one_rank, 2, timeout_s=60)
 

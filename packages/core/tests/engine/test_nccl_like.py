@@ -442,7 +442,7 @@ def check_meta() -> None:
         assert seen == [DEVICE]
         assert {param.device.type for param in model.parameters()} == {"cpu"}
         assert all(param.grad is not None for param in model.parameters())
-        with pytest.raises(RuntimeError, match="were to rest on the CPU"):
+        with pytest.raises(RuntimeError, match="must be on the CPU"):
             on_meta().to_empty(device=DEVICE)
 
 

@@ -52,8 +52,8 @@ def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     return [
         (
             ValueError,
-            r"'weight', of shape \(12, 8\), lets cuts go between any two blocks of 16 elements, but"
-            r" it travels as int8 in blocks of \(4, 4\): those are whole at multiples of 32",
+            r"'weight', of shape \(12, 8\), allows splits between any two blocks of 16 elements,"
+            r" but it is sent as int8 in blocks of \(4, 4\), whose blocks end at multiples of 32",
             lambda: fully_shard(layer(), gather_codec=GATHER, granularity=Granularity.rows(2)),
         ),
         (
@@ -85,12 +85,12 @@ def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         ),
         (
             ValueError,
-            r"'weight', which gathers itself, cannot travel in blocks",
+            r"'weight', which gathers itself, cannot be sent in blocks",
             lambda: fully_shard(made(Narrow, 6).layers[0], gather_codec=QuantizedGather(block=4)),
         ),
         (
             ValueError,
-            r"'weight', which shard_placement_fn wants as Shard\(0\), cannot travel in blocks",
+            r"'weight', which shard_placement_fn wants as Shard\(0\), cannot be sent in blocks",
             lambda: fully_shard(
                 layer(), gather_codec=GATHER, shard_placement_fn=lambda _: Shard(0)
             ),
@@ -102,12 +102,12 @@ def refusals() -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         ),
         (
             ValueError,
-            "set_custom_all_gather: parameters of this module travel in 8 bits",
+            "set_custom_all_gather: parameters of this module are sent in 8 bits",
             lambda: fully_shard(layer(), gather_codec=GATHER).set_custom_all_gather(object()),
         ),
         (
             ValueError,
-            "set_custom_reduce_scatter: parameters of this module travel in 8 bits",
+            "set_custom_reduce_scatter: parameters of this module are sent in 8 bits",
             lambda: fully_shard(layer(), reduce_codec=QuantizedReduce(8)).set_custom_reduce_scatter(
                 0
             ),

@@ -155,7 +155,9 @@ def check_errors() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = nn.Linear(4, 5)
     parallelize_module(model, mesh["tensor"], ColwiseParallel())
-    with pytest.raises(NotImplementedError, match=r"'weight' of shape \(5, 4\) is unevenly cut"):
+    with pytest.raises(
+        NotImplementedError, match=r"'weight' of shape \(5, 4\) is unevenly sharded"
+    ):
         fully_shard(model, mesh=mesh["data"])
 
 

@@ -272,6 +272,6 @@ def agree_on_frozen(changed: list[str], group: dist.ProcessGroup) -> None:
         if str(error).startswith("ranks disagree"):
             raise
         raise RankMismatchError(
-            f"what is frozen has changed on this rank since the last reduction ({changed}), and "
-            f"perhaps not on others: {error}. {_SAME_FLAGS}"
+            f"the frozen parameters have changed on this rank since the last reduction "
+            f"({changed}), and perhaps not on others: {error}. {_SAME_FLAGS}"
         ) from error

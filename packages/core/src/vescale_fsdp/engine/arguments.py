@@ -64,7 +64,7 @@ def check_arguments(
     reshard_after_forward: object,
     granularity: object,
 ) -> None:
-    """Raise for values of FSDP2's arguments that are wrong, or not there yet."""
+    """Raise for values of FSDP2's arguments that are wrong, or not supported yet."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to "

@@ -125,7 +125,7 @@ def enter(call: Call, value: Any) -> Any:
     if compat.takes_functional_gradient():
         raise NotImplementedError(
             "torch.func.grad and torch.func.vjp through the sharded module "
-            f"{call.where} are not there yet in vescale_fsdp; use "
+            f"{call.where} are not supported yet by vescale_fsdp; use "
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class _PreBackward(torch.autograd.Function):
         if torch.is_grad_enabled():  # the second backward would find freed parameters
             raise NotImplementedError(
                 f"a backward with create_graph=True through the sharded module "
-                f"{ctx.call.where} is not there yet in vescale_fsdp; compute "
+                f"{ctx.call.where} is not supported yet by vescale_fsdp; compute "
                 "this term without create_graph, or on a module that is not sharded"
             )
         ctx.call.pre_backward()

@@ -302,7 +302,7 @@ class ExtensionGroup(Group):
         """
         raise NotImplementedError(
             f"unsharded(writeback=True) of parameter {self.slots[0].fqn!r}, which gathers itself, "
-            "is not there yet; change the sharded parameter in place"
+            "is not supported yet; change the sharded parameter in place"
         )
 
     # Gradients

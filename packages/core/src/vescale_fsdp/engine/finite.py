@@ -90,12 +90,12 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
         return True
     if policy == "skip":
         if group is None or dist.get_rank(group) == 0:
-            _log.info("step left out: %s", text)
+            _log.info("step skipped: %s", text)
         _drop(module, params.values())
         return False
     raise NonFiniteError(
         f"{text}. Weights and gradients are as they were before the check: look at the loss, the "
-        'inputs and the learning rate of this step; or use policy="skip" to leave such steps out'
+        'inputs and the learning rate of this step; or use policy="skip" to skip such steps'
     )
 
 

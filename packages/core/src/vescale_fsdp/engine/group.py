@@ -237,9 +237,9 @@ class Group(Parameters):
         if moved or self._guard.saw_write:
             if self.is_stale:
                 raise RuntimeError(
-                    f"the parameters {[slot.fqn for slot in self.slots]} were written to as "
-                    "gathered and as sharded parameters in one pass, and one of the writes would "
-                    "be lost. In a forward, write to what module.parameters() gives there"
+                    f"the parameters {[slot.fqn for slot in self.slots]} were written to "
+                    "both unsharded and sharded in one pass, and one of the writes would be "
+                    "lost. In a forward, write to what module.parameters() gives there"
                 )
             self.write_back()
         elif self.is_exposed and not self.is_stale and self._may_differ():
@@ -305,7 +305,7 @@ class Group(Parameters):
         if self.state is not State.UNSHARDED and not self.frees_before_backward:
             raise RuntimeError(
                 f"a gradient of {slot.fqn!r} appeared while its parameters were freed: the loss "
-                "depends on it by a way around the outputs of its module (an attribute that "
+                "depends on it by a tensor that is not an output of its module (an attribute that "
                 "forward has set, for example). Return that tensor from forward instead"
             )
         self.gradients.add(index, self._in_buffer(slot, gradient))

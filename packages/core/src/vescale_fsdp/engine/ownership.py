@@ -120,8 +120,8 @@ def _with_blocks(
     if (gather or reduce) and item.dim is not None:
         why = "gathers itself" if item.extends else f"shard_placement_fn wants as Shard({item.dim})"
         raise ValueError(
-            f"fully_shard: {item.fqn!r}, which {why}, cannot travel in blocks of 8 bits; let the "
-            "policy of gather= and reduce= return False for it"
+            f"fully_shard: {item.fqn!r}, which {why}, cannot be sent in blocks of 8 bits; let the "
+            "policy of gather_codec= and reduce_codec= return False for it"
         )
     block = checked_block(item.fqn, shape, block, gather, reduce)
     return replace(item, block=block, gather=gather, reduce=reduce)

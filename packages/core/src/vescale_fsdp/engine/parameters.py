@@ -300,8 +300,8 @@ class Parameters(ABC):
             self._compute_device, self._users = device, devices.Users(device)
         elif device.type != "cpu":
             raise RuntimeError(
-                f"the parameters {[slot.fqn for slot in self.slots]} are on {device}, but were to "
-                "rest on the CPU (offload_policy=CPUOffloadPolicy()); load a state dict of CPU "
+                f"the parameters {[slot.fqn for slot in self.slots]} are on {device}, but must be "
+                "on the CPU (offload_policy=CPUOffloadPolicy()); load a state dict of CPU "
                 'tensors, or call module.to_empty(device="cpu")'
             )
 

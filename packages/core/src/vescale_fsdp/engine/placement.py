@@ -191,8 +191,9 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
     for axis, placement in enumerate(inner.placements):
         if isinstance(placement, Shard) and inner.shape[placement.dim] % inner.mesh.size(axis):
             raise NotImplementedError(
-                f"fully_shard: parameter {fqn!r} of shape {tuple(inner.shape)} is unevenly cut by "
-                f"{placement} over {inner.mesh.size(axis)} ranks; pad that dimension to a multiple"
+                f"fully_shard: parameter {fqn!r} of shape {tuple(inner.shape)} is unevenly sharded "
+                f"by {placement} over {inner.mesh.size(axis)} ranks; pad that dimension to "
+                "a multiple"
             )
     return axes.joined(inner.mesh)
 

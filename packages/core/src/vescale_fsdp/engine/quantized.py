@@ -4,9 +4,9 @@ A parameter that is sent in blocks must not be split inside of one. So its block
 granularity, and a granularity that the user gives has to keep them whole too.
 
 With ``QuantizedReduce(error_feedback=True)`` each rank adds what rounding has taken from its
-gradients to its next ones, so a run goes on with the same bits only if a checkpoint has it
-(`ErrorFeedback`). It is about this rank's own gradients, in the shapes of whole parameters: no
-other rank has it, and another number of ranks has no use for it.
+gradients to its next ones, so a resumed run is bitwise identical only if a checkpoint has it
+(`ErrorFeedback`). It belongs to this rank's own gradients, in the shapes of whole parameters: no
+other rank has it, and it is dropped when the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.de
         _check_device(gather, device)
     if reduce is not None and axes.shard is None:
         raise ValueError(
-            "fully_shard: reduce_codec=QuantizedReduce(...) is about sums of which each rank keeps "
-            "its part, and sharding='ddp' cuts nothing; use sharding='zero1'"
+            "fully_shard: reduce_codec=QuantizedReduce(...) needs gradients that are sharded, and "
+            "sharding='ddp' shards nothing; use sharding='zero1'"
         )
 
 
@@ -260,10 +260,10 @@ def checked_block(
         if block is not None and block < numel and block % unit:
             assert coding is not None, "1 divides everything"
             raise ValueError(
-                f"fully_shard: the granularity of {fqn!r}, of shape {tuple(shape)}, lets cuts go "
-                f"between any two blocks of {block} elements, but it travels as {coding}: those "
-                f"are whole at multiples of {unit} elements. {_ADVICE.format(option=option)}; or "
-                "leave out granularity=, and it will be what is needed"
+                f"fully_shard: the granularity of {fqn!r}, of shape {tuple(shape)}, allows splits "
+                f"between any two blocks of {block} elements, but it is sent as {coding}, whose "
+                f"blocks end at multiples of {unit} elements. {_ADVICE.format(option=option)}; or "
+                "leave out granularity=, which then follows from the codec"
             )
     if block is not None:
         return block

@@ -199,7 +199,7 @@ class TuningMethods:
         What it allocates receives the shards; one copy takes them to where the parameters lie.
 
         Raises:
-            ValueError: the parameters are on several meshes, or travel in 8 bits.
+            ValueError: the parameters are on several meshes, or are sent in 8 bits.
         """
         for group in self._groups_on_one_mesh("set_custom_all_gather"):
             _refuse_coded(group, "set_custom_all_gather")
@@ -209,7 +209,7 @@ class TuningMethods:
         """Reduce by ``comm``: FSDP2's ``ReduceScatter``, with ``allocate`` and ``__call__``.
 
         Raises:
-            ValueError: the parameters are on several meshes, or travel in 8 bits.
+            ValueError: the parameters are on several meshes, or are sent in 8 bits.
         """
         for group in self._groups_on_one_mesh("set_custom_reduce_scatter"):
             _refuse_coded(group, "set_custom_reduce_scatter")
@@ -320,7 +320,7 @@ def _refuse_custom(group: Group, method: str) -> None:
 def _refuse_coded(group: Group, method: str) -> None:
     if any(gather or reduce for gather, reduce in group.codings):
         raise ValueError(
-            f"{method}: parameters of this module travel in 8 bits (gather_codec= or "
+            f"{method}: parameters of this module are sent in 8 bits (gather_codec= or "
             "reduce_codec= of fully_shard), by messages that other collectives do not know; use "
             "one of the two"
         )

@@ -116,7 +116,7 @@ def row_of(
     if reshard_after_forward and not row.cuts_parameters:
         raise ValueError(
             f"fully_shard: sharding={sharding!r} keeps parameters after forward; leave out "
-            f"reshard_after_forward={reshard_after_forward}, or take 'zero3'"
+            f"reshard_after_forward={reshard_after_forward}, or use 'zero3'"
         )
     if accumulate is None:
         return row

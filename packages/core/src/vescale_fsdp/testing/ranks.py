@@ -30,8 +30,9 @@ class RankError(Exception):
         failures: one ``RankFailure`` per failing rank, in the order in which they arrived.
         rank: rank of the first failure.
         type_name: name of the exception's type there, as in ``"ValueError"``; ``"RankDied"`` or
-        ``"RankHung"`` if no exception arrived. message: the exception's text there. traceback: the
-        traceback there, or the known facts about a rank that died or hung.
+            ``"RankHung"`` if no exception arrived.
+        message: the exception's text there.
+        traceback: the traceback there, or the known facts about a rank that died or hung.
     """
 
     def __init__(self, failures: list[RankFailure], world_size: int) -> None:
