@@ -1,4 +1,4 @@
-"""What adapters cost: one training under Lightning, Accelerate and plain loops, in turns.
+"""The cost of adapters: one training under Lightning, Accelerate and plain loops, alternating.
 
-``loops`` has a step of each, ``python -m benchmarks.adapters`` lets them take turns.
+``loops`` has a step of each. ``python -m benchmarks.adapters`` alternates between them.
 """

@@ -49,45 +49,47 @@ def _parts() -> Iterator[Part]:
     first = next(iter(sorted(scale.FOLDER.glob("*.json"))), None)
     yield Part(
         "Rank 0 of many",
-        "A step of one rank, by ranks: with `fake` ones the others are not there. Copies and host "
-        "time are beyond the model's own. FSDP2 is left out where its padded buffers need more "
-        "than the limit of the run. Batches are full ones: at 64 ranks most of a peak are "
-        "activations and the loss, which all engines have. The second table has the fake group's "
-        "figures over those of as many real ranks.",
+        "The first table shows a step of one rank, for several numbers of ranks. In a `fake` group "
+        "the other ranks do not exist. Copies and host time of the model alone are subtracted. "
+        "FSDP2 is left out where its padded buffers need more than the limit of the run. Batches "
+        "are full: at 64 ranks a peak consists mostly of activations and the loss, which all "
+        "engines have. The second table divides the fake group's figures by those of the same "
+        "number of real ranks.",
         read(first) if first else {},
         [scale.lines(), scale.checks()],
         "scale",
     )
     yield Part(
         "A model of step time, and its error",
-        "Predicted from compute alone, bytes by plan, and the rate of the network; what "
-        "collectives reach of it was measured on the first network of each model.",
+        "The model predicts a step from the time of compute alone, the bytes of the plan, and the "
+        "rate of the network. The share of that rate that collectives reach was measured on the "
+        "first network of each model.",
         read(check.FILE),
         [check.lines()],
     )
     assumed = read(large.FILE)
     yield Part(
         "Computed, not measured: 64 to 10,240 GPUs",
-        "Step times of the same model under assumptions, which are those of "
-        f"`benchmarks/cost_model/large.py` with {assumed.get('assumptions')}. FSDP2 shards "
-        "dimension 0, as by default: what it pays for experts beyond their number is padding. "
-        "Whoever replicates does not pay it; hence two numbers of shards.",
+        "These are step times of the same model. `benchmarks/cost_model/large.py` lists its "
+        f"assumptions; here they are {assumed.get('assumptions')}. FSDP2 shards dimension 0, its "
+        "default, and pads experts if there are more shards than experts. With replicas there "
+        "are fewer shards and no such padding, so the table has two numbers of shards.",
         assumed,
         [large.lines()],
         "large",
     )
     yield Part(
         "Copies (the paper's Table 1)",
-        "Bytes and time of copies in a step beyond the model's own. The paper, GPT-OSS-120B under "
-        "FSDP2 on 64 GPUs: copy-out 5.2 ms beside 43.7 ms of gathers, copy-in 12.4 ms beside "
-        "94.2 ms of reductions, up to 14% of an iteration.",
+        "Bytes and time of copies in a step, without the model's own. The paper measures "
+        "GPT-OSS-120B under FSDP2 on 64 GPUs: 5.2 ms of copy-out and 43.7 ms of all-gathers, "
+        "12.4 ms of copy-in and 94.2 ms of reductions. Copies are up to 14% of an iteration.",
         read(copies.FILE),
         [copies.lines()],
     )
     yield Part(
         "8-bit Adam without parts of the engine (the paper's Table 2)",
-        "In percent of the full engine's speed, within a round; the paper's figures are those of "
-        "its own models and clusters. What each variant is, is in `benchmarks/ablation.py`.",
+        "Speed in percent of the full engine's, within a round. The paper's figures are for its "
+        "own models and clusters. `benchmarks/ablation.py` describes the variants.",
         read(ablation.FILE),
         [ablation.lines(), ablation.padding_lines()],
     )
@@ -100,7 +102,8 @@ def _parts() -> Iterator[Part]:
 
     yield Part(
         "One GPU",
-        "World size 1 over NCCL; in larger ones the other ranks are not there and nothing is sent.",
+        "World size 1 uses NCCL. In larger worlds the other ranks do not exist, and nothing is "
+        "sent.",
         read(gpu_single.FILE),
         [gpu_single.lines()],
     )

@@ -27,7 +27,7 @@ def goals() -> list[Verdict]:
 
 def _peaks() -> Iterator[Verdict]:
     never = "peak of tensors at most FSDP2's"
-    target = f"peak of tensors at most {OF_FSDP2_PEAK} of FSDP2's, if need be with in_flight=1"
+    target = f"peak of tensors at most {OF_FSDP2_PEAK} of FSDP2's, by default or with in_flight=1"
     for path in sorted(scale.FOLDER.glob("*.json")):
         readings = read(path)["readings"]
         for ranks in PEAK_RANKS:
@@ -49,7 +49,7 @@ def _copies() -> Iterator[Verdict]:
     for key, found in read(copies.FILE).get("cells", {}).items():
         copied, model = (found[name]["bytes"]["gather out"] for name in ("vescale", "compute"))
         text = f"{(copied - model) / 1e6:.2f} MB"
-        yield Verdict("nothing copied out of a gather", key, text, copied <= model)
+        yield Verdict("nothing copied out of an all-gather", key, text, copied <= model)
 
 
 def _optimizers() -> Iterator[Verdict]:
@@ -68,7 +68,8 @@ def _quantized() -> Iterator[Verdict]:
     for cell, found in record.load_all(QUANTIZED).items():
         speed = ratios(found.step_s("fsdp2"), found.step_s("vescale-int8"))
         if speed is not None:
-            target = f"int8 gathers: at least {OVER_FSDP2_IN_INT8} of the speed of FSDP2 in fp32"
+            least = f"at least {OVER_FSDP2_IN_INT8} of the speed of FSDP2 in fp32"
+            target = f"int8 all-gathers: {least}"
             text = f"{speed[1]:.2f} ({speed[0]:.2f} to {speed[2]:.2f})"
             yield Verdict(target, str(cell), text, speed[1] >= OVER_FSDP2_IN_INT8)
 

@@ -26,23 +26,23 @@ METRICS: dict[str, tuple[str, Callable[[Summary], float | None]]] = {
     ),
     COPIED: (".1f", lambda each: mega(each.copied_bytes)),
     TENSORS: (".1f", lambda each: mega(each.tensor_bytes)),
-    "Peak of resident memory on a rank since before the model was made, MB": (
+    "Peak of resident memory on a rank, less that before the model was built, MB": (
         ".0f", lambda each: mega(each.resident_bytes)
     ),
     "CPU time of a process in a step beyond that of the model alone, ms": (
         ".0f", lambda each: None if each.host_s is None else 1000 * each.host_s
     ),
-    "Losses beside DDP's, the largest relative difference of a step": (
+    "Losses compared with DDP's, the largest relative difference of a step": (
         ".1e", lambda each: each.loss_difference
     ),
 }  # fmt: skip
 PLACE = ["model", "ranks", "network", "precision"]
 CAUSES = {
-    "ddp": "DDP holds all parameters, gradients and optimizer states on every rank and gathers "
-    "nothing: of three transfers of the model in a step it makes two, in one collective, and has "
-    "no buffers to fill and release. Whoever has that memory should use it. "
+    "ddp": "DDP holds all parameters, gradients and optimizer states on every rank and needs no "
+    "all-gathers. An all-reduce sends two thirds of what two all-gathers and a reduce-scatter send "
+    "of the model, and DDP has no buffers to fill and release. If the memory suffices, use DDP. "
     "[A profile of both](../docs/design/performance.md#where-processor-time-goes).",
-    "deepspeed": "The cores are busy throughout there, so that hiding communication gains nothing.",
+    "deepspeed": "All cores are busy in these cells, so that overlap gains nothing.",
 }
 PADDING_RANKS = (64, 256, 512, 1024)
 # Figure 11 as far as it can be read, in percent: rows 1 and 16, and rows of 128.
@@ -61,7 +61,7 @@ def page(
         "# Results",
         "",
         "Written by `python -m benchmarks.report` from the files in `benchmarks/results`, not by",
-        "hand. What each column is, and how it is measured, is in [README.md](README.md).",
+        "hand. [README.md](README.md) explains each column and how it is measured.",
         "",
     ]
     if records:
@@ -108,7 +108,7 @@ def _targets(records: Mapping[Cell, Record], padding: dict[str, Any]) -> Iterato
 
 
 def _circumstances(records: Mapping[Cell, Record]) -> Iterator[str]:
-    yield "## On what, and how"
+    yield "## Machines and commands"
     yield ""
     kinds: dict[str, list[Cell]] = {}
     for cell, record in records.items():
@@ -136,7 +136,7 @@ def _speed(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[st
     yield "## Speed"
     yield ""
     yield from _image(shown, "compare-speed", "Speed over FSDP2's in each cell")
-    yield "Milliseconds a step, medians over the rounds:"
+    yield "Medians over the rounds, in milliseconds a step:"
     yield ""
     rows = []
     for cell, record in records.items():
@@ -149,7 +149,7 @@ def _speed(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[st
         rows.append([*_place(cell), *times, tokens, *bounds])
     bounds = ["compute alone", "wire alone"]
     yield from _table([*PLACE, *LABELS.values(), "our tokens/s", *bounds], rows)
-    yield "Our speed over theirs within a round, with quartiles; of the tuned ones too:"
+    yield "Ratios of our speed to theirs within a round, with quartiles, also with both tuned:"
     yield ""
     heads = [f"{LABELS[ours]} / {LABELS[theirs]}" for ours, theirs in PAIRS]
     rows = [
@@ -196,7 +196,7 @@ def _metrics(records: Mapping[Cell, Record], shown: dict[str, str]) -> Iterator[
     yield "## What a step costs"
     yield ""
     yield from _image(shown, "compare-costs", "Bytes, memory and host time of a step")
-    yield "In bold where another engine has less than 0.99 of what ours has with its defaults."
+    yield "A figure is bold if it is less than 0.99 of that of veScale-FSDP with its defaults."
     yield ""
     for title, (form, value_of) in METRICS.items():
         rows = []
@@ -235,13 +235,14 @@ def _padding(padding: dict[str, Any], shown: dict[str, str]) -> Iterator[str]:
         if worse:
             most = max(worse, key=lambda each: each["ours"] - each[peer])
             yield (
-                f"- With blocks, which {label} does not keep, ours is above its in {len(worse)} of "
-                f"{len(blocked)} plans, by most {most['ours']:.2f} to {most[peer]:.2f}% "
+                f"- {label} does not keep blocks whole. With blocks our padding is above its padding "
+                f"in {len(worse)} of {len(blocked)} plans. The largest difference is "
+                f"{most['ours']:.2f} to {most[peer]:.2f}% "
                 f"({most['group']}, {most['rows']} rows, {most['ranks']} ranks)."
             )
     yield ""
     ranks = ", ".join(map(str, PADDING_RANKS))
-    yield f"Percent of the elements, at {ranks} ranks:"
+    yield f"Padding in percent of the elements, at {ranks} ranks:"
     yield ""
     rows = []
     for group in dict.fromkeys(each["group"] for each in plans):
