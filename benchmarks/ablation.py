@@ -3,28 +3,28 @@
     python -m benchmarks.ablation                          # 6 minutes on two cores
     python -m benchmarks.ablation --models moe-10m --rounds 3
 
-Quantization blocks are tiles of 32 by 32, so 32 rows of a matrix are never cut. All variants
-train the same model with the same losses, and take turns. What is taken away is taken away with
-public parts:
+Quantization blocks are tiles of 32 by 32, so 32 rows of a matrix are never split. All variants
+train the same model with the same losses, and alternate. Public functions and options replace
+the parts that are left out:
 
-    full            as it is
-    no-dbuffer      gathers and reductions have buffers of their own (``set_custom_all_gather``,
+    full            the whole engine
+    no-dbuffer      all-gathers and reductions have buffers of their own (``set_custom_all_gather``,
                     ``set_custom_reduce_scatter``), with copies between them and parameters or
                     gradients: one flat copy a unit, the least that it can cost. On gloo the
                     collectives are torch's then
     no-planner      shards are padded to the least common multiple of the blocks of a unit, with
                     tensors in the order of their definition, each at a multiple of its block.
                     The engine has no such layout: a parameter that nobody uses stands for the
-                    padding, and travels as it would
-    no-raggedshard  not possible where an even ``Shard(0)`` cuts a block: AdamW8bit refuses
-                    FSDP2's shards, and the message is kept. Where it cuts none, that is said
+                    padding, and is sent like it
+    no-raggedshard  not possible where an even ``Shard(0)`` splits a block: AdamW8bit refuses
+                    FSDP2's shards, and the message is kept. Otherwise the table says that it is possible
 
 The paper trains a GPT-OSS-style model: 92.8% without DBuffer, 65.4% without planner, of the full
-speed. Its clusters, its size and its layout without a planner are not these. What that layout
-costs depends on the widths: nothing where all are small multiples of one number, as in
+speed. Its clusters, model size and layout without a planner differ from ours. The cost of that
+layout depends on the widths: nothing where all are small multiples of one number, as in
 ``moe-10m``, and several times the model where they are not, as in ``vit-6m``. So the padding is
-also computed for units of real models, with it and with each tensor cut by itself into equal
-numbers of blocks, which has to be copied as well.
+also computed for units of real models, with it and with each tensor split by itself into equal
+numbers of blocks, which needs copies as well.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     python -m benchmarks.copies                            # 4 minutes on two cores
     python -m benchmarks.copies --models gpt-7m --rounds 2
 
-Real ranks over gloo, one thread each. The engines take turns; a profiler sees each operator of
+Real ranks over gloo, one thread each. The engines alternate; a profiler sees each operator of
 one step. FSDP2's copies have names of their own:
 
     all_gather_copy_in      a rank's shards into what it sends
-    split_with_sizes_copy   parameters out of what was gathered (copy-out)
-    chunk_cat               gradients into what is reduced (copy-in)
+    split_with_sizes_copy   parameters out of the all-gather's output (copy-out)
+    chunk_cat               gradients into the reduce-scatter's input (copy-in)
 
-Ours has none of these: parameters are views of what was gathered. ``rest`` are all other copies
+Ours has none of these: parameters are views of the all-gather's output. ``rest`` are all other copies
 of the step, less those that the model makes without an engine; of ours these are gradients on
 their way into what is reduced. What a process group copies is not counted, of either. Time is
 wall time of the operators as the profiler sees it, of rank 0.

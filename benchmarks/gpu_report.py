@@ -1,4 +1,4 @@
-"""The first hour on a GPU: what has only been simulated, run, and one page of what held.
+"""The first hour on a GPU: runs what has only been simulated, and writes a page of results.
 
     python3 dev.py gpu
 

@@ -8,15 +8,15 @@ ranks: this one does all that rank 0 of 64 or 1024 does, but nothing is sent and
 So buffers, kernels, copies and host time are those of a large world; numbers are not, and nothing
 is known of how well communication is hidden.
 
-Each engine has a process of its own, and they take turns of a few steps, round by round: noise of
-the machine hits both, and what is compared was measured within one round. Without a CUDA device it
+Each engine has a process of its own, and they alternate, a few steps at a time. So noise of
+the machine affects both, and ratios are computed within one round. Without a CUDA device it
 says so and exits with 2; ``--device cpu`` shows that the script runs, and measures nothing of use.
 
     step      wall time of a step, the device waited for at both ends of a turn
     host      of the calling thread for one step, from an idle device on, without waiting for it
     kernels   on the device in one step, of which copies (casts and sets included)
     peak      bytes since the first steps: allocated, and reserved by the caching allocator
-    in place  whether the parameters in forward lie in what the gather wrote
+    in place  whether the parameters in forward are in the all-gather's output
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 64, 1024])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="in one turn")
+    parser.add_argument("--steps", type=int, default=10, help="at a time")
     parser.add_argument(
         "--json", type=Path, help="where to keep what was measured (on a GPU: results/gpu.json)"
     )

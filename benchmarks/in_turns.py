@@ -1,10 +1,10 @@
-"""Two checkouts side by side: both train, and take turns of a few steps.
+"""Compares two checkouts: both train and alternate, a few steps at a time.
 
     git worktree add ../before COMMIT
     python -m benchmarks.in_turns ../before --models gpt-7m norms-1500 --ranks 2
 
 The processes of both checkouts live at the same time, and those of one run at a time. Neighbouring
-turns are seconds apart, so their ratio hardly depends on how fast the machine is at the moment.
+measurements are seconds apart, so their ratio hardly depends on how fast the machine is at the moment.
 Printed are the median ms a step of each, and median and quartiles of the ratios, this checkout to
 the other. Both run the models of this checkout, with AdamW.
 """
@@ -133,14 +133,14 @@ def compare(model: str, args: argparse.Namespace) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Two checkouts side by side, in turns.")
+    parser = argparse.ArgumentParser(description="Two checkouts, alternating.")
     parser.add_argument("other", type=Path, nargs="?", help="the root of the other checkout")
     parser.add_argument("--models", nargs="+", choices=list(PRESETS), default=["gpt-7m"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--network", help="1gbit, for example (root, Linux); else loopback")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=14, help="of each checkout")
-    parser.add_argument("--steps", type=int, default=4, help="a turn")
+    parser.add_argument("--steps", type=int, default=4, help="at a time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

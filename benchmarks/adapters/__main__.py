@@ -3,10 +3,10 @@
     python -m benchmarks.adapters                          # 10 minutes on two cores
     python -m benchmarks.adapters --models gpt-7m --loops plain-vescale lightning-vescale --rounds 3
 
-Same model, data, seed and optimizer; each loop has processes of its own, and they take turns.
-``cost`` is a loop's time beside the plain loop of the same engine, ``speed`` the one of
-``fsdp2`` through the same library beside its own; both within a round. A loop that does not run
-here is left out, and said why. The packages are those of `docs/lightning.md` and
+Same model, data, seed and optimizer; each loop has processes of its own, and the loops alternate.
+``cost`` is a loop's time over that of the plain loop of the same engine. ``speed`` is the time of
+``fsdp2`` through the same library over the loop's time. Both are computed within a round. A loop
+that does not run here is left out, and the reason is printed. The packages are those of `docs/lightning.md` and
 `docs/accelerate.md`. Accelerate does not offer FSDP2 on CPU; there the type of the run is set by
 hand.
 """
@@ -109,7 +109,7 @@ def _are_there(*found: dict[str, Any] | None) -> bool:
 def main() -> int:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.adapters", description="What adapters cost."
+        prog="python -m benchmarks.adapters", description="The cost of adapters."
     )
     parser.add_argument("--models", nargs="+", default=["gpt-7m", "gpt-tiny"], choices=PRESETS)
     parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=LOOPS)

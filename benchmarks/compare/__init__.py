@@ -1,5 +1,6 @@
 """veScale-FSDP, FSDP2, DeepSpeed ZeRO-3 and DDP side by side: ``python -m benchmarks.compare``.
 
-``grid`` says what is compared, ``measure`` lets the engines take turns, ``record`` keeps what was
-found, ``summary`` says what of it a reader wants, ``targets`` judges it, ``table`` prints it.
+``grid`` lists the cells, ``measure`` alternates between the engines, ``record`` stores results,
+``summary`` computes the figures that are shown, ``targets`` compares them with the targets, and
+``table`` prints them.
 """

@@ -6,12 +6,12 @@
 
 All have the same model, data, seed, precision, optimizer (``torch.optim.AdamW``) and number of
 steps. Each engine has processes of its own, one a rank, all started before anything is measured.
-Then they take turns of one or a few steps, round by round: A B C A B C. So noise of the machine
-hits all of them, and what is compared is what was measured within one round. ``compute`` is the
+Then they alternate, one or a few steps at a time: A B C A B C. So noise of the machine
+affects all of them, and ratios are computed within one round. ``compute`` is the
 model without an engine, on the same cores.
 
-Each cell is written to a file of its own when it is done; start again to go on, or to see what is
-there. What was measured with other code of the core, or with other settings, is measured again. The
+Each cell is written to its own file when it is done. Start the command again to go on, or to see
+the results. A cell is measured again if the core's code or the settings have changed. The
 exit code is 1 if a cell failed. Limited networks need Linux and root (`benchmarks.slow_network`).
 """
 

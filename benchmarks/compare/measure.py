@@ -1,4 +1,4 @@
-"""Lets the engines take turns in one cell."""
+"""Alternates between the engines in one cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the results of a cell are kept: a JSON file that says what was found, on what and how."""
+"""The results of a cell as a JSON file, with the machine, versions and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medians, and what is beside them."""
+"""Medians and quartiles."""
 
 from __future__ import annotations
 

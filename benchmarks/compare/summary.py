@@ -1,4 +1,4 @@
-"""What a reader wants to know of a cell, from what was kept."""
+"""The figures of a cell that are shown, from its stored results."""
 
 from __future__ import annotations
 

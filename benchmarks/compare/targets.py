@@ -1,4 +1,4 @@
-"""What we want to reach, and whether it is reached."""
+"""The targets, and whether they are met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model beside measured steps on limited networks, with its error.
+"""Compares the cost model with measured steps on limited networks, and states its error.
 
     python -m benchmarks.cost_model.check                  # 15 minutes on two cores
     python -m benchmarks.cost_model.check --models gpt-7m --networks 1gbit --rounds 3
@@ -9,7 +9,7 @@ the share of it that an engine's collectives reach alone; a latency; CPU time of
 beyond the model, where it waits (FSDP2) also beyond its collectives alone, which is added to
 compute by bytes. Share, latency and CPU time are measured on the first network of ``--networks``
 only, so that steps on the others are predicted without having seen the engine there; no step
-time but that of ``compute`` goes in. Ours overlaps and takes turns, as on CPU; FSDP2 waits there
+time but that of ``compute`` goes in. Ours overlaps, and its all-gathers and reductions alternate, as on CPU; FSDP2 waits there
 for each collective.
 
 The error is predicted over measured, less 1: the median of the rounds, with quartiles. Needs

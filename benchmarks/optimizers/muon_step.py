@@ -2,8 +2,8 @@
 
     python -m benchmarks.optimizers.muon_step --model gpt-7m --ranks 4 --network 1gbit
 
-Only the step of the optimizer, on gradients that are there; `muon_engines` says whose. The engines
-take turns, round by round, and are compared within a round (see benchmarks/compare). Targets:
+Only the step of the optimizer is measured, on existing gradients; `muon_engines` lists the engines.
+They alternate, round by round, and are compared within a round (see benchmarks/compare). Targets:
 at most a third of the bytes of ``torch.optim.Muon`` on FSDP2, and at most half of its time.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.optimizers.owners SHAPES.json ... --ranks 4 8 64
 
 The files are those of ``vescale-fsdp plan`` (docs/plan.md): shapes by unit, ``root`` for
-embeddings and head. Each unit is laid out by the planner with cuts anywhere, as
+embeddings and head. Each unit is laid out by the planner with splits anywhere, as
 ``Muon.granularity()`` asks. Three ways to choose owners:
 
 ours           the holder of the most, within 5% of the best balance

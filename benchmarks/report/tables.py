@@ -235,8 +235,8 @@ def _padding(padding: dict[str, Any], shown: dict[str, str]) -> Iterator[str]:
         if worse:
             most = max(worse, key=lambda each: each["ours"] - each[peer])
             yield (
-                f"- {label} does not keep blocks whole. With blocks our padding is above its padding "
-                f"in {len(worse)} of {len(blocked)} plans. The largest difference is "
+                f"- {label} does not keep blocks whole. With blocks our padding is above its "
+                f"padding in {len(worse)} of {len(blocked)} plans. The largest difference is "
                 f"{most['ours']:.2f} to {most[peer]:.2f}% "
                 f"({most['group']}, {most['rows']} rows, {most['ranks']} ranks)."
             )
