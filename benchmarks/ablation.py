@@ -17,7 +17,7 @@ the parts that are left out:
                     The engine has no such layout: a parameter that nobody uses stands for the
                     padding, and is sent like it
     no-raggedshard  not possible where an even ``Shard(0)`` splits a block: AdamW8bit refuses
-                    FSDP2's shards, and the message is kept. Otherwise the table says that it is possible
+                    FSDP2's shards, and the message is kept. Otherwise it is possible
 
 The paper trains a GPT-OSS-style model: 92.8% without DBuffer, 65.4% without planner, of the full
 speed. Its clusters, model size and layout without a planner differ from ours. The cost of that

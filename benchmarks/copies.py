@@ -10,9 +10,9 @@ one step. FSDP2's copies have names of their own:
     split_with_sizes_copy   parameters out of the all-gather's output (copy-out)
     chunk_cat               gradients into the reduce-scatter's input (copy-in)
 
-Ours has none of these: parameters are views of the all-gather's output. ``rest`` are all other copies
-of the step, less those that the model makes without an engine; of ours these are gradients on
-their way into what is reduced. What a process group copies is not counted, of either. Time is
+Ours has none of these: parameters are views of the all-gather's output. ``rest`` are all other
+copies of the step, less those that the model makes without an engine; of ours these are gradients
+on their way into what is reduced. What a process group copies is not counted, of either. Time is
 wall time of the operators as the profiler sees it, of rank 0.
 
 The paper measures GPT-OSS-120B under FSDP2 on 64 GPUs: gathers 43.7 ms and 5.2 ms copy-out,

@@ -3,9 +3,9 @@
     python -m benchmarks.host_time --blocks 250 --rounds 5
 
 Blocks of six parameters of 64 elements: computing and sending take almost no time, so the
-result is the host's time in hooks, bookkeeping and dispatch. Two ranks, AdamW(foreach=True). Each rank
-holds all engines, and they alternate, a few steps at a time. ``compute`` is the forward
-and backward of the same model without an engine: a part of every step that no engine can save.
+result is the host's time in hooks, bookkeeping and dispatch. Two ranks, AdamW(foreach=True). Each
+rank holds all engines, and they alternate, a few steps at a time. ``compute`` is the forward and
+backward of the same model without an engine: a part of every step that no engine can save.
 
 CPU time is of the process, all threads, so that of the backends is in it.
 """

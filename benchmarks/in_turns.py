@@ -4,9 +4,9 @@
     python -m benchmarks.in_turns ../before --models gpt-7m norms-1500 --ranks 2
 
 The processes of both checkouts live at the same time, and those of one run at a time. Neighbouring
-measurements are seconds apart, so their ratio hardly depends on how fast the machine is at the moment.
-Printed are the median ms a step of each, and median and quartiles of the ratios, this checkout to
-the other. Both run the models of this checkout, with AdamW.
+measurements are seconds apart, so their ratio hardly depends on how fast the machine is at the
+moment. Printed are the median ms a step of each, and median and quartiles of the ratios, this
+checkout to the other. Both run the models of this checkout, with AdamW.
 """
 
 from __future__ import annotations

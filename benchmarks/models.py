@@ -4,7 +4,7 @@ gpt-*      dense GPTs; on two cores ``gpt-7m`` computes about as long as its byt
 moe-*      mixtures of experts, whose experts are two 3-D parameters a block
 vit-6m     a vision transformer of awkward shapes: rows of 588 and 1076, a token of its own, 1003
            classes, a bias everywhere
-norms-1500 1,500 parameters of 64 elements: almost nothing to compute or send, but many tensors to manage
+norms-1500 1,500 parameters of 64 elements: little to compute or send, but many tensors
 """
 
 from __future__ import annotations

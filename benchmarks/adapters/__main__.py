@@ -6,9 +6,9 @@
 Same model, data, seed and optimizer; each loop has processes of its own, and the loops alternate.
 ``cost`` is a loop's time over that of the plain loop of the same engine. ``speed`` is the time of
 ``fsdp2`` through the same library over the loop's time. Both are computed within a round. A loop
-that does not run here is left out, and the reason is printed. The packages are those of `docs/lightning.md` and
-`docs/accelerate.md`. Accelerate does not offer FSDP2 on CPU; there the type of the run is set by
-hand.
+that does not run here is left out, and the reason is printed. The packages are those of
+`docs/lightning.md` and `docs/accelerate.md`. Accelerate does not offer FSDP2 on CPU; there the type
+of the run is set by hand.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
 
 
 def _ratio(of: dict[str, Any] | None, to: dict[str, Any] | None) -> tuple[str, str]:
-    found = ratios(of["step_s"], to["step_s"]) if _are_there(of, to) else None  # type: ignore[index]
-    return (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}") if found else ("", "")
+    found = ratios(of["step_s"], to["step_s"]) if _are_there(of, to) else None  # type:
+    ignore[index] return (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}") if found else ("",
+    "")
 
 
 def _off(own: dict[str, Any], plain: dict[str, Any] | None) -> str:

@@ -9,8 +9,8 @@ the share of it that an engine's collectives reach alone; a latency; CPU time of
 beyond the model, where it waits (FSDP2) also beyond its collectives alone, which is added to
 compute by bytes. Share, latency and CPU time are measured on the first network of ``--networks``
 only, so that steps on the others are predicted without having seen the engine there; no step
-time but that of ``compute`` goes in. Ours overlaps, and its all-gathers and reductions alternate, as on CPU; FSDP2 waits there
-for each collective.
+time but that of ``compute`` goes in. Ours overlaps, and its all-gathers and reductions alternate,
+as on CPU; FSDP2 waits there for each collective.
 
 The error is predicted over measured, less 1: the median of the rounds, with quartiles. Needs
 Linux and root (`benchmarks.slow_network`).
