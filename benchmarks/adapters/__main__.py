@@ -91,9 +91,8 @@ def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
 
 
 def _ratio(of: dict[str, Any] | None, to: dict[str, Any] | None) -> tuple[str, str]:
-    found = ratios(of["step_s"], to["step_s"]) if _are_there(of, to) else None  # type:
-    ignore[index] return (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}") if found else ("",
-    "")
+    found = ratios(of["step_s"], to["step_s"]) if _are_there(of, to) else None  # type: ignore[index]
+    return (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}") if found else ("", "")
 
 
 def _off(own: dict[str, Any], plain: dict[str, Any] | None) -> str:

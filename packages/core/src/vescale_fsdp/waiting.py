@@ -1,4 +1,5 @@
-"""Waiting for other ranks on the CPU: never without a limit, and never without a word.
+"""Waiting for other ranks on the CPU: always with a limit, and with an error that says what
+happened.
 
 A rank that parts from the others (it has a batch more, raises, or is killed) leaves them in a
 collective to which it does not come. Every wait of ours goes through this file::

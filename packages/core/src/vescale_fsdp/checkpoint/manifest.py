@@ -1,4 +1,4 @@
-"""The manifest: what is in a checkpoint, where each byte of it lies, and its CRC32.
+"""The manifest: what is in a checkpoint, the place of each byte, and its CRC32.
 
 ``manifest.json`` is JSON of a fixed form. It covers its own bytes too::
 
@@ -73,7 +73,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor, cut into boxes that tile it."""
+    """A tensor, split into boxes that tile it."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 class NamedOptimizer:
     """An optimizer whose parameters have names. Make it after ``model.state_dict()`` was called:
-    that puts the shards in the place of gathered parameters.
+    that replaces unsharded parameters by shards.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ have saved, the files that it would write itself; with another number, an even p
 Chunks of its share that it needs are read once. Of others it reads the bytes that it needs only;
 that they are sound is what another rank says when the ranks agree.
 
-What is read lies in memory of its own until all ranks say that theirs is sound. Then each
+Data stay in separate memory until all ranks report that theirs are intact. Then each
 exchanges it with what is in the tensors, so that the old elements are kept. When one fails, all put
 them back.
 """

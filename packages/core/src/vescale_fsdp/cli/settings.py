@@ -2,7 +2,7 @@
 
 ``--granularity`` is a list of rules, ``SPEC`` (for matrices: tensors of two or more dimensions) or
 ``PATTERN=SPEC`` (for tensors whose name in their unit matches the shell pattern). The last rule
-that fits a tensor holds; where none does, it may be cut anywhere.
+that fits a tensor holds; where none does, it may be split anywhere.
 
 ``--gather-codec`` and ``--reduce-codec`` are ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of
 the codes, then the block, rows x columns of a tile or consecutive elements.
@@ -53,7 +53,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Codes:
-    """How weights and gradients travel; None: as they are."""
+    """How weights and gradients are sent; None: as they are."""
 
     gather: Code | None = None
     reduce: Code | None = None

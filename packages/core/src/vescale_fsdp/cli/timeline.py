@@ -2,7 +2,7 @@
 
 The engine's own core (`vescale_fsdp.program`) runs the step, on units and groups that count bytes,
 as ``engine/reduce`` and ``dbuffer/collectives`` need them. Here with the default ``in_flight=2``:
-F is a unit's gathered parameters, m shards in the compute dtype; M its gradients as autograd makes
+F is a unit's unsharded parameters, m shards in the compute dtype; M its gradients as autograd makes
 them, one after the other; G the buffer that they are copied to when the unit is complete (on NCCL
 in the reduce dtype); R what its reduction needs on top: on gloo a buffer of G's size to receive in
 (less this rank's part, where it is long), on NCCL nothing; g its reduced gradient, one shard, which
@@ -16,7 +16,7 @@ stays as ``.grad``. For a root ``r`` and blocks 1 to 4::
     backward of 4   F_r F_4 F_3  M_r M_4
       its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
     backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduction of 4 is under way
-      from half on  F_r F_3 F_2  M_r g_4 M_3               it is complete: the gather's turn
+      from half on  F_r F_3 F_2  M_r g_4 M_3               it is complete: now the all-gather
       its end       F_r F_2      M_r g_4 M_3 G_3
     backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         nothing is left to gather
     end                          g_4 g_3 g_2 G_1 R_1 M_r G_r, then R_r in place of M_r
@@ -24,11 +24,11 @@ stays as ``.grad``. For a root ``r`` and blocks 1 to 4::
 
 With ``in_flight=3`` F_4 stays from the forward of 4 on, and so on.
 
-On NCCL gathers and reductions do not take turns: F_2 is there from the start of the backward of 3,
-and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit. Gradients
-of a unit come in the reverse of the order in which its tensors are defined.
+On NCCL all-gathers and reductions do not alternate: F_2 is there from the start of the backward of
+3, and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit.
+Gradients of a unit come in the reverse of the order in which its tensors are defined.
 
-What travels in 8 bits (M ranks send messages of c bytes) has M c in the place of F until it is
+What is sent in 8 bits (M ranks send messages of c bytes) has M c in the place of F until it is
 used, and both for the moment of decoding; c more stays from forward to backward, to be sent again.
 Its reduction has 2 M c (less one c, where it is long) in the place of G and R.
 

@@ -5,9 +5,10 @@ A message has three sections, each from a multiple of 16 bytes on::
     shard    | a a a a a a | b | . | c c c |        a and c are coded, b is not, `.` is a gap
     message  | scales of a, of c | b | codes of a, of c | unused |
 
-Codes lie as the elements do, so nothing is moved. Messages are as long as the longest one needs:
-the ranks hold equally many elements, but not equally many coded ones. No block is split between
-ranks, so each scale is that of a block of the whole tensor, and is known from the shard alone.
+Codes are in the order of the elements, so nothing is moved. Messages are as long as the longest one
+needs: the ranks hold equally many elements, but not equally many coded ones. No block is split
+between ranks, so each scale is that of a block of the whole tensor, and is known from the shard
+alone.
 
 Messages for `KeptCodes` are not decoded: codes go to the full buffer, where the elements would be,
 and scales beside it.
@@ -71,7 +72,7 @@ def _rectangles(blocks: Blocks, numel: int) -> tuple[tuple[int, int], tuple[int,
 
 
 class _Plan(NamedTuple):
-    """What lies where in the shard and in the message of a rank."""
+    """The places of tensors in the shard and in the message of a rank."""
 
     coded: list[Piece]
     raw: list[Piece]
@@ -84,7 +85,7 @@ class BlockCodec:
 
     Args:
         layout: of the group.
-        codings: of each tensor, in the order of the layout's specs; None: it travels as it is.
+        codings: of each tensor, in the order of the layout's specs; None: it is sent as it is.
         raw_dtype: of what is not coded, on the wire.
 
     Cost: per message, a handful of operators for each tensor that the rank holds a part of. With

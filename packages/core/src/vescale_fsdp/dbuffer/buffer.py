@@ -1,4 +1,4 @@
-"""DBuffer: the parameters of a group, as a shard that stays and a full buffer that comes and goes.
+"""DBuffer: the parameters of a group, as a permanent shard and a temporary full buffer.
 
 Three tensors A, B, C in a group of two ranks, shards of S elements::
 
@@ -7,7 +7,7 @@ Three tensors A, B, C in a group of two ranks, shards of S elements::
     shard, rank 0| A A A A A B B B |                       exists always
     shard, rank 1                  | B B C C C C . . |     exists always; `.` is a gap, and zero
 
-An all-gather writes the full buffer (a `FlatBuffer`, in code the full face) from the shards of all
+An all-gather writes the full buffer (a `FlatBuffer`) from the shards of all
 ranks. The parameters are views of it at planned offsets, so nothing is copied out. The two may
 differ in dtype (fp32 master weights, bf16 compute).
 
@@ -37,7 +37,7 @@ class FlatBuffer:
     """``layout.total_size`` elements, of which tensor i is a view at ``layout.offsets[i]``.
 
     Args:
-        layout: where each tensor lies; the same on every rank.
+        layout: the place of each tensor; the same on every rank.
         shapes: global shape of each tensor, in the order of the layout's specs.
         dtype: of the elements.
         device: not meta.
@@ -120,14 +120,15 @@ class DBuffer:
     """The parameter memory of one group on one rank.
 
     Args:
-        layout: where each tensor lies; the same on every rank.
+        layout: the place of each tensor; the same on every rank.
         shapes: global shape of each tensor, in the order of the layout's specs.
         rank: this rank along the sharded axis.
-        shard_dtype: of the resting shard, ``layout.shard_size`` elements.
-        full_dtype: of the full face, ``layout.total_size`` elements.
-        face_dtype: of what the full face holds in place of these (codes); default: ``full_dtype``.
-        device: of the shard. On meta there is a shard and no full face.
-        full_device: of the full face, if the shard rests elsewhere (CPU offload).
+        shard_dtype: of the shard, ``layout.shard_size`` elements.
+        full_dtype: of the full buffer, ``layout.total_size`` elements.
+        face_dtype: of what the full buffer holds in place of these (codes); default:
+        ``full_dtype``.
+        device: of the shard. On meta there is a shard and no full buffer.
+        full_device: of the full buffer, if the shard is elsewhere (CPU offload).
         pin_memory: of a shard on the CPU, so that copies to an accelerator are asynchronous.
     """
 

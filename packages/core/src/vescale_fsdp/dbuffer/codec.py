@@ -1,4 +1,4 @@
-"""What travels in a gather, where that is not the shard itself: messages that a codec writes.
+"""Codecs: they write the messages of an all-gather that does not send the shard itself.
 
 ::
 
@@ -6,7 +6,7 @@
     all messages    --decode, one per rank-->  the slices of the full buffer
 
 All messages have the same size, so the gather stays one even collective. Without a codec a shard
-travels as it is, cast to the dtype of the full buffer, and in place; `Cast` says the same in the
+is sent as it is, cast to the dtype of the full buffer, and in place; `Cast` says the same in the
 form of a codec, for tests and as the example to copy. `BlockCodec` has 8-bit codes.
 
 Gradients may be written as messages too: one for each rank, of the part that it is to have. The
@@ -80,7 +80,7 @@ def _at_once(codec: Codec, device: torch.device, *dtypes: torch.dtype) -> AtOnce
 
 
 class Cast:
-    """The plain cast as a codec: a shard travels in ``dtype``."""
+    """The plain cast as a codec: a shard is sent in ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,4 +1,4 @@
-"""Moving a DBuffer between ranks: even all-gather one way, even reduction the other.
+"""The collectives of a DBuffer: an even all-gather of parameters, an even reduction of gradients.
 
 Every collective here is asynchronous, on CUDA and on CPU. The caller keeps a handle and waits
 for it when the data is needed; from issue to wait nobody may resize or reuse the buffers.
@@ -8,8 +8,8 @@ Reduction, two ways with the same numbers:
 * ``native``: one reduce-scatter, in the reduce dtype, as FSDP2 does.
 * ``all_to_all``: each rank sends every other rank its part, then sums what it received in rank
   order. gloo's reduce-scatter is an all-reduce inside and moves 2 (at 2 ranks) to 6 (at 4) times
-  the buffer; this moves (m-1)/m of it. What travels keeps the dtype of the gradients (bf16) and
-  is summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
+  the buffer; this moves (m-1)/m of it. Messages keep the dtype of the gradients (bf16) and
+  are summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
 
 ``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There
 gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`Exchange`),

@@ -37,7 +37,7 @@ _AT_ONCE_CPU, _AT_ONCE = 2**18, 2**26
 
 @dataclass(frozen=True)
 class Coding:
-    """How one tensor travels: the dtype of its codes, and its blocks."""
+    """How one tensor is sent: the dtype of its codes, and its blocks."""
 
     dtype: CodeDtype
     blocks: Blocks

@@ -25,9 +25,9 @@ class GradientBuffer:
     """Local, not yet reduced gradients of one group, from its first gradient to `release`.
 
     Args:
-        packing: where each tensor lies.
+        packing: the place of each tensor.
         shapes: global shape of each tensor, in the order of the packing.
-        dtype: of the buffer, and so of what travels when the reduction does not cast.
+        dtype: of the buffer, and so of messages when the reduction does not cast.
         pool: lends ``packing.layout.total_size`` elements.
         waits: whether more gradients come in later backwards.
     """

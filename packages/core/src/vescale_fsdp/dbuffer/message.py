@@ -1,4 +1,4 @@
-"""Small things in one message: parts of several buffers, and flags.
+"""One message for several small buffers, and for flags.
 
 An all-gather's message has a row for each rank, a reduction's a row for each rank that is to have a
 sum. In a row lie the parts of the buffers, one after the other::
@@ -34,10 +34,10 @@ _ALIGNMENT = 16  # bytes
 
 
 class GatherMessage:
-    """The shards of several buffers on their way to all ranks.
+    """One all-gather of the shards of several buffers.
 
     Args:
-        buffers: whose shards travel in the dtype of their full faces; all on the CPU.
+        buffers: whose shards are sent in the dtype of their full buffers; all on the CPU.
         comm: of the ranks.
         pool: lends the memory of the message until all parts were taken.
 

@@ -1,6 +1,7 @@
 """Packing: where gradients lie in a buffer that has no place for the frozen ones.
 
-Parameters stay where they are, whoever is frozen. Three tensors on two ranks, b is frozen::
+The places of parameters do not depend on which are frozen. Three tensors on two ranks, b is
+frozen::
 
                    0               S               2S
     parameters     | a a a a a b b | b b b c c c c |
@@ -8,8 +9,8 @@ Parameters stay where they are, whoever is frozen. Three tensors on two ranks, b
     gradients      | a a a a a . | c c c c . . |            `.` is a gap, and zero
 
 The section of a rank keeps what the rank has of the others, in order and from its start. So a
-tensor that is cut may lie in several stretches of the buffer; no block is cut that was whole. With
-nothing frozen, or where that spares nothing, gradients lie as their parameters do.
+tensor that is split may have several stretches of the buffer; blocks that were whole stay whole.
+With nothing frozen, or where that spares nothing, gradients lie as their parameters do.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Packing:
     """The places of some tensors of a layout, without those of the others.
 
     Args:
-        source: where each tensor lies with all others.
+        source: the places of all tensors.
         wanted: which of them have a place, in the order of the specs. Default: all.
 
     Attributes:

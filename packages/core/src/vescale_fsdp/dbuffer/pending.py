@@ -1,4 +1,4 @@
-"""What has been issued: a reduction that is under way, and an account of all collectives so far."""
+"""A reduction that is under way, and a count of all collectives that were issued."""
 
 from __future__ import annotations
 

@@ -135,7 +135,8 @@ def agree_on(
 
 @dataclass(frozen=True)
 class Subject:
-    """What ranks shall have the same entries of, in order; and what to do where they have not."""
+    """A list of entries that must be the same on all ranks, in order, and what to do if they
+    differ."""
 
     topic: str
     entries: list[str]
@@ -143,7 +144,8 @@ class Subject:
 
 
 class Digests:
-    """What travels about subjects while nothing differs: of each, who has which digest."""
+    """The messages about subjects while nothing differs: for each subject, which ranks have which
+    digest."""
 
     @staticmethod
     def of(subjects: Sequence[Subject], me: int) -> str:

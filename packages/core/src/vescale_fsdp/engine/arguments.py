@@ -1,4 +1,5 @@
-"""What ``fully_shard`` refuses, with FSDP2's words where it refuses the same, and warns of."""
+"""The checks of ``fully_shard``'s arguments: errors, with FSDP2's text where it has the same,
+and warnings."""
 
 from __future__ import annotations
 

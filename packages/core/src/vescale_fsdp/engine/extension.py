@@ -1,12 +1,12 @@
 """Parameters that gather themselves: tensor subclasses with FSDP2's two methods.
 
-A subclass says what travels (bf16 instead of fp32, codes with a scale) and what forward sees::
+A subclass says what is sent (bf16 instead of fp32, codes with a scale) and what forward sees::
 
     local part  --fsdp_pre_all_gather-->  inputs        any number, of any dtype, and metadata
     inputs      --one even all-gather-->  outputs       the rows of all ranks, by input
-    outputs     --fsdp_post_all_gather->  the gathered parameter, or None: written into ``out``
+    outputs     --fsdp_post_all_gather->  the unsharded parameter, or None: written into ``out``
 
-Such a parameter is a group of its own, cut into rows as ``Shard(0)`` has them. Its local part stays
+Such a parameter is a group of its own, split into rows like ``Shard(0)``. Its local part stays
 an instance of the subclass, so that the optimizer and the state dict see it; there is no flat
 shard. Its gradients are plain, and go the way of all gradients.
 
@@ -94,7 +94,7 @@ def _has_methods(local: torch.Tensor, fqn: str) -> bool:
 
 @dataclass(frozen=True)
 class _NoBuffer:
-    """What gradients need to know of a parameter that lies in no buffer."""
+    """What gradients need to know of a parameter that is in no buffer."""
 
     layout: ShardLayout
     rank: int
@@ -110,8 +110,8 @@ class ExtensionGroup(Group):
         params: the one parameter.
         options: as of `Group`.
 
-    A codec does not apply: the subclass says what travels. Gradients travel in the dtype that the
-    second method is told, whatever that of the gathered parameter.
+    A codec does not apply: the subclass says what is sent. Gradients are sent in the dtype that the
+    second method is told, whatever the dtype of the unsharded parameter.
 
     Cost: of a gather, one all-gather of what the first method returns, and what the two methods do.
     The first gather compares the sizes of the inputs through the store.

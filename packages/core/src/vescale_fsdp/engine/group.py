@@ -6,8 +6,8 @@ A group is in one of three states (`residency.State`):
     UNSHARDING   an all-gather writes the full buffer; nobody may touch it
     UNSHARDED    the modules hold views of the full buffer
 
-Gradients of the gathered parameters are taken away as they appear. How parameters rest is in
-`parameters`.
+Gradients of the unsharded parameters are taken away as they appear. `parameters` has the sharded
+parameters.
 """
 
 from __future__ import annotations

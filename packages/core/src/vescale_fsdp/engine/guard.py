@@ -1,15 +1,15 @@
-"""Guard: nobody reads a group's gathered parameters after they are freed, and no write is lost.
+"""Guard: nobody reads a group's unsharded parameters after they are freed, and no write is lost.
 
-Autograd saves gathered parameters, and compares their versions when a backward reads them. While
+Autograd saves unsharded parameters, and compares their versions when a backward reads them. While
 they have no memory their versions are raised, so that such a read is torch's error about a tensor
 that was "modified by an inplace operation" (at version 1073741824 and more), and never the zeros
-that freed pages may hold. When they are gathered again they have their versions back.
+that freed pages may hold. When they are unsharded again they get their versions back.
 
 A write to them raises their version too, or, as ``p.data = ...``, gives them other memory.
 
-Of sharded parameters, versions do not tell of each write: fused kernels, and those for lists of
-tensors, write without raising them (torch 2.13). What is gathered and kept is out of date after an
-optimizer's step, so the steps on sharded parameters in this process are counted.
+Versions of sharded parameters do not show every write: fused kernels, and those for lists of
+tensors, write without raising them (torch 2.13). Parameters that stay unsharded are out of date
+after an optimizer's step, so the steps on sharded parameters in this process are counted.
 """
 
 from __future__ import annotations

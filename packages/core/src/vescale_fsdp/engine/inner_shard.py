@@ -1,8 +1,8 @@
-"""The shard that HSDP computes from, where what rests is cut over the outer axis too.
+"""The inner shard of HSDP, where sharded parameters are also sharded over the outer axis.
 
 Four ranks as 2 x 2, a full buffer of four parts::
 
-                     at rest     in a step: the inner shard     full buffer
+                     sharded     in a step: the inner shard     full buffer
     rank (0, 0)      part 0      parts 0 1                      parts 0 1 2 3
     rank (1, 0)      part 1      parts 0 1                      parts 0 1 2 3
     rank (0, 1)      part 2          parts 2 3                  parts 0 1 2 3
@@ -11,9 +11,9 @@ Four ranks as 2 x 2, a full buffer of four parts::
                            outer axis      inner axis: as in HSDP
                            once a step
 
-So the slow axis carries each parameter once a step and each gradient once, and the optimizer's
-states are cut by all ranks. With a codec it is messages that are gathered, first those of an inner
-shard and then all: each rank writes that of its part, and all of them read each.
+So each parameter and each gradient is sent over the slow axis once a step, and the optimizer's
+states are sharded over all ranks. With a codec messages are gathered, first those of an inner
+shard and then all. Each rank writes the message of its part, and all ranks read each message.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class InnerShard:
         """Start to gather it over the outer axis, unless it is there for this ``version``.
 
         Args:
-            buffer: of the parameters, cut by all ranks.
+            buffer: of the parameters, sharded over all ranks.
             outer: the communicators of the outer axis.
-            version: of the weights at rest.
-            codec: writes what travels.
+            version: of the sharded weights.
+            codec: writes the messages.
 
         Cost: one all-gather of ``outer.size`` resting shards or their messages, and memory for
         them until the weights change.

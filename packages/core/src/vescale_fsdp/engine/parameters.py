@@ -1,7 +1,7 @@
-"""Parameters of a group where they rest: planned into one buffer, and moved to another.
+"""The sharded parameters of a group: planned into one buffer, and moved to another.
 
 A parameter is two ``nn.Parameter`` objects for life: the sharded one (a RaggedTensor, which the
-optimizer and the state dict see) and the gathered one (a plain view of the full buffer, which
+optimizer and the state dict see) and the unsharded one (a plain view of the full buffer, which
 forward and backward see).
 """
 
@@ -66,11 +66,11 @@ class Parameters(ABC):
     Args:
         params: the parameters, all of one dtype and trainability, in definition order.
         axes: of the mesh, over which they are sharded and replicated.
-        device: on which the shard rests (meta while the parameters are there).
-        offloads: whether the shard is to rest on the CPU, wherever the parameters are used.
-        compute_device: of the gathered parameters.
+        device: of the shard (meta while the parameters are there).
+        offloads: whether the shard stays on the CPU, wherever the parameters are used.
+        compute_device: of the unsharded parameters.
         pin_memory: of a shard on the CPU.
-        compute_dtype: of the gathered parameters; None for that of the sharded ones.
+        compute_dtype: of the unsharded parameters; None for that of the sharded ones.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         on_gradient: called after each gradient that the group has taken, with its elements.
     """

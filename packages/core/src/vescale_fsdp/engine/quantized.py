@@ -163,12 +163,12 @@ def _check_device(gather: QuantizedGather, device: torch.device) -> None:
 
 
 class Choice:
-    """Says for each parameter of some modules how it travels.
+    """Says for each parameter of some modules how it is sent.
 
     Args:
         modules: of one unit.
         gather, reduce: ``gather_codec`` and ``reduce_codec`` of ``fully_shard``.
-        device: of the gathered parameters.
+        device: of the unsharded parameters.
     """
 
     def __init__(

@@ -235,9 +235,9 @@ def _encoded(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class CodedGroup(Group):
-    """A group of which every parameter travels in 8 bits, and is computed with so.
+    """A group whose parameters are all sent in 8 bits, and used as codes in compute.
 
-    Memory: while gathered, a byte for each element; always, 4 bytes for each block.
+    Memory: while unsharded, a byte for each element; always, 4 bytes for each block.
     """
 
     _has_views = False

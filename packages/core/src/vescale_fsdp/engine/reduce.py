@@ -41,7 +41,7 @@ class Gradients:
     """What a group has of gradients between the backwards that make them and the optimizer.
 
     Args:
-        buffer: of the parameters; says where each tensor lies and in which dtype it travels.
+        buffer: of the parameters; says where each tensor is and in which dtype it is sent.
         slots: the parameters, in the order of the buffer's layout.
         reduce_dtype: in which gradients are summed; None for the compute dtype.
         pool: lends the memory of what is not reduced yet.

@@ -1,4 +1,4 @@
-"""What ranks put together of a step, through the store: while it runs, and when it has failed.
+"""The messages of ranks about a step, through the store: while it runs, and after it failed.
 
 Settling: what each says of a pass (`program.record`), in a round. And without waiting: a rank that
 is behind with its reductions says so in the store. Ranks that have waited long for one look there,

@@ -37,7 +37,7 @@ Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name 
 
 @dataclass
 class Slot:
-    """A parameter: the sharded one, the gathered one, and where they are registered."""
+    """A parameter: the sharded one, the unsharded one, and where they are registered."""
 
     fqn: str
     sites: list[Site]

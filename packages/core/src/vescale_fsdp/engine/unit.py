@@ -1,6 +1,6 @@
 """Unit: what one call of ``fully_shard`` made of a module, and its life around each forward.
 
-Several modules may be one unit: it stays gathered from the forward of the first to that of the
+Several modules may be one unit: it stays unsharded from the forward of the first to that of the
 last, in whatever order they run.
 What happens around its forward and backward is in `hooks`.
 """
@@ -76,7 +76,7 @@ class Unit(Residency):
         modules: those that ``fully_shard`` was called on; one, or several that gather together.
         mp_policy: dtypes of compute, reduction and outputs.
         reshard_after_forward: None means True, except for the root of a model in training.
-        row: what is cut between the passes and micro-batches of a step.
+        row: what is sharded between the passes and micro-batches of a step.
         unused, in_flight, broadcasts_buffers: as of ``fully_shard``; a root's values hold for its
             engine.
     """

@@ -1,4 +1,4 @@
-"""ZeRO's stages as placements: what is cut over which axis of the mesh, and when.
+"""ZeRO's stages as placements: what is sharded over which axis of the mesh, and when.
 
 ========== ============================ ============================ ============================
 sharding   parameters, from forward     gradients, between micro-    optimizer states, and the
@@ -12,13 +12,14 @@ hsdp       copies; cut inside           each rank's own sum *        copies; cut
 hsdp_zero1 copies; cut inside           each rank's own sum *        cut over both axes
 ========== ============================ ============================ ============================
 
-Of two axes the first (outer) one joins copies, as between machines, and the second (inner) one
-cuts. Micro-batches are those before the last of a step: backwards that the user has switched
-synchronization off for. After the last one gradients are cut as the optimizer states are.
+Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
+one shards. Micro-batches are those before the last of a step: backwards that the user has switched
+synchronization off for. After the last one gradients are sharded as the optimizer states are.
 
 Without ``sharding`` it is zero3 on one axis, and hsdp on two: FSDP2's.
 
-(*) With ``accumulate="sharded"`` they are cut over the axis that cuts, and own sums over the other.
+(*) With ``accumulate="sharded"`` they are sharded over the axis that shards, and own sums over the
+other.
 
 Source: ZeRO, arXiv 1910.02054, section 5; hsdp_zero1 is what Megatron calls a distributed optimizer
 over the outer axis.

@@ -1,4 +1,4 @@
-"""AdamW8bit: AdamW with moments of 8 bits, the same numbers however the parameters are cut.
+"""AdamW8bit: AdamW with moments of 8 bits, the same numbers however the parameters are sharded.
 
 A step on some blocks, in float32::
 
@@ -7,7 +7,7 @@ A step on some blocks, in float32::
                                     parameters
 
 The update uses the moments before they are encoded. All of it happens inside of a block, and blocks
-are never cut: nothing is communicated. Blocks of several parameters are copied together if they
+are never split: nothing is communicated. Blocks of several parameters are copied together if they
 are few, and those of one parameter are taken in several parts if they are many, so that what is
 in float32 for a moment is small.
 

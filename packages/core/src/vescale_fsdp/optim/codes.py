@@ -128,7 +128,7 @@ def _ranges_of_prefixes() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Entry(NamedTuple):
-    """Tensors of one shape that are cut alike, and their scales."""
+    """Tensors of one shape that are sharded alike, and their scales."""
 
     blocks: Blocks
     box: Sequence[int]  # what axes with a ``Shard`` leave of the tensor to this rank

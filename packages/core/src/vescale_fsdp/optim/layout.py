@@ -3,14 +3,14 @@
 A parameter of two dimensions is one matrix, or several below each other (fused projections, heads);
 one of more dimensions is a stack of such. Each matrix is all columns of some rows: one flat range
 of the row-major parameter. What a rank holds is a list of spans of it, and where the two meet are
-the parts of a matrix. A stack of two matrices of 2 x 4, cut by ragged shards into (6, 10)::
+the parts of a matrix. A stack of two matrices of 2 x 4, split by ragged shards into (6, 10)::
 
     parameter   | 0 . . . . 5 | 6 7 | 8 . . . . . . 15 |
     held by       rank 0        rank 1
     matrix 0      part of 6 elements at 0, part of 2 elements at 6
     matrix 1                          one part of 8 elements: whole on rank 1
 
-Where a ``Shard`` of another axis has cut the columns (tensor parallelism), a span is a rectangle:
+Where a ``Shard`` of another axis has split the columns (tensor parallelism), a span is a rectangle:
 runs of ``width`` elements, one per row. In the holder's flat local tensor every part is one run.
 
 Ranks that differ only along axes with ``Replicate`` hold the same: each such choice is a replica of
@@ -83,7 +83,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies on ranks.
+    """How a parameter is distributed over ranks.
 
     Args:
         shape: of the whole parameter.

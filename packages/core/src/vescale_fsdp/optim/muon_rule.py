@@ -4,7 +4,7 @@ Newton-Schulz gives the nearest (semi-)orthogonal matrix, about, by products of 
 X = U S V^T, each step replaces S by a polynomial a S + b S^3 + c S^5 of it. The coefficients that
 Muon uses raise small singular values as fast as they can, and leave the others between about 0.7
 and 1.2: they never reach 1, and training does not mind. The element-wise steps give the same bits
-wherever a tensor is cut: in fp32 torch's kernels do, and half precision is computed in fp32 and
+wherever a tensor is split: in fp32 torch's kernels do, and half precision is computed in fp32 and
 rounded once.
 
 `step_by_redistribution` is the paper's algorithm word for word: one parameter after another, to one

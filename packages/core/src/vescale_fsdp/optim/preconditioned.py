@@ -1,7 +1,7 @@
 """What Shampoo and SOAP share: matrices with states of their own, each computed on one rank.
 
 A rank has *parts*: whole matrices that it owns, or rows of blocks that lie on it anyway. What
-happens to a part does not depend on where it lies, so all layouts give the same bits.
+happens to a part does not depend on its rank, so all layouts give the same bits.
 
 All matrices of a parameter are a stack, and each of its states is one tensor with the stack in
 front. Ranks hold consecutive parts of it, in their order, so that each state is a DTensor with a
@@ -122,14 +122,15 @@ Compute = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class Courier:
-    """A transport for matrices of parameters on the same line, owned as their states rest.
+    """A transport for matrices of parameters on the same line, owned by the ranks that hold their
+    states.
 
-    Each replica of the parameters (HSDP) has its own: nothing travels between replicas.
+    Each replica of the parameters (HSDP) has its own: nothing is sent between replicas.
 
     Args:
         line: of all parameters.
         params: of at least two dimensions.
-        states: of each, one that rests whole with the owner of each matrix.
+        states: of each, one whose matrices are each whole on their owner.
         costs: of a matrix of each.
         dtype: of the gradients; updates have that of the states.
     """
@@ -239,7 +240,7 @@ class _Task(NamedTuple):
 
 
 class Preconditioned(ShardedOptimizer):
-    """Base of Shampoo and SOAP: the order of work, and where states rest."""
+    """Base of Shampoo and SOAP: the order of work, and the ranks of states."""
 
     # What a subclass has
 

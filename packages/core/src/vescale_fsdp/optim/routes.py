@@ -1,8 +1,8 @@
 """What each rank sends to whom, so that every matrix is whole on its owner for a moment.
 
-Matrices travel in buckets: one message to each other rank and bucket on the way to the owners, one
-on the way back. A bucket has an equal share of what each owner computes, because a rank that has
-nothing to do in it waits for the others. What needs no gather comes first in its bucket, and is
+Matrices are sent in buckets: one message to each other rank and bucket on the way to the owners,
+one on the way back. A bucket has an equal share of what each owner computes, because a rank that
+has nothing to do in it waits for the others. What needs no gather comes first in its bucket, and is
 computed while the rest is on its way.
 
 On the way there a part comes from the owner's own replica; what comes back goes to all replicas.
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 class Bucket:
     """The routes of one rank for some of the matrices; elements are counted, not bytes.
 
-    What is sent and received lies in a flat message, rank by rank in the order of the members.
+    A flat message holds what is sent and received, rank by rank in the order of the members.
     """
 
     ready: list[int] = field(default_factory=list)  # computed here, without a gather

@@ -3,8 +3,8 @@
 Source: arXiv 1802.09568; moving averages, grafting and blocks as in arXiv 2309.06497.
 
 Blocks of b x b tile each matrix from its first element; those at the ends may be smaller. A rank
-that holds whole rows of blocks needs nothing from others. A matrix of (5, 7) with b = 2, cut after
-row 4, the states of 3 x 4 blocks cut with it::
+that holds whole rows of blocks needs nothing from others. A matrix of (5, 7) with b = 2, split
+after row 4, the states of 3 x 4 blocks split with it::
 
               cols 0-1   2-3   4-5   6
     rows 0-1     .        .     .    .     rank 0: 2 rows of blocks

@@ -57,14 +57,14 @@ class _InFlight:
 
 
 class Transport:
-    """Runs a function on whole matrices, each on its owner, of values that lie on shards.
+    """Runs a function on whole matrices, each on its owner, of values from shards.
 
     Args:
         matrices: those that the routes are of.
         routes: from the view of this rank.
         group: the process group of the members; None where there is one.
-        gather_dtype: in which values travel, and in which they are given to the function.
-        scatter_dtype: in which results travel, and in which they are given to the sink.
+        gather_dtype: in which values are sent, and in which they are given to the function.
+        scatter_dtype: in which results are sent, and in which they are given to the sink.
         device: where messages arrive and the function runs.
 
     Cost of `run`: at most two uneven all-to-alls for each bucket, of the elements that change

@@ -1,6 +1,6 @@
-"""Blocks: how a tensor is divided for quantization, and which block lies where.
+"""Blocks: how a tensor is divided for quantization, and where each block is.
 
-Blocks belong to the whole tensor, so that their scales are the same numbers however it is cut.
+Blocks belong to the whole tensor, so that their scales are the same numbers however it is split.
 There are two kinds. *Flat*: n consecutive elements, counted from the first one; the last block may
 be shorter. *Tiles*: r x c of each matrix in the last two dimensions; those at the lower and right
 edges may be smaller. Vectors, and what has more than three dimensions, have flat blocks of r * c
@@ -12,8 +12,8 @@ There is one scale per block. The scales of a tensor have a shape of their own, 
     tensor (6, 100), blocks of 256      grid (3,)         256, 256 and 88 elements
     tensor (6, 100), tiles (4, 32)      grid (2, 4)
 
-A cut may go between blocks only. Then the scales can be cut at the same places, and each rank has
-those of its elements, in the same order.
+A tensor may be split between blocks only. Then the scales can be split at the same places, and each
+rank has those of its elements, in the same order.
 
 Pure integers, but for the copies at the end of the file.
 """
@@ -38,7 +38,7 @@ _Run = tuple[int, int]  # (number of consecutive ranks, elements or blocks that 
 
 
 class CutBlockError(ValueError):
-    """A cut goes through a block; the message says where."""
+    """A block is split; the message says where."""
 
 
 class Region(NamedTuple):

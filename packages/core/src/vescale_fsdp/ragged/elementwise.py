@@ -2,10 +2,10 @@
 
 Element i of each result depends on element i of each argument only, so nothing is communicated
 where all give each rank the same elements.
-Ragged arguments that are cut differently are moved before: to the layout of what is written, else
-of the first of them. File `mixing` says what else may stand beside them. Lists (``foreach``,
-``fused``) are matched position by position, and a position without a ragged tensor goes to torch's
-own dispatch.
+Ragged arguments that are split differently are redistributed first: to the layout of what is
+written, else of the first of them. File `mixing` says what else may stand beside them. Lists
+(``foreach``, ``fused``) are matched position by position, and a position without a ragged tensor
+goes to torch's own dispatch.
 
 Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
 matched by its identity.

@@ -3,7 +3,7 @@
 ``pickle`` writes a function or class as (module name, qualified name) and leaves it to the other
 side to import the module. pytest's ``--import-mode=importlib`` puts test modules into
 ``sys.modules`` under names that no other process can import, such as
-``packages.core.tests.engine.test_parity``. So the pickle travels with the file of each module
+``packages.core.tests.engine.test_parity``. So the pickle is sent with the file of each module
 that it names, and the other side loads that file under the same name. The packages above the
 module come along: relative imports of siblings work.
 """
