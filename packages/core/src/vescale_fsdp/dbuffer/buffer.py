@@ -126,7 +126,7 @@ class DBuffer:
         shard_dtype: of the shard, ``layout.shard_size`` elements.
         full_dtype: of the full buffer, ``layout.total_size`` elements.
         face_dtype: of what the full buffer holds in place of these (codes); default:
-        ``full_dtype``.
+            ``full_dtype``.
         device: of the shard. On meta there is a shard and no full buffer.
         full_device: of the full buffer, if the shard is elsewhere (CPU offload).
         pin_memory: of a shard on the CPU, so that copies to an accelerator are asynchronous.
