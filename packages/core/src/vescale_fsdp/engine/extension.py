@@ -60,7 +60,7 @@ def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
     Raises:
         AssertionError: it has one of the two methods only.
         ValueError: it is a scalar, which has no rows.
-        NotImplementedError: it shall be cut along another dimension than the first.
+        NotImplementedError: it is to be sharded along a dimension other than the first.
     """
     with compat.without_torch_function():  # a DTensor holds what dispatch preserves
         local = local_data(param)
