@@ -105,6 +105,15 @@ def test_keep_last_leaves_links_alone_and_counts_them_for_nothing(tmp_path: Path
     assert checkpoint.verify(runs / "step-3").seal.step == 3
 
 
+def test_keep_last_does_not_delete_what_a_link_beside_it_leads_to(tmp_path: Path) -> None:
+    save_plain(tmp_path / "step-1", 1)
+    (tmp_path / "best").symlink_to("step-1")
+    for step in (2, 3, 4):
+        save_plain(tmp_path / f"step-{step}", step, keep_last=2)
+    assert names(tmp_path) == ["best", "step-1", "step-3", "step-4"]
+    assert checkpoint.verify(tmp_path / "best").seal.step == 1
+
+
 # Stages
 
 

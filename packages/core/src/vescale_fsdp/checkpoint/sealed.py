@@ -126,12 +126,14 @@ def next_sequence(root: Path) -> int:
 def prune(root: Path, keep: int) -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
-    Only what has our seal counts and goes, and lies here: a link counts for none, and stays, with
-    what it leads to. A name is taken away first, so that a checkpoint is there or not, never in
-    part.
+    Only sealed directories of this folder are counted and deleted. A link is not counted; neither
+    it nor its target is deleted. A checkpoint is renamed first, so it is never there in part.
     """
+    targets = {each.resolve() for each in root.iterdir() if each.is_symlink()}
     found = sorted((each for each in sealed(root) if not each[0].is_symlink()), key=_age)
     for path, _ in found[: -max(keep, FEWEST)]:
+        if path.resolve() in targets:
+            continue
         gone = path.with_name(f"{path.name}.tmp-{secrets.token_hex(16)}")
         try:
             path.rename(gone)
