@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from vescale_fsdp import compat
 
-from .sources import ModuleSource, load
+from vescale_fsdp.testing.sources import ModuleSource, load
 
 STORE_HOST = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
