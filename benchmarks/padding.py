@@ -6,7 +6,7 @@ Groups are those that a user makes: one a layer, and the root. Shapes of the lan
 those of the planner's tests. Without blocks a cut may go between any two elements, as by default.
 Blocks keep rows of the last dimension together: those of experts where there are any, else of every
 matrix in a layer. The two others know no blocks: FSDP2 keeps rows of dimension 0, and
-Megatron-FSDP v2 does so in one buffer (`vescale_fsdp.planner.peers`). Plans are pure integers: of
+Megatron-FSDP v2 does so in one buffer (`vescale_fsdp.cli.layouts`). Plans are pure integers: of
 these figures only the times depend on the machine.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks.compare.targets import ALIGNMENT
 from benchmarks.optimizers.results import ROOT, circumstances, write
 
+from vescale_fsdp.cli.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
-from vescale_fsdp.planner.peers import fsdp2_shard_size, megatron_shard_size
 
 __all__ = ["FILE", "MODELS", "RANKS", "ROWS"]
 

@@ -2,9 +2,9 @@
 
 `app` has the commands, and those that plug-ins add. `plan`: what to plan comes from `sources`
 (`modules` -> `model`), how from `settings`; `layouts` asks the planner, `estimate` and `timeline`
-count bytes, `suggest` looks for something better, `report` is all of that and its JSON; `tables`
-and `picture` show it. `checkpoint` has commands of its own, whose tables are in
-`checkpoint_contents`; `doctor` shows what `checkup` finds. `text` has amounts, tables and errors.
+count bytes, `report` is all of that, its JSON, and what would pad less; `tables` and `picture` show
+it. `checkpoint` has commands of its own, whose tables are in `checkpoint_contents`; `doctor` shows
+what `checkup` finds, and has two ranks work together. `text` has amounts, tables and errors.
 Importing this package loads nothing of that, and ``vescale-fsdp --help`` no torch.
 """
 

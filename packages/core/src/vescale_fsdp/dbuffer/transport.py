@@ -1,29 +1,30 @@
-"""How a collective is carried out, where it is not one call of ``torch.distributed``.
+"""Collectives that are not one call of ``torch.distributed``, and reductions that are under way.
 
-`Exchange`, on gloo: every rank sends a part to every other one, as sends and receives of their own.
-An all-gather is that, and so is an all-to-all. In gloo's own, what a rank sends lies in front of
-its note that it is ready to receive, in one stream; so its peer begins to send only when it has
-received, and data flows one way at a time. Here all receives are posted first. At 1 Gbit/s that is
-950 Mbit/s each way in place of 520 to 630, for half of the processor time
+`Exchange`, on gloo: every rank sends a part to every other one, by sends and receives. An
+all-gather is such an exchange, and so is an all-to-all. In gloo's own collectives, the data that a
+rank sends comes before its note that it is ready to receive, in one stream. So its peer begins to
+send only when it has received, and data flows one way at a time. Here all receives are posted
+first. At 1 Gbit/s that is 950 Mbit/s each way instead of 520 to 630, for half of the processor time
 (docs/design/performance.md).
 
 `Batch`, on streams: the all-gathers of a unit, or its reductions, in one operation of the
-communicator. Most units are one buffer, and so one collective each way. Parameters that cannot lie
-in a flat buffer have collectives of their own: those with ``Shard(d)``, and those that gather
-themselves (each layer of torchao's float8, for example). NCCL carries out several as one operation,
-with one launch (``ncclGroupStart``), so nothing has to be copied into one message and out of it.
+communicator. Most units are one buffer, with one collective each way. Parameters that cannot be in
+a flat buffer have collectives of their own: those with ``Shard(d)``, and those with an all-gather
+of their own (each layer of torchao's float8, for example). NCCL runs several as one operation, with
+one launch (``ncclGroupStart``), so nothing has to be copied into one message and out of it.
 
-Collectives that the user supplies, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They
-allocate what they send and receive themselves (a pool of their own, for example). The parameters
-lie elsewhere, under addresses that stay; so one copy goes in, and one comes out. With FSDP2's
-all-gather through symmetric memory the parameters themselves lie in that, and nothing is copied
-out.
+Collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They allocate
+what they send and receive themselves (from a pool of their own, for example). The parameters are
+elsewhere, at constant addresses; so one copy goes in, and one comes out. With FSDP2's all-gather
+through symmetric memory the parameters themselves are in that memory, and nothing is copied out.
 
-And gloo's network threads (`let_ranks_go_first`). Each gloo communicator has a thread that waits
-for the network. A rank that sends holds a lock for some microseconds; if data arrives just then,
-the thread wakes, and where every core computes the system lets it run in the rank's place. It then
-asks for the lock, over and over, until its time slice ends: 3 to 7 ms, several times in each step.
-As a batch thread it waits as long as the rank has something to run (docs/design/performance.md, 5).
+gloo's network threads (`let_ranks_go_first`). Each gloo communicator has a thread that waits for
+the network. A rank that sends holds a lock for some microseconds. If data arrives at that time and
+every core computes, the system runs the thread instead of the rank. It then asks for the lock, over
+and over, until its time slice ends: 3 to 7 ms, several times in each step. As a batch thread it
+waits as long as the rank has something to run (docs/design/performance.md, 5).
+
+`PendingReduce` is a reduction under way. `Issued` counts all collectives that were issued.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
 
 # Of the part for each rank. For shorter ones one call of a collective is enough.
@@ -266,3 +269,91 @@ def let_ranks_go_first() -> None:
             number = int(thread.name)
             if os.sched_getscheduler(number) == os.SCHED_OTHER:
                 os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+
+
+@dataclass
+class PendingReduce:
+    """A reduction in flight. Holds its buffers until it is finished."""
+
+    reduce_dtype: torch.dtype
+    size: int = 1
+    pool: SlabPool | None = None
+    work: Waitable | None = None
+    parts: Sequence[torch.Tensor] | None = None  # all_to_all: from each rank, still to be summed
+    sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None  # if encoded
+    done: torch.Tensor | None = None  # native: the sum over ranks, or the average
+    is_average: bool = False
+    divisor: float = 1.0
+    _borrowed: list[torch.Tensor] = field(default_factory=list)
+
+    def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Scratch memory until `finish`."""
+        assert self.pool is not None, "a reduction over several ranks has a pool"
+        self._borrowed.append(self.pool.take(num_elements, dtype))
+        return self._borrowed[-1]
+
+    def has_arrived(self, seconds: float, device: torch.device) -> bool:
+        """Whether it has ended, waiting so long at most."""
+        if self.work is None:
+            return True
+        if not isinstance(self.work, waiting.Ending):
+            self.work = waiting.Ending(self.work, has_streams=devices.has_streams(device))
+        return self.work.has_ended(seconds)
+
+    def finish(self, what: str = "a reduction") -> torch.Tensor:
+        """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.
+
+        Call it once.
+
+        Args:
+            what: it is, in the words of an error.
+        """
+        if self.work is not None:
+            waiting.wait(self.work, what)
+            self.work = None
+        result = self.done
+        if self.parts is not None:
+            # Before it is divided a sum may be too large for fp16.
+            wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
+            result = self.sum_parts(self.parts) if self.sum_parts else _sum(self.parts, wide)
+        assert result is not None, "a reduction has one of the two"
+        if self.divisor != 1.0 and not self.is_average:
+            result.mul_(1.0 / self.divisor)
+        result = result.to(self.reduce_dtype)
+        while self._borrowed and self.pool is not None:
+            self.pool.give(self._borrowed.pop())
+        self.parts = self.sum_parts = self.done = None
+        return result
+
+
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """In ``dtype`` and in rank order, so that the sum is the same on every run."""
+    first, second, *others = parts
+    result = mapped_empty(first.numel(), dtype, first.device)
+    if first.dtype == dtype:
+        torch.add(first, second, out=result)
+    else:
+        result.copy_(first).add_(second)
+    for part in others:
+        result.add_(part)
+    return result
+
+
+class Issued:
+    """What this rank has issued on one axis: how many collectives, and a digest of their sizes.
+
+    The same on all ranks that have issued the same, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.subject = 0  # what is sent, beside its size: hashed too
+        self._of = {"gathers": (0, 0), "reductions": (0, 0)}
+
+    def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
+        """One more, on its way."""
+        number, digest = self._of[kind]
+        self._of[kind] = number + 1, hash((digest, num_elements, self.subject))
+
+    def as_list(self) -> list[list[int]]:
+        """Of gathers, then of reductions: the number, and the digest."""
+        return [list(each) for each in self._of.values()]

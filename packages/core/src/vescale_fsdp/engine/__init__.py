@@ -4,12 +4,12 @@ Read in this order; each file is one concept.
 
 - What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which
   parameters it takes, tied ones too), `placement` and `granularity` (how they are sharded),
-  `zero_table` and `axes` (over which axes of the mesh, and their communicators), `quantized` (what
-  is sent in 8 bits), by the `roles` of parameters.
+  `axes` (over which axes of the mesh, and their communicators), `quantized` (what is sent in 8
+  bits), by the `roles` of parameters.
 - What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
-  `parameters` (their shards) in `slot` s (one each), under a `guard`. Other kinds of groups:
-  `quantized_weight` (codes in forward too), `extension` (parameters that gather themselves, with
-  their `outputs`); `inner_shard`.
+  `parameters` (their shards) in `slot` s (one each); `unsharded` guards their memory. Other
+  kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters that gather
+  themselves).
 - How modules and autograd call: `hooks` and `boundary`; `buffers` (of a root, before forwards) and
   `unfilled` (tensors without values).
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it

@@ -18,11 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
-from vescale_fsdp.engine.axes import comm_for
+from vescale_fsdp.engine.axes import Row, comm_for
 from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unfilled import check_materialized
-from vescale_fsdp.engine.zero_table import Row
 from vescale_fsdp.program.residency import Lease, Residency
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"

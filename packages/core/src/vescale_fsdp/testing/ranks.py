@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vescale_fsdp.testing.pool import Pool, RankFailure
-from vescale_fsdp.testing.sources import dump
+from vescale_fsdp.testing.worker import dump
 
 Result = TypeVar("Result")
 

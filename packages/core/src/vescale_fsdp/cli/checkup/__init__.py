@@ -2,7 +2,8 @@
 
 `software` (versions and variables), `host` (CPUs, memory, limits) and `devices` (torch and what it
 sees, asked in a process of its own: a torch that is broken, hangs or crashes is a finding) look;
-`selftest` has two ranks work together. Only the ranks, and what runs them, import torch.
+the self-test of `cli.doctor` has two ranks work together, by `steps`. Only the ranks, and what runs
+them, import torch.
 """
 
 from __future__ import annotations
