@@ -1,12 +1,12 @@
-"""What a checkpoint holds: tensors by name, and values as JSON texts.
+"""The contents of a checkpoint: tensors by name, and values as JSON texts.
 
-Three kinds of items, by what ranks have of them:
+There are three kinds of items:
 
-* ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
-  the same on the ranks that have them; DCP's planner says who writes which part.
-* ``extra``: the first rank's.
-* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several
-  ranks is kept once.
+* ``model``, ``optimizer.<name>``: all ranks together. Tensors are sharded, or the same on the ranks
+  that have them. DCP's planner decides which rank writes which part.
+* ``extra``: from rank 0 only.
+* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank has its own. If several ranks have the
+  same, it is saved once.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from vescale_fsdp.engine import ErrorFeedback
 from vescale_fsdp.errors import CheckpointValueError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
-Weights = Literal["all", "trained", "none"]  # of the model; "trained": what is frozen is left out
-PER_RANK = ("error_feedback", "rng", "stateful")  # of these each rank has its own
+Weights = Literal["all", "trained", "none"]  # "trained": without frozen parameters
+PER_RANK = ("error_feedback", "rng", "stateful")  # each rank has its own
 
 
 class Stateful(Protocol):
-    """Schedulers, data loaders, moving averages: whatever has these two methods."""
+    """An object with these two methods: a scheduler, a data loader, a moving average."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as `values.encode` takes it."""
+        """Return the state, in types that `values.encode` accepts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state."""
+        """Set the state."""
 
 
 @dataclass
 class OwnItem:
-    """A value that each rank has for itself."""
+    """A value of which each rank has its own."""
 
     text: str
-    tensors: dict[str, torch.Tensor]  # plain ones, by the names in the text
+    tensors: dict[str, torch.Tensor]  # by the names in the text; none is sharded
 
     def digest(self) -> str:
-        """Equal on ranks that have the same."""
+        """Return a SHA-256 of the value, to find ranks that have the same."""
         total = hashlib.sha256(self.text.encode())
         for name, tensor in self.tensors.items():
             data = tensors.on_host(tensor)
@@ -64,23 +64,23 @@ class OwnItem:
 
 @dataclass
 class Contents:
-    """All of a rank's items."""
+    """All items of a rank."""
 
     planned: dict[str, torch.Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)  # of model and optimizers
+    texts: dict[str, str] = field(default_factory=dict)  # values of model and optimizers
     own: dict[str, OwnItem] = field(default_factory=dict)
     step: int | None = None
-    _names: set[str] = field(default_factory=set)  # of all tensors
+    _names: set[str] = field(default_factory=set)  # the names of all tensors
 
     def add(self, name: str, value: Any) -> None:
-        """Add an item of which the ranks have parts."""
+        """Add an item that all ranks have together: the model or an optimizer."""
         encoded, found = values.encode(value, name)
         self._check(name, found)
         self.planned |= found
         self.texts[name] = to_json(encoded)
 
     def add_own(self, name: str, value: Any) -> None:
-        """Add an item that each rank has for itself. Sharded tensors in it are the ranks' own."""
+        """Add an item of which each rank has its own. DTensors in it are saved as sharded ones."""
         encoded, found = values.encode(value, name)
         self._check(name, found)
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
@@ -111,9 +111,9 @@ def collect(
     with_rng: bool,
     weights: Weights = "all",
 ) -> Contents:
-    """This rank's items. Tensors are those of model and optimizers, not copies."""
+    """Collect this rank's items. Tensors are not copied."""
     contents = Contents()
-    contents.add("model", weights_of(model, weights))  # first: puts shards in place
+    contents.add("model", weights_of(model, weights))  # first: state_dict() reshards parameters
     for name, each in named(optimizer).items():
         contents.add(f"optimizer.{name}", NamedOptimizer(name, each, model).tree())
     for name, other in stateful.items():
@@ -130,17 +130,17 @@ def collect(
 
 
 def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
-    """A model's state dict, or that part of it."""
+    """Return a model's state dict, or the part that ``weights`` names."""
     state = dict(get_model_state_dict(model))
     if weights == "trained":
-        for path, param in model.named_parameters(remove_duplicate=False):  # ties too
+        for path, param in model.named_parameters(remove_duplicate=False):  # all names of tied ones
             if not param.requires_grad:
                 state.pop(compat.fqn_of(model, path), None)
     return {} if weights == "none" else state
 
 
 def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
-    """The state of an object."""
+    """Return the state of an object. Raises if it is not a dict."""
     if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
         raise CheckpointValueError(
             f"stateful[{name!r}] is a {type(other).__name__} without state_dict() and "
@@ -150,7 +150,7 @@ def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
 
 
 def named(optimizer: Optimizers) -> Mapping[str, Optimizer]:
-    """Optimizers by name; a single one is "0"."""
+    """Return optimizers by name. A single one has the name "0"."""
     if optimizer is None:
         return {}
     return {"0": optimizer} if isinstance(optimizer, Optimizer) else optimizer

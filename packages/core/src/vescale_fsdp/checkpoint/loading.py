@@ -1,7 +1,6 @@
-"""load: verify, agree, apply.
+"""load: read and verify on every rank, agree that all is intact, then apply.
 
-Every rank reads what it needs and checks its share of the bytes. See `change` for the rest: after
-any failure model, optimizers and counters are bitwise what they were.
+After a failure, model, optimizers and counters are bitwise unchanged on all ranks (see `reading`).
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def load(
 def _read_texts(
     reader: DataReader, manifest: Manifest, rank: int
 ) -> dict[str, list[tuple[tuple[int, ...], Any]]]:
-    """The JSON of the values; of those that each rank has for itself, only this rank's."""
+    """Read the values as JSON. Of values that differ between ranks, only this rank's."""
     texts: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
     for name, variants in manifest.values.items():
         texts[name] = []

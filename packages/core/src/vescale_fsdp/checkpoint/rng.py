@@ -1,4 +1,4 @@
-"""The states of the random number generators of a rank: Python's, NumPy's, torch's, CUDA's."""
+"""Reads and sets the states of a rank's random number generators: Python, NumPy, torch, CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vescale_fsdp import devices
 
 
 def capture() -> dict[str, Any]:
-    """The states now, as `values.encode` takes them. CUDA's is that of the current device."""
+    """Return the states, in types that `values.encode` accepts. CUDA: of the current device."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -31,9 +31,10 @@ def _plain(number: Any) -> int | float:
 
 
 def restorer(state: dict[str, Any]) -> Callable[[], None]:
-    """What gives the generators these states. The states are tried on other generators first.
+    """Return a function that sets these states. They are first set on temporary generators.
 
-    Generators that this process does not have (NumPy is not imported, no CUDA) are passed over.
+    So a damaged state raises here, and changes nothing. Generators that this process does not have
+    (NumPy is not imported, no CUDA) are skipped.
     """
     random.Random().setstate(state["python"])
     torch.Generator().set_state(state["torch"])
@@ -53,12 +54,12 @@ def restorer(state: dict[str, Any]) -> Callable[[], None]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Give the generators these states."""
+    """Set these states."""
     restorer(state)()
 
 
 def seed_for(text: str) -> Callable[[], None]:
-    """What seeds the generators with a text: the same numbers for the same text."""
+    """Return a function that seeds the generators from a text. Equal texts give equal seeds."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
     def apply() -> None:

@@ -1,18 +1,21 @@
-"""Stage, seal, publish: a checkpoint is under its name when all of it is on the disk, or never.
+"""A save writes into a stage, a temporary folder, which gets its name when it is complete.
 
 ::
 
     runs/
       step-100/                       sealed: manifest.json and data files, never written again
-      step-200.tmp-3f0c...(32)/       staged: a save that is under way, or one that was killed
+      step-200.tmp-3f0c...(32)/       a stage: a save that is running, or one that was killed
 
-The first rank makes the stage and holds a lock on it (``flock`` on the folder, which the system
-drops when the process ends, however it ends). All ranks write their files there and flush them.
-Then the first rank writes the manifest, flushes it and the folder, renames the folder, and flushes
-the parent. Two jobs have two stages, and only one of them gets the name.
+1. Rank 0 makes the stage and locks it (``flock`` on the folder; the system releases the lock when
+   the process ends for any reason).
+2. All ranks write their files into it and flush them to disk.
+3. Rank 0 writes the manifest, flushes it and the folder, renames the folder, and flushes the
+   parent.
 
-A stage that nobody holds was left by a crash. The next save beside it deletes it: the files that
-a save writes, and the folder if it is empty then.
+If two jobs save to one path, each has its own stage, and only one of them gets the name.
+
+A stage without a lock is left from a crash. The next save in the same folder deletes it: first the
+files that a save writes, then the folder if it is empty.
 """
 
 from __future__ import annotations
@@ -42,17 +45,17 @@ _log = logging.getLogger(__name__)
 
 
 def data_name(rank: int) -> str:
-    """The name of a rank's data file."""
+    """Return the name of a rank's data file."""
     return f"rank-{rank:05d}.bin"
 
 
 def is_stage(path: Path) -> bool:
-    """Whether a name is that of a stage."""
+    """Whether the path has the name of a stage."""
     return _STAGE.fullmatch(path.name) is not None
 
 
 def stages_of(target: Path) -> list[Path]:
-    """The stages for a checkpoint that are there, of whatever job."""
+    """Return the existing stages of a checkpoint, of any job."""
     if not target.parent.is_dir():
         return []
     return sorted(
@@ -63,10 +66,10 @@ def stages_of(target: Path) -> list[Path]:
 
 
 class Stage:
-    """A folder beside the target, made and held by the first rank.
+    """A temporary folder beside the target. Rank 0 makes and locks it.
 
     Args:
-        into: the target may be a folder that exists, to `merge` into.
+        into: the target may be an existing folder, for `merge`.
     """
 
     def __init__(self, target: Path, *, into: bool = False) -> None:
@@ -88,7 +91,7 @@ class Stage:
             self._lock = self._make()
 
     def _make(self) -> int | None:
-        """Make the folder. It has another name, and nothing in it, until it is locked."""
+        """Make the folder. Until it is locked it has another name and is empty."""
         while True:
             unlocked = self.target.with_name(f".{self.target.name}.new-{secrets.token_hex(16)}")
             unlocked.mkdir()
@@ -98,12 +101,12 @@ class Stage:
                 unlocked.rename(self.path)
                 return lock
             except (FileNotFoundError, CheckpointWriteError):
-                # Another job's `clean` took it for one that was left: make the next.
+                # `clean` of another job has locked or deleted it first: make a new one.
                 if lock is not None:
                     os.close(lock)
 
     def publish(self, data: bytes | None) -> None:
-        """Write the manifest, if there is one, and give the checkpoint its name."""
+        """Write the manifest, if there is one, and rename the folder to the target."""
         if data is not None:
             write_file(self.path / manifest.NAME, data)
         with write_errors(self.target):
@@ -121,7 +124,7 @@ class Stage:
         self._release()
 
     def merge(self, names: Sequence[str]) -> None:
-        """Move files into the target, a folder that exists, in this order."""
+        """Move files into the target, an existing folder, in this order."""
         there = [name for name in names if os.path.lexists(self.target / name)]
         if there:
             raise CheckpointExistsError(
@@ -143,7 +146,7 @@ class Stage:
         self.abandon()
 
     def abandon(self) -> None:
-        """Delete it, after an error. What cannot be deleted now, the next save deletes."""
+        """Delete the stage. If that fails, the next save deletes it."""
         with contextlib.suppress(OSError):
             remove(self.path)
         self._release()
@@ -155,7 +158,7 @@ class Stage:
 
 
 def clean(folder: Path) -> None:
-    """Delete the stages in a folder that nobody holds any more."""
+    """Delete the stages in a folder that have no lock."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -166,7 +169,7 @@ def clean(folder: Path) -> None:
         try:
             lock = _lock(path)
         except CheckpointWriteError:
-            continue  # it is being written
+            continue  # another process writes it
         except OSError:
             continue  # it has just been published or deleted
         if lock is None:
@@ -188,7 +191,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint or a stage: the manifest first, what we wrote, the folder if empty."""
+    """Delete a checkpoint or a stage: the manifest, then the data files, then the empty folder."""
     (path / manifest.NAME).unlink(missing_ok=True)
     for file in list(path.iterdir()):
         if _DATA.fullmatch(file.name):
@@ -197,7 +200,7 @@ def remove(path: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a folder for this process; None where the file system cannot."""
+    """Lock a folder. Returns None if the file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Which checkpoints are in a folder, which is the last one, and which can go.
+"""Finds the complete checkpoints in a folder, checks them, and deletes old ones.
 
-Order is that in which they were made (`Seal.sequence`), not that of steps or clocks: a run that
-was taken back to step 50 and saved step 60 goes on from there, although step 100 is there too.
+The order is that in which they were saved (`Seal.sequence`), not that of steps or clocks. Example:
+a run has saved step 100, restarts from step 50 and saves step 60. Then step 60 is the latest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
-    """The checkpoints in a folder that have a seal, in no order. With ``say``, log the others."""
+    """Yield the complete checkpoints in a folder, in no order. With ``say``, log the others."""
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
@@ -69,7 +69,7 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at ``path``, checked."""
+    """Read and check the manifest of the checkpoint at ``path``."""
     file = path / NAME
     try:
         with open_regular(file) as stream:
@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_text(reader: DataReader, name: str, span: Span) -> Any:
-    """The JSON of a value, checked."""
+    """Read and check the JSON of a value."""
     data = reader.read(span, f"value {name!r}")
     try:
         return from_json(bytes(bytes_of(data)))
@@ -119,7 +119,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def next_sequence(root: Path) -> int:
-    """The place in the order of a checkpoint that is made now."""
+    """Return the sequence number for a new checkpoint in this folder."""
     return 1 + max((found.sequence for _, found in sealed(root)), default=0)
 
 
@@ -127,7 +127,8 @@ def prune(root: Path, keep: int) -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
     Only sealed directories of this folder are counted and deleted. A link is not counted; neither
-    it nor its target is deleted. A checkpoint is renamed first, so it is never there in part.
+    it nor its target is deleted. A checkpoint is renamed before its files are deleted, so that no
+    incomplete checkpoint has the name of a complete one.
     """
     targets = {each.resolve() for each in root.iterdir() if each.is_symlink()}
     found = sorted((each for each in sealed(root) if not each[0].is_symlink()), key=_age)
@@ -180,7 +181,7 @@ def verify(
             progress(done, manifest.num_bytes)
 
     faults: list[CheckpointCorruptError | CheckpointIncompleteError] = []
-    broken: set[str] = set()  # files that are missing, or have another size
+    broken: set[str] = set()  # files that are missing or have a wrong size
     with DataReader(folder, manifest.files, report, advice="") as reader:
         for span, label in sorted(manifest.spans(), key=lambda entry: _place(entry[0])):
             if span.file in broken:
