@@ -1,4 +1,4 @@
-"""``vescale-fsdp doctor``: what this machine has, whether it works, and what to change."""
+"""``vescale-fsdp doctor``: shows and tests this machine, and says what to change."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def doctor(as_json: _Json = False, no_self_test: _NoSelfTest = False) -> int:
 
 
 def _examine(with_test: bool) -> list[Section]:
-    # Imported here: --help need not wait for it.
+    # Imported here, so that --help is fast.
     from vescale_fsdp.cli.checkup import selftest
     from vescale_fsdp.cli.checkup.devices import ask_torch, look_at_devices
     from vescale_fsdp.cli.checkup.host import look_at_host, usable_cpus
     from vescale_fsdp.cli.checkup.software import look_at_environment, look_at_software
 
     environ = dict(os.environ)
-    # The machine first: the test itself keeps it busy.
+    # Before the self test, which loads the machine.
     machine = look("machine", look_at_host)
     outcome, loopback = ask_torch(), ""
     if with_test:
@@ -66,7 +66,7 @@ def _examine(with_test: bool) -> list[Section]:
 
 
 def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
-    """Everything, with units in the names."""
+    """Return everything as JSON. Keys of numbers end with units."""
     return {
         "schema_version": _SCHEMA_VERSION,
         "works": works,
@@ -80,7 +80,7 @@ def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
 
 
 def _show(sections: Sequence[Section], console: Console) -> None:
-    """Print the facts, a table a section, then what to change, then one line that sums it up."""
+    """Print a table of facts for each section, then what to change, then one line as a summary."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""All that one run of ``plan`` finds, and that as JSON, where names of numbers end with units."""
+"""The results of ``plan``, also as JSON. Keys of numbers end with units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.suggest import Suggestion, suggest
 
 OURS, FSDP2, MEGATRON = "veScale-FSDP", "FSDP2", "Megatron-FSDP v2"
-SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
+SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added
 
 _KEYS = {OURS: "vescale_fsdp", FSDP2: "fsdp2", MEGATRON: "megatron_fsdp_v2"}
 
@@ -25,19 +25,19 @@ class Report:
 
     model: Model
     settings: Settings
-    rules: tuple[str, ...]  # texts of --granularity
-    unmatched_rules: tuple[str, ...]  # those that fit no tensor
+    rules: tuple[str, ...]  # of --granularity
+    unmatched_rules: tuple[str, ...]  # rules that match no tensor
     planned: tuple[PlannedGroup, ...]
     figures: dict[str, Figures]  # by layout, ours first
     suggestion: Suggestion | None
 
 
 def make_report(model: Model, settings: Settings, rules: Sequence[str], track: Track) -> Report:
-    """Plan a model and count what it costs.
+    """Plan a model, and compute its costs.
 
     Raises:
-        InputError: a rule of granularity is none.
-        PlanError: two tensors of a group have one name.
+        InputError: a rule of granularity is invalid.
+        PlanError: two tensors of a group have the same name.
     """
     blocks = BlockRules(rules)
     planned = lay_out_model(
@@ -62,7 +62,7 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The whole report, in types that JSON has."""
+    """Return the whole report as JSON."""
     settings, model = report.settings, report.model
     gather, reduce = (
         None if code is None else str(code)

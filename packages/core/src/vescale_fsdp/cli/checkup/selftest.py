@@ -1,4 +1,4 @@
-"""Whether two rank processes can work together on this machine, and what came of each step."""
+"""Tests whether two ranks can work together on this machine, and reports each step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vescale_fsdp.cli.checkup import Section
 from vescale_fsdp.cli.checkup.devices import LIMIT_S, LOOK_CHANGES, Outcome
 
 _LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
-_SLOW_MB_PER_S = 100.0  # two idle cores do ten times that over the loopback
+_SLOW_MB_PER_S = 100.0  # two idle cores reach ten times that over the loopback
 
-# The steps that are shown, and what it means that they are done.
+# The steps to show, and what each one proves.
 _SHOWN = {
     "import vescale_fsdp": "done",
     "connect": "done",
@@ -35,10 +35,10 @@ _CHANGES = {
 
 
 def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
-    """All steps, on two ranks, where torch works; what came of them is added to ``outcome``.
+    """Run all steps on two ranks if torch works, and add the results to ``outcome``.
 
     Returns:
-        The name of the loopback if only over that they have met.
+        The name of the loopback interface if the ranks could connect only over it, else "".
     """
     if outcome.failed is not None:
         return ""
@@ -55,8 +55,8 @@ def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
 
 
 def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") -> None:
-    """Fill in what each step came to, and findings where one failed or was slow."""
-    if outcome.failed in LOOK_CHANGES:  # it is told with the devices
+    """Add the result of each step, and findings if one failed or was slow."""
+    if outcome.failed in LOOK_CHANGES:  # the section on devices reports it
         section.add("result", "not tried", {"ok": None})
         return
     for step, done in _SHOWN.items():
