@@ -1,28 +1,29 @@
-"""ZeRO's stages as placements: what is sharded over which axis of the mesh, and when.
+"""ZeRO's stages as placements: which state is sharded over which axis of the mesh, and when.
 
 ========== ============================ ============================ ============================
-sharding   parameters, from forward     gradients, between micro-    optimizer states, and the
-           to backward                  batches                      parameters at rest
+sharding   parameters, from forward     gradients, between micro-    optimizer states, and
+           to backward                  batches                      parameters between steps
 ========== ============================ ============================ ============================
-ddp        on every rank                each rank's own sum          on every rank
-zero1      on every rank                each rank's own sum          cut
-zero2      on every rank                cut                          cut
-zero3      cut                          each rank's own sum *        cut
-hsdp       copies; cut inside           each rank's own sum *        copies; cut inside
-hsdp_zero1 copies; cut inside           each rank's own sum *        cut over both axes
+ddp        replicated                   unreduced                    replicated
+zero1      replicated                   unreduced                    sharded
+zero2      replicated                   sharded                      sharded
+zero3      sharded                      unreduced *                  sharded
+hsdp       replicated; sharded inside   unreduced *                  replicated; sharded inside
+hsdp_zero1 replicated; sharded inside   unreduced *                  sharded over both axes
 ========== ============================ ============================ ============================
 
-Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
-one shards. Micro-batches are those before the last of a step: backwards that the user has switched
-synchronization off for. After the last one gradients are sharded as the optimizer states are.
+With two axes, the first (outer) one replicates, for example between machines, and the second
+(inner) one shards. Unreduced: each rank has the sum of its own gradients, as full tensors.
+Micro-batches are those for which the user has disabled gradient synchronization: all but the last
+of a step. After the last one, gradients are sharded as the optimizer states.
 
-Without ``sharding`` it is zero3 on one axis, and hsdp on two: FSDP2's.
+The defaults are FSDP2's: zero3 with one axis, hsdp with two.
 
-(*) With ``accumulate="sharded"`` they are sharded over the axis that shards, and own sums over the
-other.
+(*) With ``accumulate="sharded"`` they are reduced and sharded over the axis that shards, and
+unreduced over the other.
 
-Source: ZeRO, arXiv 1910.02054, section 5; hsdp_zero1 is what Megatron calls a distributed optimizer
-over the outer axis.
+Source: ZeRO, arXiv 1910.02054, section 5. hsdp_zero1 is Megatron's distributed optimizer over the
+outer axis.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CUT, _COPIED, _OWN_SUM = _Kept.CUT, _Kept.COPIED, _Kept.OWN_SUM
 
 @dataclass(frozen=True)
 class Row:
-    """One way to shard; a column has one entry per axis, outer first."""
+    """A row of the table. A column has one entry per axis, the outer one first."""
 
     parameters: tuple[_Kept, ...]
     gradients: tuple[_Kept, ...]
@@ -56,22 +57,22 @@ class Row:
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether parameters are released between forward and backward."""
+        """Whether parameters are resharded between forward and backward."""
         return self.parameters[-1] is _CUT
 
     @property
     def cuts_gradients(self) -> bool:
-        """Whether each backward reduces, also one that is not synchronized."""
+        """Whether each backward reduces gradients, also those of micro-batches."""
         return self.gradients[-1] is _CUT
 
     @property
     def cuts_states(self) -> bool:
-        """Whether the optimizer's states are cut at all."""
+        """Whether optimizer states are sharded."""
         return self.optimizer[-1] is _CUT
 
     @property
     def cuts_states_outside(self) -> bool:
-        """Whether the optimizer's states are cut over the outer axis too."""
+        """Whether optimizer states are sharded over the outer axis too."""
         return self.num_axes == 2 and self.optimizer[0] is _CUT
 
 
@@ -95,10 +96,10 @@ def row_of(
     accumulate: str | None,
     reshard_after_forward: bool | int | None,
 ) -> Row:
-    """The row that arguments of ``fully_shard`` name.
+    """Return the row for the arguments of ``fully_shard``.
 
     Raises:
-        ValueError: there is no such row, it is for another number of axes, or the other two
+        ValueError: there is no such row, it needs another number of axes, or the other two
             arguments contradict it.
     """
     if sharding is None:
