@@ -6,13 +6,13 @@ With an import, one line of the script changes::
     from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
     accelerator = VeScaleAccelerator(fsdp_plugin=VeScaleFSDPPlugin(granularity="rows:32"))
 
-The files, from the bottom up:
+The files:
 
 * options and the yaml: `options`; the hook: `_autoload`, `launching`; without it: `run`
 * the plug-in: `plugin`
 * the model: `sharding`; optimizers: `switching`, `replacing`
-* checkpoints: `states`, `saving`, `checkpoints`
-* `accelerator`, on top of all
+* checkpoints: `saving`, `checkpoints`
+* `accelerator`, which uses all of these
 * the command line: `commands`, `yaml_file`
 """
 

@@ -1,20 +1,20 @@
-"""How a yaml turns veScale-FSDP on in scripts that do not know of it.
+"""Makes a yaml enable veScale-FSDP in unchanged scripts.
 
-Accelerate has no registry of engines, and does not export keys that it does not know to its
-workers. torch calls the entry points of the group ``torch.backends`` at the end of ``import
-torch``. Ours is `install`:
+Accelerate has no registry of engines, and does not pass unknown keys to its workers. But torch
+calls the entry points of the group ``torch.backends`` at the end of ``import torch``. Ours is
+`install`:
 
-* in every process it asks to be told when ``accelerate launch`` is imported, which then reads our
-  keys (`launching`);
-* in a worker whose yaml has asked for us, it puts ``VeScaleAccelerator`` in the place of
-  ``accelerate.Accelerator``.
+* In every process it waits for the import of ``accelerate launch``, which then reads our keys
+  (see `launching`).
+* In a worker whose yaml asks for veScale-FSDP, it replaces ``accelerate.Accelerator`` by
+  ``VeScaleAccelerator``.
 
-A worker that asked for us never trains on another engine: the launcher gives it values of two of
-Accelerate's variables that Accelerate itself refuses, with what to do in the message. Only
-`take_over` puts the real ones back.
+Such a worker never trains with another engine. The launcher sets two of Accelerate's variables to
+values that Accelerate refuses; the error message says what to do. Only `take_over` restores the
+real values.
 
-Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; then ``-m vescale_fsdp_accelerate.run`` does
-the same. Standard library only: torch is still being imported when this runs.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables it; ``-m vescale_fsdp_accelerate.run`` then does the
+same. It uses only the standard library, because torch is still being imported when it runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from vescale_fsdp_accelerate import options
 
 __all__ = ["install", "take_over"]
 
-# What accelerate/__init__.py imports after Accelerator itself. Accelerate's own modules import
-# torch, so accelerate.accelerator may be half imported when `install` runs.
+# accelerate/__init__.py imports these after Accelerator. Accelerate's own modules import torch, so
+# accelerate.accelerator may be half imported when `install` runs.
 _AFTER_ACCELERATOR = "accelerate.inference"
 
 
 def install() -> None:
-    """Wait for Accelerate. Raises in workers that have asked for veScale-FSDP only."""
+    """Arrange that Accelerate is changed when it is imported.
+
+    Raises only in workers whose yaml asks for veScale-FSDP.
+    """
     try:
         from vescale_fsdp_hook import when_imported
 
@@ -50,7 +53,7 @@ def install() -> None:
 
 
 def _read_guard(module: ModuleType) -> None:
-    """Let a yaml have the key that Accelerate refuses where this package is not installed."""
+    """Make Accelerate accept our key in a yaml. Without this package it refuses the key."""
     process: Callable[[dict[str, Any]], dict[str, Any]] = module.BaseConfig.process_config
 
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +72,9 @@ def _replace(_: ModuleType) -> None:
 
 
 def take_over() -> None:
-    """Have ``accelerate.Accelerator`` be ours, in this process, and the checkpoints' functions.
+    """Replace ``accelerate.Accelerator`` and its functions for checkpoints by ours.
 
-    For workers of a job that has asked for veScale-FSDP. Idempotent.
+    It is for workers of a job that asks for veScale-FSDP. Idempotent.
     """
     package = import_module("accelerate")
     ours = import_module("vescale_fsdp_accelerate.accelerator").VeScaleAccelerator
@@ -83,9 +86,9 @@ def take_over() -> None:
 
 
 def _join_on_cpu(partial_state: Any) -> None:
-    """Have ``PartialState()`` look at ``use_cpu: true`` too, as Accelerator does.
+    """Make ``PartialState()`` respect ``use_cpu: true``, as Accelerator does.
 
-    Without it, a script that makes one first has its processes train alone.
+    Else the processes of a script that first makes a ``PartialState`` would not be connected.
     """
     make = partial_state.__init__
     if hasattr(make, "_vescale_fsdp"):

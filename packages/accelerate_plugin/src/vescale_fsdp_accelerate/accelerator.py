@@ -79,12 +79,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(*args, fsdp_plugin=plugin, **kwargs)
         self._become_fsdp(plugin)
         self._models = _Models()
-        self._waiting: list[Optimizer] = []  # that come with the models being sharded
+        self._waiting: list[Optimizer] = []  # passed to `prepare` with the models being sharded
         self._switch = Switch()
         self._sharder = Sharder(self.state.fsdp_plugin, self.device, self._given_mesh())
 
     def _become_fsdp(self, plugin: VeScaleFSDPPlugin) -> None:
-        """Have CPUs, and single processes, treated as what they are here: FSDP."""
+        """Set Accelerate's distributed type to FSDP, also on CPUs and with one process."""
         if self.state.mixed_precision == "fp8":
             raise ValueError("mixed_precision: fp8 does not work with veScale-FSDP; use bf16 or no")
         if self.state.mixed_precision == "fp16" and self.device.type == "cpu":
@@ -133,7 +133,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                 )
         return self.torch_device_mesh[tuple(config.fsdp_dim_names)]
 
-    # Preparing
+    # Preparation
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard models, move optimizers to their parameters, and wrap data loaders and schedulers.
@@ -211,7 +211,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         if self.state.dynamo_plugin.backend == DynamoBackend.NO:
             return
         kwargs = self.state.dynamo_plugin.to_kwargs()
-        # The forwards alone: gathers stay outside of the graphs.
+        # Only forwards are compiled: all-gathers stay outside of the graphs.
         blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
         inner: list[Any] = [each for each in blocks if each is not model]
         for each in inner or [model]:
@@ -220,12 +220,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer, after it has got the sharded parameters.
+        """Wrap an optimizer that has the sharded parameters.
 
-        With ``fsdp_vescale_optimizer``, wrap one that replaces it, unless it is one of ours.
+        With ``fsdp_vescale_optimizer`` another one replaces it, unless it is one of ours.
 
         Raises:
-            ValueError: the optimizer needs whole tensors, and no other replaces it.
+            ValueError: the optimizer needs full tensors and is not replaced.
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
             if not any(each is optimizer for each in self._optimizers):
@@ -251,7 +251,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Reduce gradients in the backwards within it, also inside `no_sync`."""
+        """A context in which backwards reduce gradients, also inside `no_sync`."""
         with _sync(model, True):
             yield
 
@@ -261,7 +261,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Scale gradients so that their norm over all processes is at most ``max_norm``.
 
         Returns:
-            The norm before, a plain tensor.
+            The norm before scaling, as a plain tensor.
         """
         self.unscale_gradients()
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -273,7 +273,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """As of Accelerate.
+        """Gather a tensor from all processes, as in Accelerate.
 
         Raises:
             TypeError: a tensor is sharded: it was computed from sharded parameters.
@@ -289,7 +289,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                 )
         return super().gather(tensor)
 
-    # States
+    # Checkpoints
 
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -351,14 +351,17 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's whole tensors, in the memory of the first process; {} in the others."""
+        """Return the model's full tensors in the first process, and {} in the others."""
         found: dict[str, Any] = full.gathered(full.model_state(model), keep=self.is_main_process)
         return found if self.is_main_process else {}
 
 
 class _Models(list[nn.Module]):
-    """The prepared models. Accelerate asks for the model at an optimizer's place, and there may be
-    more optimizers than models; our checkpoints look for the parameters themselves."""
+    """The prepared models.
+
+    Accelerate takes the model with an optimizer's index, but there may be more optimizers than
+    models. Our checkpoints find the model by the parameters.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         is_beyond = isinstance(index, int) and index >= len(self)
@@ -385,7 +388,7 @@ def _set_sync(model: nn.Module, enabled: bool) -> None:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The user's optimizer."""
+    """Return the user's optimizer."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer

@@ -1,18 +1,18 @@
-"""What ``save_state`` and ``transformers.Trainer`` save, under Accelerate's own file names.
+"""Checkpoints of ``save_state`` and ``transformers.Trainer``, under Accelerate's file names.
 
 ========================  =================================================================
 SHARDED_STATE_DICT        ``pytorch_model_fsdp_0/``, ``optimizer_0/``: torch's distributed
-                          format, each process its part; ``accelerate merge-weights`` and stock
-                          FSDP2 read it
-FULL_STATE_DICT           ``pytorch_model_fsdp.bin``, ``optimizer.bin``: whole tensors by names
-fsdp_vescale_sealed       the directories again, with a CRC32 of each byte
+                          format, each process writes its part; ``accelerate merge-weights``
+                          and FSDP2 read it
+FULL_STATE_DICT           ``pytorch_model_fsdp.bin``, ``optimizer.bin``: full tensors by names
+fsdp_vescale_sealed       the same directories, with a CRC32 of each byte
 ========================  =================================================================
 
-All are loaded, whichever is there, on any number of processes. Nothing that is loaded can make
-code run.
+The format is detected at a load. The number of processes may differ. A load runs no code from the
+files.
 
-Accelerate and the Trainer take the four functions by name when they are imported; `register` puts
-ours there, which leave other plug-ins to Accelerate's.
+Accelerate and the Trainer import four functions by name. `register` replaces them by ours, which
+call Accelerate's functions for other plug-ins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
 def register() -> None:
-    """Have Accelerate's functions hand our plug-in's checkpoints to us. Idempotent."""
+    """Replace Accelerate's functions by ours for checkpoints of our plug-in. Idempotent."""
     ours: dict[str, Callable[..., Any]] = {
         "save_fsdp_model": save_model,
         "load_fsdp_model": load_model,
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def _chooser(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)  # the Trainer looks at the signature
+    @functools.wraps(stock)  # the Trainer inspects the signature
     def choose(fsdp_plugin: Any, *args: Any, **kwargs: Any) -> Any:
         function = ours if isinstance(fsdp_plugin, VeScaleFSDPPlugin) else stock
         return function(fsdp_plugin, *args, **kwargs)
@@ -94,7 +94,7 @@ def save_model(
     """Save a model. Collective.
 
     Args:
-        adapter_only: of a ``peft`` model, what is trained alone.
+        adapter_only: save only the trained parameters of a ``peft`` model.
     """
     weights = _weights(model, adapter_only)
     folder = _made(output_dir)
@@ -120,11 +120,11 @@ def load_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load a model, in place, in the format that is there. Collective.
+    """Load a model in place. The format is detected. Collective.
 
     Raises:
-        CheckpointIncompleteError: no format is.
-        CheckpointCorruptError: of a sealed one, bytes are not those that were saved.
+        CheckpointIncompleteError: there is no checkpoint.
+        CheckpointCorruptError: bytes of a sealed one differ from those that were saved.
     """
     weights = _weights(model, adapter_only)
     folder = Path(input_dir)
@@ -186,11 +186,11 @@ def load_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load an optimizer, in place, in the format that is there. Collective.
+    """Load an optimizer in place. The format is detected. Collective.
 
     Raises:
-        CheckpointIncompleteError: no format is.
-        CheckpointCorruptError: of a sealed one, bytes are not those that were saved.
+        CheckpointIncompleteError: there is no checkpoint.
+        CheckpointCorruptError: bytes of a sealed one differ from those that were saved.
         CheckpointMismatchError: it is of other parameters.
     """
     plain = _plain(optimizer)
@@ -211,12 +211,12 @@ def load_optimizer(
 
 
 def verify(folder: Path) -> None:
-    """Check every byte of what is sealed in a directory, before any of it is loaded. Collective.
+    """Check every byte of the sealed checkpoints in a directory. Collective.
 
-    Cost: each directory in it is read by one of the processes.
+    Cost: one of the processes reads each sealed directory.
 
     Raises:
-        CheckpointCorruptError: bytes are not those that were saved. On all processes.
+        CheckpointCorruptError: bytes differ from those that were saved. Raised on all processes.
     """
     sealed = [each for each in sorted(folder.iterdir()) if _is_sealed(each)]
     faults: list[str] = []
@@ -270,7 +270,7 @@ def _made(folder: str) -> Path:
 
 
 def _found(folder: Path, directory: str, file: str, plugin: Any) -> Path:
-    """Where a checkpoint is: in the plug-in's format if that is there, or else in the other one."""
+    """Return the path of a checkpoint: in the plug-in's format if it exists, else in the other."""
     inside = folder if folder.name == directory else folder / directory
     places = [folder / file, inside] if _is_full(plugin) else [inside, folder / file]
     places.append(inside.with_name(f"{directory}.old"))  # a save was killed as it replaced it

@@ -1,4 +1,4 @@
-"""``vescale-fsdp accelerate-config``: writes a yaml with comments, or checks one that is there."""
+"""``vescale-fsdp accelerate-config``: writes a yaml with comments, or checks an existing one."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _check(file: Path) -> None:
 
 
 def _strange_keys(file: Path) -> list[str]:
-    """Keys under fsdp_config that are neither ours nor Accelerate's, which passes over them."""
+    """Return keys under fsdp_config that are neither ours nor Accelerate's, which ignores them."""
     import yaml  # type: ignore[import-untyped]
     from accelerate.commands.launch import (  # type: ignore[import-untyped]
         launch_command_parser,

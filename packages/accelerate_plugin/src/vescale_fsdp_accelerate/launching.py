@@ -1,6 +1,6 @@
-"""What the launcher learns: ``--config``, our keys in the yaml, CPUs, and the workers' environment.
+"""Changes ``accelerate launch``: ``--config``, our keys in the yaml, CPUs, workers' environment.
 
-`add_to_launcher` is given Accelerate's module right after it has been imported.
+`add_to_launcher` gets Accelerate's module right after its import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["add_to_launcher", "check_config"]
 
 
 def add_to_launcher(module: ModuleType) -> None:
-    """Have ``accelerate launch`` know ``--config``, and read our keys."""
+    """Make ``accelerate launch`` accept ``--config`` and read our keys."""
     make_parser, validate = module.launch_command_parser, module._validate_launch_command
     make_environment = module.prepare_multi_gpu_env
 
@@ -67,10 +67,10 @@ def _config_of(module: ModuleType, args: argparse.Namespace) -> Any:
 
 
 def check_config(config: dict[str, Any]) -> options.Options | None:
-    """The options that a whole yaml asks for; None if it does not ask for veScale-FSDP.
+    """Return the options in a yaml. None if it does not ask for veScale-FSDP.
 
     Raises:
-        ValueError: what is wrong in it, by the names of the keys.
+        ValueError: a value is wrong. The message names its key.
     """
     fsdp_config = config.get("fsdp_config") or {}
     if not isinstance(fsdp_config, dict):
@@ -92,7 +92,7 @@ def check_config(config: dict[str, Any]) -> options.Options | None:
 
 
 def _adapt(args: argparse.Namespace, found: options.Options, on_cpu: bool) -> None:
-    """Have all processes started, and joined, also on CPUs."""
+    """Change the launcher's arguments so that all processes start and connect, also on CPUs."""
     args.vescale_fsdp = found
     args.use_fsdp, args.fsdp_version = True, 2
     args.use_cpu = bool(args.use_cpu or on_cpu)

@@ -1,10 +1,10 @@
 """The options: one record for the yaml's keys, the plug-in's arguments and their documentation.
 
 A field ``granularity`` is the key ``fsdp_vescale_granularity`` under ``fsdp_config`` in the yaml,
-and the argument ``granularity=`` of `VeScaleFSDPPlugin`. What is wrong is refused by name, with
-what would be right; in the launcher, so before a process is started.
+and the argument ``granularity=`` of `VeScaleFSDPPlugin`. A wrong value raises in the launcher,
+before a process is started, and the message names the accepted ones.
 
-Without torch: the launcher and the command line read it.
+This module does not import torch, because the launcher and the command line use it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
 
 PREFIX = "fsdp_vescale_"
 ENGINE_KEY = "fsdp_engine"
-ASKED = "VESCALE_FSDP_ACCELERATE"  # in a worker's environment: it asked for us, with these options
-# At the top of a yaml: Accelerate refuses keys there that it does not know, and this one says why.
+ASKED = "VESCALE_FSDP_ACCELERATE"  # a worker's variable: its yaml asks for us with these options
+# A key at the top of a yaml. Accelerate refuses unknown keys there, and this name says why.
 GUARD = "needs_package_vescale_fsdp_accelerate_and_no_TORCH_DEVICE_BACKEND_AUTOLOAD_0"
 
-# Accelerate reads both when it makes its own plug-in, as an int and as a truth value.
+# Accelerate reads both when it makes its own plug-in, one as an int and one as a bool.
 _SPOILED = {"FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false"}
 _HELP = (
     "the yaml asks for veScale-FSDP, which does not run in this process: pip install "
@@ -153,7 +153,7 @@ class Options:
     reduce: Any = _option(None, "", "", now="reduce_codec")  # noqa: RUF009  # None by default
 
     def check_options(self) -> None:
-        """Raise for a value that is none of the accepted ones; move those with former names."""
+        """Raise if a value is not accepted. Values under former names are moved."""
         self._take_former_names()
         for each in current_fields():
             value = getattr(self, each.name)
@@ -170,7 +170,7 @@ class Options:
             )
 
     def options(self) -> dict[str, Any]:
-        """The options alone, by name."""
+        """Return the options by name, without Accelerate's."""
         return {each.name: getattr(self, each.name) for each in current_fields()}
 
     def _take_former_names(self) -> None:
@@ -189,7 +189,7 @@ class Options:
 
 
 def current_fields() -> list[Field[Any]]:
-    """The fields of `Options`, without former names of some."""
+    """Return the fields of `Options`, without those that are former names."""
     return [each for each in fields(Options) if "now" not in each.metadata]
 
 
@@ -208,7 +208,7 @@ def _fits(each: Any, value: Any) -> bool:
 
 
 def _is_coding(kind: str, arguments: Mapping[str, Any], value: Any) -> bool:
-    """Whether it is a word for a dtype, a mapping of arguments, or what the core has for both."""
+    """Whether it is a name of a dtype, a mapping of arguments, or an object of the core."""
     if not isinstance(value, dict):
         return value in arguments["dtype"] or type(value).__name__ == kind
     return all(
@@ -218,16 +218,16 @@ def _is_coding(kind: str, arguments: Mapping[str, Any], value: Any) -> bool:
 
 
 def _is_block(value: Any) -> bool:
-    """A number of elements, or rows and columns."""
+    """Whether it is a number of elements, or rows and columns."""
     extents = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
     return all(type(extent) is int and extent >= 1 for extent in extents)
 
 
 def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:
-    """The engine that a yaml's ``fsdp_config`` asks for.
+    """Return the engine that a yaml's ``fsdp_config`` asks for.
 
     Raises:
-        ValueError: it is not vescale, or there are keys of ours without it.
+        ValueError: it is unknown, or our keys are set without it.
     """
     engine = fsdp_config.get(ENGINE_KEY)
     if engine is None:
@@ -244,10 +244,10 @@ def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:
 
 
 def from_config(fsdp_config: Mapping[str, Any]) -> Options:
-    """The options in a yaml's ``fsdp_config``.
+    """Return the options in a yaml's ``fsdp_config``.
 
     Raises:
-        ValueError: a key of ours that is not known, or a value that is not accepted.
+        ValueError: a key with our prefix is unknown, or a value is not accepted.
     """
     known = {PREFIX + each.name: each.name for each in fields(Options)}
     found: dict[str, Any] = {}
@@ -266,10 +266,10 @@ def from_config(fsdp_config: Mapping[str, Any]) -> Options:
 
 
 def to_environment(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher gives its workers, beside what Accelerate has put into ``environment``.
+    """Return the variables for the workers, in addition to Accelerate's ``environment``.
 
-    Two of Accelerate's variables get values that it refuses to read, until `real_environment` is
-    put back: a worker in which our hook does not run must not train on another engine.
+    Two of Accelerate's variables get values that Accelerate refuses, so that a worker without our
+    hook cannot train with another engine. `real_environment` returns the real values.
     """
     real = {name: environment.get(name, default) for name, default in _SPOILED.items()}
     payload = {"options": asdict(options), "environment": real}
@@ -277,16 +277,16 @@ def to_environment(options: Options, environment: Mapping[str, str]) -> dict[str
 
 
 def asked_for() -> bool:
-    """Whether this process is a worker that asked for veScale-FSDP."""
+    """Whether this process is a worker whose yaml asks for veScale-FSDP."""
     return ASKED in os.environ
 
 
 def from_environment() -> Options:
-    """The options that the launcher has given; the defaults if there are none."""
+    """Return the options from the launcher; the defaults if there are none."""
     return Options(**json.loads(os.environ.get(ASKED, "{}")).get("options", {}))
 
 
 def real_environment() -> dict[str, str]:
-    """The values of Accelerate's variables that the launcher has spoiled."""
+    """Return the real values of the variables that the launcher has replaced."""
     found: dict[str, str] = json.loads(os.environ.get(ASKED, "{}")).get("environment", {})
     return found

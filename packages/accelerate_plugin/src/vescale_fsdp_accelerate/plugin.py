@@ -1,4 +1,4 @@
-"""VeScaleFSDPPlugin: Accelerate's plug-in for FSDP2, with our options beside its own."""
+"""VeScaleFSDPPlugin: Accelerate's plug-in for FSDP2, with our options in addition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-# FSDP1's strategies, and whether they free gathered parameters after forward.
+# FSDP1's strategies, and whether they reshard after forward.
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
@@ -51,7 +51,7 @@ class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignor
         self.fsdp_version = 2
         policy = self.auto_wrap_policy
         self.wraps_blocks = policy is None and "FSDP_AUTO_WRAP_POLICY" not in os.environ
-        # accelerate launch exports every key, those that are not in the yaml with FSDP1's values.
+        # accelerate launch exports all keys; those that are not in the yaml have FSDP1's values.
         for name in ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_BACKWARD_PREFETCH"):
             if os.environ.get(name, "").upper() in (*_RESHARDS, "NONE", "NO_PREFETCH"):
                 del os.environ[name]
@@ -59,15 +59,15 @@ class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignor
 
     @classmethod
     def from_environment(cls) -> VeScaleFSDPPlugin:
-        """The plug-in that the yaml describes."""
+        """Make the plug-in from the options of the yaml."""
         return cls(**from_environment().options())
 
     @classmethod
     def upgraded(cls, plugin: FullyShardedDataParallelPlugin) -> VeScaleFSDPPlugin:
-        """Convert a plug-in of Accelerate, such as that of ``TrainingArguments(fsdp=...)``.
+        """Convert a plug-in of Accelerate, for example from ``TrainingArguments(fsdp=...)``.
 
         Raises:
-            ValueError: it is one of FSDP1 with a strategy that has no counterpart.
+            ValueError: it is for FSDP1, and its strategy has no counterpart.
         """
         if isinstance(plugin, cls):
             return plugin

@@ -1,8 +1,8 @@
-"""Models that ``trl`` shards itself: references of DPO, KTO and GRPO, teachers, rewards.
+"""Makes ``trl`` shard its other models with our accelerator: references, teachers, reward models.
 
-``trl`` does not hand them to the accelerator: under FSDP its ``prepare_fsdp`` calls torch's
-``fully_shard``, with one unit for the whole model and other cuts than those of the model that
-trains. So a reference could not follow it (``sync_ref_model=True``).
+Under FSDP, ``trl`` shards them itself: ``prepare_fsdp`` calls torch's ``fully_shard`` with one unit
+for the whole model. Its placements differ from those of the trained model, so that a reference
+could not be updated from that model (``sync_ref_model=True``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Have ``trl`` leave sharding to our accelerator. Idempotent."""
+    """Replace ``prepare_fsdp`` of ``trl`` when it is imported. Idempotent."""
     when_imported("trl.models.utils", _replace)
 
 
@@ -39,6 +39,6 @@ def _replace(module: ModuleType) -> None:
         return sharded.eval()
 
     prepare_fsdp._vescale_fsdp = True  # type: ignore[attr-defined]
-    for name, each in list(sys.modules.items()):  # it may have been imported by name already
+    for name, each in list(sys.modules.items()):  # other modules may have imported it by name
         if name.partition(".")[0] == "trl" and vars(each).get("prepare_fsdp") is stock:
             each.prepare_fsdp = prepare_fsdp  # type: ignore[attr-defined]

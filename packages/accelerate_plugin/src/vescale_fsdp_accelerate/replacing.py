@@ -1,9 +1,9 @@
-"""``fsdp_vescale_optimizer``: another optimizer in the place of the script's, unknown to it.
+"""``fsdp_vescale_optimizer``: replaces the optimizer of an unchanged script.
 
-The script makes its AdamW, with its groups, rates and schedule. `Replacement` shows schedulers and
-trainers those groups, and steps with others: the hidden matrices with the optimizer of the yaml,
-the rest with ``torch.optim.AdamW``, or all with ``adamw8bit``. At each step they follow the
-script's learning rates.
+The script makes its AdamW with groups, learning rates and a schedule. `Replacement` has the same
+groups for schedulers and trainers, but steps with other optimizers: hidden matrices with the
+optimizer of the yaml, all other parameters with ``torch.optim.AdamW``; or all parameters with
+``adamw8bit``. Each step uses the current learning rates of the script.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Replacement", "granularity_for", "refuse_whole", "replacement_for"]
 _log = logging.getLogger(__name__)
 
 _MATRIX: dict[str, type[Optimizer]] = {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
-# Learning rates of AdamW fit: a step has the length of one of AdamW's.
+# With this option steps have the length of AdamW's, so the script's learning rates fit.
 _DEFAULTS: dict[str, dict[str, Any]] = {"muon": {"adjust_lr_fn": "match_rms_adamw"}}
 _TAKEN_OVER = ("betas", "eps", "weight_decay")
 
-# Optimizers that need whole tensors, by package and class: why, and which of ours to take instead.
+# Optimizers that need full tensors, by package and class: why, and which of ours to use instead.
 _BITSANDBYTES = "its kernels take plain tensors"
 _FACTORS = "it takes means over the rows and columns of whole matrices"
 _NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
@@ -41,20 +41,20 @@ _NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
 
 
 class Replacement(Optimizer):
-    """Steps with ``inner``, and shows the groups of ``theirs``.
+    """An optimizer with the groups of ``theirs`` that steps with ``inner``.
 
     Args:
         theirs: the script's optimizer.
-        inner: what steps.
-        links: of each group of ``inner``: the group of ``theirs`` that it follows, and its learning
-            rate in parts of that one's.
+        inner: the optimizer that steps.
+        links: for each group of ``inner`` the group of ``theirs`` that sets its learning rate, and
+            the ratio of the two learning rates.
     """
 
     def __init__(
         self, theirs: Optimizer, inner: Optimizer, links: Sequence[tuple[dict[str, Any], float]]
     ) -> None:
         self.theirs, self.inner, self._links = theirs, inner, list(links)
-        super().__setstate__({})  # what Optimizer's own constructor makes besides groups: hooks
+        super().__setstate__({})  # makes the hooks that Optimizer's constructor would make
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -63,12 +63,12 @@ class Replacement(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The states of what steps."""
+        """The states of ``inner``."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The script's."""
+        """The defaults of the script's optimizer."""
         return self.theirs.defaults
 
     @overload
@@ -78,7 +78,7 @@ class Replacement(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step, with the learning rates that the script's groups have now."""
+        """Step with the current learning rates of the script's groups."""
         self.follow()
         self.theirs._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
         return self.inner.step(closure)
@@ -88,17 +88,17 @@ class Replacement(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def follow(self) -> None:
-        """Take over the learning rates of the script's groups."""
+        """Copy the learning rates of the script's groups to ``inner``."""
         for group, (theirs, ratio) in zip(self.inner.param_groups, self._links, strict=True):
             group["lr"] = theirs["lr"] * ratio
 
     def lead(self) -> None:
-        """Give the script's groups the learning rates that were loaded."""
+        """Copy the learning rates of ``inner`` to the script's groups."""
         for group, (theirs, ratio) in zip(self.inner.param_groups, self._links, strict=True):
             theirs["lr"] = group["lr"] / ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """That of what steps."""
+        """Return the state dict of ``inner``."""
         self.follow()
         return self.inner.state_dict()
 
@@ -109,7 +109,7 @@ class Replacement(Optimizer):
 
 
 def granularity_for(name: str | None, args: Mapping[str, Any]) -> Any:
-    """What must not be cut for an optimizer of the yaml."""
+    """Return the granularity that an optimizer of the yaml needs. None: it needs none."""
     if name == "adamw8bit":
         known = {key: args[key] for key in ("block_size", "min_8bit_size") if key in args}
         return AdamW8bit.granularity(**known)
@@ -122,11 +122,11 @@ def granularity_for(name: str | None, args: Mapping[str, Any]) -> Any:
 def replacement_for(
     theirs: Optimizer, models: Sequence[nn.Module], name: str, args: Mapping[str, Any]
 ) -> Replacement:
-    """An optimizer by its name, for the parameters of the script's, which are sharded.
+    """Make the replacement of the script's optimizer, whose parameters are sharded.
 
     Raises:
-        ValueError: a parameter is of no prepared model, or an argument is not one of that
-        optimizer.
+        ValueError: a parameter belongs to no prepared model, or the optimizer does not accept an
+            argument.
     """
     hidden, names = _split(models)
     given = dict(args)
@@ -169,10 +169,10 @@ def replacement_for(
 
 
 def refuse_whole(optimizer: Optimizer) -> None:
-    """Raise for optimizers that do not step on sharded parameters.
+    """Raise for optimizers that cannot step on sharded parameters.
 
     Raises:
-        ValueError: names the optimizer, and the one of ours for its place.
+        ValueError: names the optimizer, and one of ours to use instead.
     """
     cls = type(optimizer)
     package = cls.__module__.partition(".")[0]
@@ -202,11 +202,11 @@ def _split(models: Sequence[nn.Module]) -> tuple[set[int], dict[int, str]]:
 
 
 def _options(group: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
-    """Of a script's group, what means the same in the other optimizer."""
+    """Return the options of a script's group that the other optimizer also has."""
     if key == "matrices" and name != "adamw8bit":
         return {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
     taken = {option: group[option] for option in _TAKEN_OVER if option in group}
-    if isinstance(taken.get("eps"), tuple):  # Adafactor's, which mean something else
+    if isinstance(taken.get("eps"), tuple):  # Adafactor's eps has another meaning
         del taken["eps"]
     return taken
 

@@ -1,11 +1,11 @@
-"""``-m vescale_fsdp_accelerate.run train.py``: an unchanged script, without any hook.
+"""``-m vescale_fsdp_accelerate.run train.py``: runs an unchanged script without the import hook.
 
 ::
 
     accelerate launch --config_file vescale.yaml -m vescale_fsdp_accelerate.run train.py --lr 1e-3
 
-The yaml's keys arrive with the hook in the launcher. Where that is switched off too, they are read
-from the yaml that the launcher was started with, or the one that ``--vescale_config`` names.
+The launcher's hook passes the yaml's keys. If that hook is also disabled, they are read from the
+yaml of the launcher's command line, or from the one that ``--vescale_config`` names.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _USAGE = "usage: -m vescale_fsdp_accelerate.run [--vescale_config FILE] [-m] SCR
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with -m a module, as ``__main__``.
+    """Run a script, or a module with -m, as ``__main__``.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no script is named.
         ValueError: the yaml does not ask for veScale-FSDP, or has a wrong key.
     """
     given, config = list(arguments), None
@@ -72,7 +72,7 @@ def _read(file: str | None) -> None:
 
 
 def _config_of_launcher() -> str | None:
-    """What followed ``--config_file`` in the command that has started this process."""
+    """Return the ``--config_file`` of the command that started this process, if any."""
     import psutil  # type: ignore[import-untyped]
 
     for process in psutil.Process().parents():

@@ -1,16 +1,15 @@
-"""How what is saved takes the place of what was there: all of it, or nothing.
+"""Replaces an earlier save in a directory completely, or not at all.
 
-``save_state`` writes into a directory that may have been saved to before, and may hold files of
-others. So::
+``save_state`` writes into a directory that may have an earlier save and files of others. It does
+so in three stages::
 
-    state/.saving/    is written to; a save that is killed leaves it, and the next one deletes it
-    state/.saved/     the same, renamed when all of it is there: from now on the save has happened
-    state/            gets its entries one by one; whoever is killed here, the next save or load
-                      goes on
+    state/.saving/    all files are written here; after a kill the next save deletes it
+    state/.saved/     the same folder, renamed when it is complete
+    state/            gets the entries one by one; after a kill the next save or load continues
 
-What was saved in one format takes the place of the same in the other one.
+A save in one format also deletes the same entry in the other format.
 
-The functions that write are collective, and for directories that all processes share.
+The functions that write are collective, and need a directory that all processes share.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SAVING, _SAVED = ".saving", ".saved"
 
 
 def begin(folder: Path) -> Path:
-    """Where to write what is to be in ``folder``; `finish` it afterwards."""
+    """Make and return the folder to write to. Call `finish` afterwards."""
     finish(folder)
     stage = folder / _SAVING
 
@@ -57,18 +56,18 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path, *, is_written: bool = False) -> None:
-    """Put into ``folder`` what has been saved for it.
+    """Move a complete save into ``folder``.
 
     Args:
-        is_written: all processes have written what `begin` has asked for. Else only what an
-            earlier save has left is put in place.
+        is_written: all processes have written to the folder of `begin`. False: only continue an
+            earlier save that was killed while entries were moved.
     """
 
     def put() -> None:
         stage, saved = folder / _SAVING, folder / _SAVED
         if is_written and stage.is_dir():
             for entry in stage.iterdir():
-                if entry.is_file():  # what is in directories is on the disk already
+                if entry.is_file():  # files in directories are already flushed
                     _flush(entry)
             _flush(stage)
             stage.rename(saved)
@@ -84,12 +83,12 @@ def finish(folder: Path, *, is_written: bool = False) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a save to a directory has ever come to its end."""
+    """Whether any save to a directory was completed."""
     return any(entry.name != _SAVING for entry in folder.iterdir())
 
 
 def latest(folder: Path) -> Path:
-    """Of directories with numbers, that with the highest to which a save has come to its end.
+    """Return the numbered directory with the highest number that has a completed save.
 
     Raises:
         CheckpointIncompleteError: there is none.
@@ -111,7 +110,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """``checkpoint_0`` and so on, in order."""
+    """Return the directories ``checkpoint_0`` and so on, in order."""
     found = {
         int(number[1]): each
         for each in (folder.iterdir() if folder.is_dir() else ())
@@ -121,7 +120,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Have a file, or the names in a directory, on the disk: they are there after a power cut."""
+    """Flush a file, or the names in a directory, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -137,7 +136,7 @@ def _remove(path: Path, *, unless_file: bool = False) -> None:
 
 
 def _remove_twin(path: Path) -> None:
-    """``optimizer.bin`` where there is ``optimizer_0/`` now, and so on: it is older."""
+    """Delete the same entry in the other format: ``optimizer.bin`` for ``optimizer_0/``."""
     found = re.fullmatch(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?(\.bin)?", path.name)
     if found is None or (found[2] is None and found[3] is None):
         return
@@ -147,7 +146,7 @@ def _remove_twin(path: Path) -> None:
 
 
 def replace_file(file: Path, state: Any) -> None:
-    """``torch.save`` in the first process; the file is the old one or the new one."""
+    """Call ``torch.save`` in the first process. After a kill, the old or the new file is there."""
 
     def write() -> None:
         new = file.with_name(f"{file.name}.new")
@@ -161,12 +160,12 @@ def replace_file(file: Path, state: Any) -> None:
 
 
 def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have a new directory at ``path``; one that is there goes when the new one is whole."""
+    """Write a new directory at ``path``. An old one is deleted when the new one is complete."""
     new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
 
     def clean() -> None:
         if old.exists() and not path.exists():
-            old.rename(path)  # a process was killed between the two renamings below
+            old.rename(path)  # an earlier save was killed between the two renames below
         _remove(new)
         _remove(old)
 
@@ -185,12 +184,12 @@ def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def in_first(work: Callable[[], Any]) -> None:
-    """Do something in the first process; all raise if it raises."""
+    """Call a function in the first process. If it raises, all processes raise."""
     in_each(work if dist.get_rank() == 0 else lambda: None)
 
 
 def in_each(work: Callable[[], Any]) -> None:
-    """Do something in each process; all raise if one raises, and nobody goes on before."""
+    """Call a function in each process, and wait for all. If it raises in one, all raise."""
     error: Exception | None = None
     try:
         work()

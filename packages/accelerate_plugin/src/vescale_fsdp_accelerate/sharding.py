@@ -1,4 +1,4 @@
-"""How a model becomes sharded as the plug-in says."""
+"""Shards a model with the options of the plug-in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
-    """The units of a model, itself included."""
+    """Return the units of a model, also the model itself."""
     return [each for each in model.modules() if isinstance(each, FSDPModule)]
 
 
@@ -45,8 +45,8 @@ class Sharder:
     """Shards models over the mesh of all processes.
 
     Args:
-        device: of this process.
-        mesh: (replicas, shards) or (shards,); made at the first model if None. Collective then.
+        device: the device of this process.
+        mesh: (replicas, shards) or (shards,). None: made for the first model, which is collective.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Sharder:
         return self._mesh
 
     def shard(self, model: nn.Module, needs: Iterable[Any] = ()) -> Iterator[None]:
-        """Make units of a model, bottom-up; yields after each. Collective.
+        """Make the units of a model, inner ones first. Yields after each. Collective.
 
         Args:
-            needs: granularities that optimizers have asked for.
+            needs: granularities that optimizers need.
 
         Raises:
-            TypeError: torch's own engines have taken a part of it.
+            TypeError: one of torch's own engines has sharded a part of it.
             ValueError: a class to wrap is not in it.
         """
         refuse_other_engines(model)
@@ -115,16 +115,16 @@ class Sharder:
         if not isinstance(model, FSDPModule):
             self._sync(model, model, ignored)
             if policy.param_dtype is not None and policy.output_dtype is None:
-                # Accelerate's promise under mixed precision: what a model returns is in fp32.
+                # Under mixed precision Accelerate guarantees that a model returns fp32.
                 policy = replace(policy, output_dtype=torch.float32)
             fully_shard(model, mp_policy=policy, **common)
             yield
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that become units, inner ones first, without the root.
+        """Return the modules that become units, inner ones first, without the root.
 
         Raises:
-            ValueError: a class to wrap is not in the model; says which are.
+            ValueError: a class to wrap is not in the model. Names the classes that are.
         """
         plugin = self.plugin
         if plugin.wraps_blocks:
@@ -155,21 +155,21 @@ class Sharder:
     def _offload_policy(self) -> OffloadPolicy:
         policy: OffloadPolicy = self.plugin.cpu_offload
         if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
-            return CPUOffloadPolicy(pin_memory=False)  # there is no device to copy to
+            return CPUOffloadPolicy(pin_memory=False)  # nothing is copied to another device
         return policy
 
     def _granularity(self, needs: Iterable[Any]) -> Any:
         given = self.plugin.granularity
         parts: list[Any] = [] if given is None else [parse_granularity(given)]
         parts += list(needs)
-        if parts:  # alone, they are kept whole anyway
+        if parts:  # without other parts, fully_shard itself keeps blocks of codes whole
             parts += [each.granularity() for each in self._codings().values()]
         if len(parts) < 2:
             return parts[0] if parts else None
         return combine(*parts)
 
     def _codings(self) -> dict[str, QuantizedGather | QuantizedReduce]:
-        """What travels in 8 bits."""
+        """Return the 8-bit codecs of the options, by argument of ``fully_shard``."""
         kinds = {"gather_codec": QuantizedGather, "reduce_codec": QuantizedReduce}
         given = {name: getattr(self.plugin, name) for name in kinds}
         return {
@@ -189,10 +189,10 @@ class Sharder:
         return {param for each in modules for param in each.parameters()}
 
     def _sync(self, module: nn.Module, model: nn.Module, ignored: set[nn.Parameter]) -> None:
-        """Give all processes the first one's values of what becomes one unit. Collective.
+        """Broadcast the first process' values of a module that becomes a unit. Collective.
 
-        What other processes do not have yet (``cpu_ram_efficient_loading``) they get so, one unit
-        at a time, and then also what is ignored.
+        With ``cpu_ram_efficient_loading`` only the first process has loaded the model. The others
+        get all values here, one unit at a time, and also those of ignored modules.
         """
         if not self.plugin.sync_init or dist.get_world_size() == 1:
             return
@@ -200,7 +200,7 @@ class Sharder:
         if not self.plugin.cpu_ram_efficient_loading:
             left_alone |= {id(param) for param in ignored}
         tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left_alone]
-        # A model may be on the meta device everywhere: then nobody has values.
+        # If the model is on the meta device in the first process too, there are no values to send.
         flags = [[tensor.is_meta for tensor in tensors]]
         dist.broadcast_object_list(flags, src=0)
         made: dict[int, torch.Tensor] = {}
@@ -223,7 +223,7 @@ class Sharder:
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on another device than meta, not filled."""
+    """Make an uninitialized tensor on ``device`` for a tensor on the meta device."""
     new = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
@@ -232,7 +232,7 @@ def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _put_in_place(model: nn.Module, made: dict[int, torch.Tensor]) -> None:
-    """Exchange parameters and buffers, wherever they are in the model."""
+    """Replace parameters and buffers everywhere in the model."""
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slot in slots:
@@ -240,7 +240,7 @@ def _put_in_place(model: nn.Module, made: dict[int, torch.Tensor]) -> None:
 
 
 def upcast(model: nn.Module) -> None:
-    """Have trainable parameters in fp32 under mixed precision, and say so."""
+    """Convert trainable parameters to fp32 under mixed precision, and log it."""
     found = []
     for name, param in model.named_parameters():
         if param.requires_grad and param.is_floating_point() and param.dtype.itemsize < 4:
@@ -258,7 +258,7 @@ def upcast(model: nn.Module) -> None:
 
 
 def refuse_other_engines(model: nn.Module) -> None:
-    """Raise where torch's own ``fully_shard`` or FSDP has taken a part of the model.
+    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
 
     Raises:
         TypeError: names the module.
@@ -274,24 +274,24 @@ def refuse_other_engines(model: nn.Module) -> None:
 
 
 def weak_parameters(model: nn.Module) -> dict[str, Any]:
-    """Weak references to the parameters by names, tied ones under each of theirs."""
+    """Return weak references to the parameters by name. Tied ones have several names."""
     return {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _coding(kind: Any, value: Any) -> Any:
-    """What the core takes for the words of the yaml; `Options` has checked them."""
+    """Convert a value of the yaml to the core's object. `Options` has checked it."""
     if isinstance(value, kind):
         return value
     args = dict(value) if isinstance(value, dict) else {"dtype": value}
     if kind is QuantizedReduce:
-        args.pop("dtype", None)  # int8 is the only one
+        args.pop("dtype", None)  # int8 is the only dtype
     if isinstance(args.get("block"), list):
         args["block"] = tuple(args["block"])
     return kind(**args)
 
 
 def parse_granularity(text: str) -> Granularity:
-    """The granularity of ``rows:32`` and the like; `Options` has checked it."""
+    """Parse a granularity such as ``rows:32``. `Options` has checked it."""
     kind, _, amount = text.partition(":")
     if kind == "whole":
         return Granularity.whole()

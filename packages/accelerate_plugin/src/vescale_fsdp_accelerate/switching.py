@@ -1,8 +1,8 @@
-"""Optimizers that were made before their model was sharded, moved to the sharded parameters.
+"""Replaces the parameters of optimizers that were made before their model was sharded.
 
-A parameter is known by its identity, and by its name in the model: both before and after. So any
-number of models can be prepared, tied parameters stay tied, and an optimizer may come before its
-model, with it, or after it.
+A parameter's name in the model is the same before and after sharding. It connects the old parameter
+with the sharded one. So any number of models can be prepared, tied parameters stay tied, and an
+optimizer can be prepared before its model, with it, or after it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ __all__ = ["Switch", "granularities_of", "is_ours"]
 
 
 class Switch:
-    """Knows which sharded parameter has taken the place of which."""
+    """Maps each old parameter to its sharded one."""
 
     def __init__(self) -> None:
-        # Weak: what no optimizer holds is freed as soon as it is sharded.
+        # Weak keys: an old parameter is freed when it is sharded, unless an optimizer holds it.
         self._sharded: Any = WeakIdKeyDictionary()
 
     def record(self, model: nn.Module, last: dict[str, Any]) -> None:
-        """Note what became of ``last``, weak references by names, and bring it up to date.
+        """Record which parameter has replaced which, and update ``last``.
 
-        A tied parameter may change its place twice: with its own unit, and with that of all its
+        A tied parameter may be replaced twice: for one unit, and for the unit that contains all its
         uses.
+
+        Args:
+            last: weak references to the model's parameters before this call, by name.
         """
         for name, now in model.named_parameters(remove_duplicate=False):
             old = last[name]() if name in last else None
@@ -47,15 +50,15 @@ class Switch:
         return param
 
     def move(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Give optimizers the sharded parameters, and their states the same cuts.
+        """Replace the parameters of optimizers by the sharded ones, and shard their states too.
 
-        No communication: each process takes its part of a state that is whole.
+        No communication: each process takes its part of a full state.
         """
         for optimizer in optimizers:
             if isinstance(optimizer, OptimizerGroup):
                 self.move(optimizer.optimizers.values())
             elif any(p in self._sharded for g in optimizer.param_groups for p in g["params"]):
-                if is_ours(optimizer):  # states are made with the parameters
+                if is_ours(optimizer):  # it makes its states when it gets parameters
                     self._remake(optimizer)
                 else:
                     self._exchange(optimizer)
@@ -86,7 +89,7 @@ class Switch:
         optimizer.param_groups.clear()
         optimizer.state.clear()
         for group in groups:
-            # The same dict: schedulers and users may hold it.
+            # Keep the same dict, because schedulers and users may have a reference to it.
             names = group.pop("param_names", None)
             params = [self._now(old) for old in group["params"]]
             group["params"] = params if names is None else list(zip(names, params, strict=True))
@@ -96,10 +99,9 @@ class Switch:
 
 
 def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether a whole state is to be cut as its parameter is: it has an entry for each element.
+    """Whether to shard a state as its parameter: a full tensor with the parameter's shape.
 
-    Of a parameter without dimensions that is not to be seen from its shape; there, as torch does
-    when it loads states, all are but ``step``.
+    For a parameter without dimensions, "step" has the same shape but is not sharded.
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
@@ -112,7 +114,7 @@ def is_ours(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def granularities_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What must not be cut for an optimizer that was made before its model was sharded."""
+    """Return the granularities that an optimizer needs, to shard its model with them."""
     if isinstance(optimizer, OptimizerGroup):
         return [need for each in optimizer.optimizers.values() for need in granularities_of(each)]
     needs: list[Any] = []

@@ -1,17 +1,18 @@
-"""Two methods of ``transformers.Trainer``, for models that our plug-in has sharded.
+"""Replaces two methods of ``transformers.Trainer`` for models that our plug-in has sharded.
 
-``save_model`` writes what ``from_pretrained`` reads, always. Under ``SHARDED_STATE_DICT`` the
-Trainer's own does nothing. Then nobody has made the directory of a checkpoint when the processes
-look for it, and one may see what another one is just making: they disagree about which checkpoint
-is the best.
+``save_model`` writes files that ``from_pretrained`` reads. Under ``SHARDED_STATE_DICT`` the
+Trainer's own method does nothing, and the directory of a checkpoint does not exist yet when the
+processes look for it. One process may see it and another not, so that they disagree which
+checkpoint is the best. Ours makes the directory and writes:
 
 ============================  ==================================================================
 called by the script          the model's files, or the adapters' of ``peft``
-for ``checkpoint-N``          beside what `checkpoints` writes: the adapters' files, and the model's
+for ``checkpoint-N``          in addition to `checkpoints`: the adapters' files, and the model's
                               under ``FULL_STATE_DICT``
 ============================  ==================================================================
 
-``compute_loss`` finds the root's own parameters whole after its forward, also in evaluation.
+``compute_loss_context_manager`` keeps the root's parameters unsharded after its forward in
+evaluation, as they are in training, because ``compute_loss`` may use them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["is_peft", "register"]
 
 
 def register() -> None:
-    """Have the Trainer use ours for models that our plug-in has sharded. Idempotent."""
+    """Replace the Trainer's methods by ours for models of our plug-in. Idempotent."""
     when_imported("transformers.trainer", _replace)
 
 
@@ -59,7 +60,7 @@ def _replace(module: ModuleType) -> None:
     @functools.wraps(stock_context)
     def compute_loss_context_manager(self: Any) -> ExitStack:
         stack = stock_context(self)
-        # A forward with gradients leaves the root gathered for the backward.
+        # After a forward with gradients the root stays unsharded for backward.
         if isinstance(self.model, FSDPModule) and not torch.is_grad_enabled():
             stack.enter_context(unsharded(self.model, recurse=False))  # type: ignore[arg-type]
         return stack
@@ -70,7 +71,7 @@ def _replace(module: ModuleType) -> None:
 
 
 def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:
-    """Save a model where ``from_pretrained`` reads it. Collective; all see the files afterwards."""
+    """Save a model for ``from_pretrained``. Collective: all processes see the files afterwards."""
     in_first(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     is_full = plugin.state_dict_type.name == "FULL_STATE_DICT"
@@ -90,10 +91,12 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def _state_of_adapters(model: Any) -> dict[str, Any]:
-    """Of the state of a ``peft`` model, what its ``save_pretrained`` reads: the base stays sharded.
+    """Return the part of a ``peft`` model's state that its ``save_pretrained`` needs.
+
+    So the base model is not gathered.
 
     Raises:
-        RuntimeError: ``peft`` does not find its adapters. On all processes.
+        RuntimeError: ``peft`` does not find its adapters. Raised on all processes.
     """
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         return full.model_state(model, trained_only=True)
@@ -101,7 +104,7 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
     names: list[Any] = [None]
 
     def choose() -> None:
-        # Of each tensor one that takes no memory: peft says which of them it would write.
+        # peft gets tensors of the same shapes that need no memory, and selects those to write.
         stand_ins = {
             name: torch.empty((), dtype=value.dtype).expand(value.shape)
             for name, value in state.items()
@@ -116,13 +119,13 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
 
     in_first(choose)
     dist.broadcast_object_list(names)
-    # Without names, peft computes what it writes.
+    # If peft returns computed tensors instead, it needs the whole state.
     return state if names[0] is None else {name: state[name] for name in names[0]}
 
 
 @contextmanager
 def _prompts_gathered(model: Any) -> Iterator[None]:
-    """Let ``peft`` run its encoder of prompts, as it does to save them. Collective."""
+    """Unshard the prompt encoder of a ``peft`` model, which it runs for a save. Collective."""
     encoder = getattr(model, "prompt_encoder", None) if is_peft(model) else None
     if encoder is None or not isinstance(model, FSDPModule):
         yield

@@ -1,4 +1,4 @@
-"""vescale.yaml: written with comments, and checked. No torch."""
+"""Writes vescale.yaml with comments, and checks it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _TAIL = """\
 
 
 def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
-    """A whole yaml.
+    """Return the text of a yaml.
 
     Args:
-        name: of the file, for its comments.
+        name: the file's name, for the comments.
         settings: num_processes, mixed_precision, use_cpu and state_dict_type.
-        options: keys with other values than the defaults are set.
+        options: values that differ from the defaults are set; other keys are comments.
     """
     head = _HEAD.format(
         name=name,
@@ -72,11 +72,11 @@ def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
 
 
 def check_file(path: Path) -> Options:
-    """The options of an existing yaml.
+    """Return the options of an existing yaml.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: what is wrong in it.
+        ValueError: it has an error.
     """
     try:
         config = yaml.safe_load(path.read_text())

@@ -6,14 +6,14 @@ same. To pass arguments, use the classes of the strategies::
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
     Trainer(strategy=VeScaleFSDPStrategy(granularity="rows:32", state_dict_type="full"))
 
-The files, from the bottom up:
+The files:
 
-* the string: `_autoload`
+* registration of the string: `_autoload`
 * arguments: `options`, `words` (their form in yaml), `precision`
 * the model: `sharding`, which Trainer and Fabric share; `norms` of its gradients
-* checkpoints: `plain` (values without pickle), `places` and `store` (paths), `states` (sharded
-  and whole), `torch_format`, `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a
-  directory in one process, and `consolidate` makes one file of it
+* checkpoints: `plain` (values without pickle), `places` and `store` (paths), `torch_format`,
+  `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a directory in one process, and
+  `consolidate` writes it as one file
 * strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
 * callbacks: `ema`, `throughput`
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 __all__ = ["ShardedEMA", "Throughput", "VeScaleFSDPStrategy", "VeScaleFabricStrategy"]
 
-# Of each, the module of callbacks, or the trees of Lightning in which it may live.
+# For each name its module, or the namespaces of Lightning whose base class it needs.
 _CALLBACKS = {"ShardedEMA": "ema", "Throughput": "throughput"}
 _STRATEGIES = {
     "VeScaleFSDPStrategy": ("lightning.pytorch", "pytorch_lightning"),

@@ -1,14 +1,19 @@
-"""How the string "vescale_fsdp" comes into Lightning's registries without an import by the user.
+"""Registers the string "vescale_fsdp" with Lightning, without an import by the user.
 
 Lightning has no plug-in mechanism that runs before it looks up a strategy. torch has one: at the
 end of ``import torch`` it calls the entry points of the group ``torch.backends``. Ours is
-`install`, which asks to be told when one of Lightning's strategy registries is imported, and then
-adds the names to it, the precision that they refuse to Lightning's check of precisions, sealed
-checkpoints to what Lightning's loaders read, sharded gradients to what its ``grad_norm`` takes, and
-our class to those that LightningCLI knows. In a process without Lightning nothing more happens.
+`install`. It waits for the import of certain Lightning modules, and then changes them:
 
-Switch it off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``; ``import vescale_fsdp_lightning`` then
-does the same. Standard library only: torch is still being imported when this runs.
+* the strategy registries get our names
+* the check of precisions refuses "16-mixed" on CPU for our strategies
+* the loaders of checkpoint files also read sealed directories
+* ``grad_norm`` also accepts sharded gradients
+* LightningCLI finds our class by its short name
+
+In a process without Lightning nothing more happens.
+
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables it; ``import vescale_fsdp_lightning`` then does the
+same. It uses only the standard library, because torch is still being imported when it runs.
 """
 
 from __future__ import annotations
@@ -26,19 +31,20 @@ from vescale_fsdp_hook import when_imported
 
 __all__ = ["NAMES", "callback_base", "first_of", "install", "strategy_class"]
 
-NAMES: dict[str, dict[str, Any]] = {  # of the strategies, and the arguments that they stand for
+NAMES: dict[str, dict[str, Any]] = {  # names of strategies, and the arguments that they imply
     "vescale_fsdp": {},
     "vescale_fsdp_cpu_offload": {"cpu_offload": True},
 }
 _DESCRIPTION = "veScale-FSDP: fully-sharded data parallel in whole blocks"
-# Separate copies of one code base, with separate classes, and the names of their registries.
+# Separate copies of Lightning's code with separate classes, and the names of their registries.
 _NAMESPACES = {
     "lightning.pytorch": "StrategyRegistry",
     "pytorch_lightning": "StrategyRegistry",
     "lightning.fabric": "STRATEGY_REGISTRY",
     "lightning_fabric": "STRATEGY_REGISTRY",
 }
-# What chooses strategy and precision: its class, the method, and where it has what was asked for.
+# Lightning's classes that choose strategy and precision: the class, its method, and its attribute
+# with the user's argument.
 _OF_TRAINER = ("_AcceleratorConnector", "_check_and_init_precision", "_precision_flag")
 _OF_FABRIC = ("_Connector", "_check_and_init_precision", "_precision_input")
 _CONNECTORS = {
@@ -47,7 +53,7 @@ _CONNECTORS = {
     "lightning.fabric.connector": _OF_FABRIC,
     "lightning_fabric.connector": _OF_FABRIC,
 }
-_LOADERS = (  # of files, for load_from_checkpoint and for strategies
+_LOADERS = (  # modules that load files, for load_from_checkpoint and for strategies
     "lightning.pytorch.core.saving",
     "pytorch_lightning.core.saving",
     "lightning.fabric.plugins.io.torch_io",
@@ -58,7 +64,7 @@ _NORMS = ("lightning.pytorch.utilities", "pytorch_lightning.utilities")
 
 
 def install() -> None:
-    """Have the strategies registered in each of Lightning's namespaces when it is imported."""
+    """Arrange that each namespace of Lightning is changed when it is imported."""
     for namespace in _NAMESPACES:
         when_imported(f"{namespace}.strategies", _REGISTER[namespace])
     for connector in _CONNECTORS:
@@ -87,9 +93,9 @@ def _make_strategy(namespace: str, **options: Any) -> Any:
 
 
 def _check_precision(module: ModuleType) -> None:
-    """Have a connector refuse ``precision="16-mixed"`` on CPU for our strategies.
+    """Make a connector refuse ``precision="16-mixed"`` on CPU for our strategies.
 
-    It puts "bf16-mixed" in its place before the strategy is told.
+    Lightning replaces it by "bf16-mixed" before the strategy could refuse it.
     """
     name, method, asked = _CONNECTORS[module.__name__]
     connector = getattr(module, name, None)
@@ -108,7 +114,7 @@ def _check_precision(module: ModuleType) -> None:
 
 
 def _load_directories(module: ModuleType) -> None:
-    """Have a loader of Lightning's read sealed directories, where it would raise."""
+    """Make a loader of Lightning also read sealed directories, for which it raises."""
     load = getattr(module, "pl_load", None)
     if load is None or hasattr(load, "__wrapped__"):
         return
@@ -129,9 +135,9 @@ def _load_directories(module: ModuleType) -> None:
 
 
 def _name_in_cli(namespace: str, module: ModuleType) -> None:
-    """Have LightningCLI know ``class_path: VeScaleFSDPStrategy``, as it knows Lightning's own.
+    """Make LightningCLI accept ``class_path: VeScaleFSDPStrategy``, without the module's name.
 
-    It finds short names among the classes that are there when it reads them.
+    It finds short names only of classes that exist when it reads the configuration.
     """
     cli = getattr(module, "LightningCLI", None)
     setup_parser = getattr(cli, "setup_parser", None)
@@ -140,7 +146,7 @@ def _name_in_cli(namespace: str, module: ModuleType) -> None:
 
     @wraps(setup_parser)
     def with_our_class(self: Any, *args: Any, **options: Any) -> Any:
-        with suppress(Exception):  # who asks for it by its whole name is told why it fails
+        with suppress(Exception):  # an import of the full name reports the error
             strategy_class(namespace)
         return setup_parser(self, *args, **options)
 
@@ -151,7 +157,7 @@ _NAME_IN_CLI = {namespace: partial(_name_in_cli, namespace) for namespace in _CL
 
 
 def _take_norms(module: ModuleType) -> None:
-    """Have Lightning's ``grad_norm`` take those of sharded gradients, where it would raise."""
+    """Make Lightning's ``grad_norm`` also accept sharded gradients, for which it raises."""
     grad_norm = getattr(module, "grad_norm", None)
     if grad_norm is None or hasattr(grad_norm, "__wrapped__"):
         return
@@ -170,7 +176,10 @@ def _take_norms(module: ModuleType) -> None:
 
 @cache
 def strategy_class(namespace: str) -> Any:
-    """``VeScaleFSDPStrategy``, or ``VeScaleFabricStrategy``, for one of Lightning's namespaces."""
+    """Return the class of our strategy for one of Lightning's namespaces.
+
+    It is ``VeScaleFSDPStrategy`` for the Trainer, ``VeScaleFabricStrategy`` for Fabric.
+    """
     if namespace == "lightning.pytorch":
         return import_module("vescale_fsdp_lightning.strategy").VeScaleFSDPStrategy
     if namespace == "lightning.fabric":
@@ -182,12 +191,12 @@ def strategy_class(namespace: str) -> Any:
     else:
         mixin = import_module("vescale_fsdp_lightning.fabric").FabricLifecycle
         name = "VeScaleFabricStrategy"
-    home = {"__module__": __package__}  # where it is imported from
+    home = {"__module__": __package__}  # users import it from the package
     return type(name, (mixin, base), {"__doc__": mixin.__doc__, "namespace": namespace, **home})
 
 
 def first_of(namespaces: tuple[str, str]) -> str:
-    """The namespace of Lightning that this process uses; of two that are there, the first."""
+    """Return the namespace of Lightning that this process uses; the first if it uses both."""
     first, second = namespaces
     if first in sys.modules:
         return first
@@ -197,6 +206,6 @@ def first_of(namespaces: tuple[str, str]) -> str:
 
 
 def callback_base() -> Any:
-    """The class of callbacks of the Trainer that this process uses."""
+    """Return the class ``Callback`` of the Trainer that this process uses."""
     namespace = first_of(("lightning.pytorch", "pytorch_lightning"))
     return import_module(f"{namespace}.callbacks").Callback

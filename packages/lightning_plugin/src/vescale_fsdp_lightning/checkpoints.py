@@ -1,12 +1,14 @@
-"""Checkpoints of the Trainer: three formats to save, all of them, and those of others, to load.
+"""Saves and loads checkpoints of the Trainer. There are three formats:
 
 =========  =====================================================================================
 sharded    a sealed directory of `vescale_fsdp.checkpoint`: each process writes its part, all bytes
-           have checksums, nothing is unpickled when it is loaded
-full       one file of `torch.save`, as ``DDPStrategy`` writes it: whole tensors, gathered one by
+           have checksums, a load unpickles nothing
+full       one file of `torch.save`, as ``DDPStrategy`` writes it: full tensors, gathered one by
            one to the first process
 dcp        torch's distributed format and ``meta.pt`` (see `torch_format`)
 =========  =====================================================================================
+
+All of them are loaded, and also checkpoints of Lightning's own strategies.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = [
     "save_sealed",
 ]
 
-ALSO = "vescale_fsdp"  # where a file has the states of what was saved too
+ALSO = "vescale_fsdp"  # the key in a file for additional optimizers, such as `ShardedEMA`'s
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 Prepare = Callable[[Mapping[str, Any]], None]
@@ -44,7 +46,7 @@ WriteFile = Callable[[dict[str, Any], str], None]
 
 
 class Checkpoints:
-    """Saves and loads, as the options say. All methods are collective."""
+    """Saves in the format of the options, and loads any format. All methods are collective."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -52,7 +54,10 @@ class Checkpoints:
         self.is_full = options.state_dict_type == "full"
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """For the dictionary that hooks see: sharded, or whole in the first process."""
+        """Return the state for the dictionary that hooks get.
+
+        Tensors are sharded; in the format "full" they are full, in the first process only.
+        """
         state = full.model_state(model)
         if not self.is_full:
             return state
@@ -60,7 +65,10 @@ class Checkpoints:
         return state if is_first() else {}
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """For the dictionary that hooks see: sharded, or whole in the first process."""
+        """Return the state for the dictionary that hooks get.
+
+        Tensors are sharded; in the format "full" they are full, in the first process only.
+        """
         if not self.is_full:
             return optimizer.state_dict()
         named = full.optimizer_state(model, optimizer)
@@ -75,15 +83,15 @@ class Checkpoints:
         optimizers: Optimizers,
         write_file: WriteFile | None = None,
     ) -> None:
-        """Save, and be whole at ``path`` or not there at all.
+        """Save. After an error or a kill there is no incomplete checkpoint at ``path``.
 
         Args:
             values: the dictionary that Lightning has collected.
-            optimizers: by names; numbers are the Trainer's own.
-            write_file: how a full checkpoint is written, if not by ``torch.save``.
+            optimizers: by names. The names of the Trainer's own optimizers are numbers.
+            write_file: writes a full checkpoint. Default: ``torch.save``.
 
         Raises:
-            CheckpointValueError: the dictionary holds what the format cannot keep.
+            CheckpointValueError: the dictionary has a value that the format cannot store.
             CheckpointWriteError, OSError: it could not be written.
         """
         if self.is_full:
@@ -136,18 +144,18 @@ class Checkpoints:
         local_rank: int = 0,
         prepare: Prepare | None = None,
     ) -> dict[str, Any]:
-        """Load model and optimizers, in place, and return the rest of the dictionary.
+        """Load model and optimizers in place, and return the other values of the dictionary.
 
-        Of any format that `save` writes, a file of ``DDPStrategy``, or a directory of Lightning's
-        own sharded strategies; saved by any number of processes. A checkpoint of weights alone
-        leaves the optimizers as they are.
+        It reads all formats that `save` writes, files of ``DDPStrategy``, and directories of
+        Lightning's own sharded strategies, saved by any number of processes. If the checkpoint has
+        only weights, the optimizers do not change.
 
         Args:
-            prepare: is called with the rest of the dictionary, before optimizers are loaded.
+            prepare: called with the other values, before optimizers are loaded.
 
         Raises:
-            CheckpointIncompleteError: there is no whole checkpoint at ``path``.
-            CheckpointCorruptError: bytes are not those that were saved.
+            CheckpointIncompleteError: there is no complete checkpoint at ``path``.
+            CheckpointCorruptError: bytes differ from those that were saved.
             CheckpointMismatchError: it is of another model.
         """
         only = self.options.weights_only if weights_only is None else weights_only
@@ -156,12 +164,15 @@ class Checkpoints:
                 return _load_file(found, model, optimizers, strict, only, prepare)
             if (found / torch_format.METADATA).is_file():
                 return _load_directory(found, model, optimizers, strict, only, prepare)
-            is_resumed = any(name.isdecimal() for name in optimizers)  # averages are no training
+            is_resumed = any(name.isdecimal() for name in optimizers)  # not only `ShardedEMA`'s
             return load_sealed(found, model, optimizers, strict, rng=is_resumed, prepare=prepare)
 
 
 def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The dictionary without what is saved from model and optimizers themselves."""
+    """Return the dictionary without the states of model and optimizers, which are saved apart.
+
+    Raises CheckpointValueError if a hook has added or removed tensors of the model.
+    """
     expected = full.model_state(model)
     changed = sorted(values.get("state_dict", expected).keys() ^ expected.keys())
     if changed:
@@ -186,13 +197,13 @@ def save_sealed(
     may_wait: bool = False,
     models: Sequence[str] = (),
 ) -> checkpoint.SaveHandle | None:
-    """Write a sealed directory. Collective. Returns what to wait for, if it is under way.
+    """Write a sealed directory. Collective. Returns a handle if it is written in the background.
 
     Args:
-        models: the user's keys, with Fabric.
+        models: Fabric: the user's keys of the models.
     """
     extra: dict[str, Any] = {"models": list(models)} if models else {}
-    agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ from rank to rank
+    agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ between ranks
     if type(step) is int:
         extra["step"] = step
     is_async = may_wait and options.async_save
@@ -216,11 +227,11 @@ def load_sealed(
     rng: bool,
     prepare: Prepare | None = None,
 ) -> dict[str, Any]:
-    """Load a sealed directory, in place; returns the rest. Collective.
+    """Load a sealed directory in place. Returns the other values. Collective.
 
     Args:
-        rng: give the random number generators of this process the states that were saved.
-        prepare: as of `Checkpoints.load`.
+        rng: restore the random number generators of this process.
+        prepare: as in `Checkpoints.load`.
     """
     values = read_manifest(path).values
     saved = [name.removeprefix("optimizer.") for name in values if name.startswith("optimizer.")]
@@ -234,10 +245,10 @@ def load_sealed(
 
 
 def check_count(saved: Iterable[str], optimizers: Optimizers, path: Path) -> None:
-    """Raise if a Trainer is to go on with other optimizers than it has saved.
+    """Raise if the number of the Trainer's optimizers differs from the saved number.
 
     Raises:
-        CheckpointMismatchError: says how many there are.
+        CheckpointMismatchError: names both numbers.
     """
     of_trainer = sum(name.isdecimal() for name in saved)
     made = sum(name.isdecimal() for name in optimizers)
@@ -249,7 +260,7 @@ def check_count(saved: Iterable[str], optimizers: Optimizers, path: Path) -> Non
 
 
 def read_manifest(path: Path) -> checkpoint.Manifest:
-    """What is in a sealed directory. Collective."""
+    """Read the manifest of a sealed directory. Collective."""
     found: list[checkpoint.Manifest] = []
     agree(lambda: found.append(read_sealed(path)))
     return found[0]

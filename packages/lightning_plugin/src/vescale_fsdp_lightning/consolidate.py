@@ -1,4 +1,4 @@
-"""One file of a sealed checkpoint, for processes without this package.
+"""Converts a sealed checkpoint to one file, which can be read without this package.
 
 ::
 
@@ -6,8 +6,8 @@
     python -m vescale_fsdp_lightning.consolidate runs/last.ckpt --output_file last-in-one.ckpt
 
 The arguments are those of Lightning's own tool, which reads ``state_dict_type="dcp"``. The file is
-what ``state_dict_type="full"`` would have saved. One process, without processes of the training,
-and without the model's code.
+the same as with ``state_dict_type="full"``. It runs in one process, and does not need the model's
+code.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["consolidate", "main"]
 def consolidate(folder: str | os.PathLike[str], output_file: str | os.PathLike[str]) -> None:
     """Write a sealed checkpoint as one file of ``torch.save``. Not collective.
 
-    What is in it, `read_dictionary` says.
+    The file has the dictionary that `read_dictionary` returns.
 
     Args:
-        folder: of the checkpoint.
-        output_file: must not exist; it appears when it is whole.
+        folder: the checkpoint.
+        output_file: must not exist. It appears when it is complete.
 
     Cost: every byte is read once and checked; memory for all of it.
 
     Raises:
-        CheckpointIncompleteError: there is no checkpoint, or a file of it is missing.
-        CheckpointCorruptError: its bytes are not those that were saved.
+        CheckpointIncompleteError: there is no checkpoint, or one of its files is missing.
+        CheckpointCorruptError: its bytes differ from those that were saved.
         CheckpointMismatchError: it is in another format.
         CheckpointExistsError: ``output_file`` exists.
     """

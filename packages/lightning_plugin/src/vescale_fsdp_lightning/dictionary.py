@@ -1,8 +1,7 @@
-"""A sealed checkpoint as the dictionary that one file would have, in one process.
+"""Reads a sealed checkpoint in one process, as the dictionary that a checkpoint file would have.
 
-`consolidate` writes it to a file. Lightning's own loaders return it where they are asked for a
-directory (`_autoload` sees to it): ``load_from_checkpoint``, and strategies that know nothing of
-sealed checkpoints.
+`consolidate` writes this dictionary to a file. Lightning's own loaders return it if they get a
+directory (see `_autoload`): ``load_from_checkpoint``, and strategies other than ours.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ MapLocation = Callable[..., Any] | Mapping[str, Any] | torch.device | str | None
 
 
 def read_dictionary(folder: Path) -> dict[str, Any]:
-    """The whole dictionary of a sealed directory. Not collective.
+    """Return the dictionary of a sealed directory, with full tensors. Not collective.
 
-    A checkpoint of the Trainer gives the dictionary that ``DDPStrategy`` saves; one of Fabric the
-    user's own. Generators of random numbers are left out.
+    For a checkpoint of the Trainer it is the dictionary that ``DDPStrategy`` saves; for one of
+    Fabric the user's own. It has no states of random number generators.
 
     Cost: every byte is read once and checked; memory for all of it.
 
     Raises:
-        CheckpointIncompleteError: there is no checkpoint, or a file of it is missing.
-        CheckpointCorruptError: its bytes are not those that were saved.
+        CheckpointIncompleteError: there is no checkpoint, or one of its files is missing.
+        CheckpointCorruptError: its bytes differ from those that were saved.
         CheckpointMismatchError: it is in another format.
     """
     trees = checkpoint.read(folder)
@@ -62,7 +61,10 @@ def read_dictionary(folder: Path) -> dict[str, Any]:
 
 
 def _models(state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """The models of Fabric by their keys; those of several are in front of their names."""
+    """Return the states of Fabric's models by their keys.
+
+    If there are several models, the names in ``state`` begin with the key of their model.
+    """
     if len(keys) == 1:
         return {keys[0]: state}
     return {
@@ -72,11 +74,11 @@ def _models(state: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 
 def load_directory(path: str | Path, map_location: MapLocation = None) -> dict[str, Any] | None:
-    """The dictionary of a directory, or None where there is none. Not collective.
+    """Return the dictionary of a sealed directory, or None if there is none. Not collective.
 
     Args:
-        path: of this machine, or of any file system that fsspec knows.
-        map_location: as of ``torch.load``, for tensors that were saved from the host's memory.
+        path: on this machine, or on any file system that fsspec supports.
+        map_location: as in ``torch.load``, for tensors that were saved from host memory.
     """
     place = Place(path).found()
     if place.is_file or not place.is_whole:

@@ -1,8 +1,8 @@
-"""ShardedEMA: a moving average of the weights, kept where the shards are.
+"""ShardedEMA: a moving average of the weights, sharded as the weights.
 
-Each process averages its own shards: no communication, and the memory of one more shard in fp32.
-The averages are an optimizer to the strategy, one whose step averages, so they are saved and
-resumed as optimizers are: sharded, and at any number of processes.
+Each process averages its own shards. This needs no communication, and memory for one more shard in
+fp32. The averages are implemented as an optimizer whose step updates them. So the strategy saves
+and loads them as it does optimizers: sharded, and on any number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "ema"
 
 
 class Averages(torch.optim.Optimizer):
-    """Has the averages as its states; ``step`` moves them towards the parameters."""
+    """An optimizer whose states are the averages. ``step`` updates them from the parameters."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -29,7 +29,7 @@ class Averages(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Average what the parameters are now; the first time, take them as they are."""
+        """Update the averages. The first call copies the parameters."""
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -40,7 +40,7 @@ class Averages(torch.optim.Optimizer):
 
     @torch.no_grad()
     def put_into_parameters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Give the parameters their averages; returns what they were."""
+        """Write the averages into the parameters. Returns the old values."""
         before = {}
         for param, state in self.state.items():
             before[param] = param.detach().clone()

@@ -1,7 +1,7 @@
-"""What the strategy does for Fabric, where the user owns the loop.
+"""The strategy for Fabric, where the user writes the training loop.
 
-Models come through ``setup_module``, before optimizers are made; several of them have units of
-their own each. See `lifecycle` for the Trainer.
+Fabric calls ``setup_module`` for each model, before optimizers are made. Each model has its own
+units. The strategy for the Trainer is in `lifecycle`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["FabricLifecycle"]
 
 
 class FabricLifecycle(Sharding):
-    """`Sharding` for ``Fabric(strategy="vescale_fsdp")``; that has the arguments."""
+    """`Sharding` for ``Fabric(strategy="vescale_fsdp")``. `Sharding` documents the arguments."""
 
     strategy_name = "vescale_fsdp"
 
     # Processes
 
     def setup_environment(self) -> None:
-        """Start ``torch.distributed``, and a mesh over all processes."""
+        """Start ``torch.distributed``, and make a mesh of all processes."""
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._start_mesh()
 
     def teardown(self) -> None:
-        """Wait for what is being saved in the background."""
+        """Wait for saves in the background."""
         self._checkpoints.store.finish()
 
     # Precision
@@ -73,10 +73,11 @@ class FabricLifecycle(Sharding):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Shard the module, in place, and give its optimizers the shards for their parameters.
+        """Shard the module in place, and replace the parameters of its optimizers by the shards.
 
         Raises:
-            NotImplementedError: an optimizer of ``vescale_fsdp.optim``, which is made for layouts.
+            NotImplementedError: an optimizer is one of ``vescale_fsdp.optim``, which need sharded
+                parameters when they are made.
             ValueError: an optimizer has parameters that are not the module's.
         """
         for optimizer in optimizers:
@@ -93,11 +94,11 @@ class FabricLifecycle(Sharding):
         return module, optimizers, scheduler
 
     def module_to_device(self, module: nn.Module) -> None:
-        """``fully_shard`` has put the shards and buffers on the device."""
+        """Do nothing: ``fully_shard`` has moved shards and buffers to the device."""
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` on the meta device; memory comes when the module is set up."""
+        """With ``empty_init``, make modules on the meta device. `setup_module` allocates memory."""
         device = torch.device("meta") if empty_init else nullcontext()
         with device, self.precision.module_init_context():
             yield
@@ -108,7 +109,7 @@ class FabricLifecycle(Sharding):
 
     @_backward_sync_control.setter
     def _backward_sync_control(self, control: object) -> None:
-        """Lightning's is for FSDP2's own modules."""
+        """Ignore Lightning's own control, which supports only FSDP2's modules."""
 
     def clip_gradients_norm(
         self,
@@ -127,7 +128,7 @@ class FabricLifecycle(Sharding):
 
     @property
     def checkpoint_io(self) -> Any:
-        """There is none: `fabric_checkpoints` saves and loads.
+        """Not supported: `fabric_checkpoints` saves and loads.
 
         Raises:
             NotImplementedError: always.
@@ -150,12 +151,12 @@ class FabricLifecycle(Sharding):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save models, optimizers and other values, as the options say. Collective.
+        """Save models, optimizers and other values in the format of the options. Collective.
 
         Raises:
-            TypeError: with ``storage_options``.
-            NotImplementedError: with a filter, and not a full checkpoint.
-            ValueError: no model is in ``state``.
+            TypeError: ``storage_options`` was passed.
+            NotImplementedError: a filter was passed, and the format is not "full".
+            ValueError: there is no model in ``state``.
         """
         if storage_options is not None:
             raise TypeError(
@@ -171,10 +172,10 @@ class FabricLifecycle(Sharding):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load into the objects of ``state``, in place; returns what was not asked for. Collective.
+        """Load into the objects of ``state`` in place. Returns the other values. Collective.
 
         Raises:
-            ValueError: there is nothing to load into.
+            ValueError: ``state`` has no object to load into.
         """
         if not state:
             raise ValueError(
@@ -194,9 +195,9 @@ class FabricLifecycle(Sharding):
 def replace_parameters(
     optimizers: list[torch.optim.Optimizer], before: dict[str, nn.Parameter], module: nn.Module
 ) -> None:
-    """Put a module's parameters where optimizers have those that were there under their names.
+    """Replace the old parameters in optimizers by the module's sharded ones of the same names.
 
-    Whole states, as Adagrad makes them at once, are cut alike. No communication.
+    Full states, which Adagrad makes in its constructor, are sharded as well. No communication.
     """
     now = dict(module.named_parameters(remove_duplicate=False))
     known = {id(param): now[name] for name, param in before.items()}

@@ -1,7 +1,7 @@
-"""Checkpoints of Fabric: a dictionary of the user's own, with models and optimizers in it.
+"""Checkpoints of Fabric: a dictionary of the user that contains models and optimizers.
 
-The formats are those of `checkpoints`. In a sealed directory the names of a single model's
-parameters stand alone, those of several have the key of their model before them.
+The formats are those of `checkpoints`. In a sealed directory, parameter names begin with the key of
+their model if there are several models; they have no prefix if there is one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class _Parts:
-    """The user's dictionary, taken apart."""
+    """The models, optimizers and other values of the user's dictionary."""
 
     def __init__(self, state: Mapping[str, Any], verb: str) -> None:
         self.models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
@@ -49,9 +49,9 @@ class _Parts:
         self.model = nn.ModuleDict(self.models) if self.has_several else single
 
     def model_in(self, path: Path) -> nn.Module:
-        """The model, or models, by the names that a sealed directory has. Collective.
+        """Return a module whose parameter names match those in a sealed directory. Collective.
 
-        A model that was saved alone has no key before its names, one of several has.
+        One of several saved models has its key before its names, a model that was saved alone not.
         """
         if self.has_several:
             return self.model
@@ -63,7 +63,7 @@ class _Parts:
         return nn.ModuleDict(self.models) if among_others > alone else self.model
 
     def owner(self, optimizer: Optimizer) -> nn.Module:
-        """The model that has the parameters of an optimizer."""
+        """Return the model that has the parameters of an optimizer."""
         first = optimizer.param_groups[0]["params"][0]
         for model in self.models.values():
             if any(param is first for param in model.parameters()):
@@ -72,11 +72,11 @@ class _Parts:
 
 
 def save(checkpoints: Checkpoints, path: str, state: Mapping[str, Any], filter: Filter) -> None:
-    """Save, and be whole at ``path`` or not there at all. Collective.
+    """Save. After an error or a kill there is no incomplete checkpoint at ``path``. Collective.
 
     Raises:
-        NotImplementedError: with a filter, and not a full checkpoint.
-        ValueError: no model is in ``state``.
+        NotImplementedError: a filter was passed, and the format is not "full".
+        ValueError: there is no model in ``state``.
     """
     parts = _Parts(state, "save")
     if filter and not checkpoints.is_full:
@@ -126,16 +126,16 @@ def load(
     weights_only: bool | None,
     local_rank: int,
 ) -> dict[str, Any]:
-    """Load into the objects of ``state``, in place; returns what was not asked for. Collective.
+    """Load into the objects of ``state`` in place. Returns the other values. Collective.
 
     Args:
-        state: the user's dictionary; or a model (``fabric.load_raw``), of which there is a file of
-            its state dict, or a sealed directory in which it is alone.
+        state: the user's dictionary. Or a model (``fabric.load_raw``); then the checkpoint is a
+            file with its state dict, or a sealed directory with this model only.
 
     Raises:
         KeyError: with ``strict``, a key of ``state`` was not saved.
-        NotImplementedError: ``state`` is an optimizer alone.
-        ValueError: ``state`` is a model alone, and the directory has keys.
+        NotImplementedError: ``state`` is an optimizer.
+        ValueError: ``state`` is a model, and the directory has keys.
     """
     only = checkpoints.options.weights_only if weights_only is None else weights_only
     with checkpoints.store.fetch(path, local_rank) as found:

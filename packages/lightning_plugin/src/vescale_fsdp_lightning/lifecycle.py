@@ -1,11 +1,11 @@
-"""What the strategy does at each point of the life cycle of Lightning's Trainer.
+"""The strategy for Lightning's Trainer: the methods that the Trainer calls.
 
-`Lifecycle` is mixed into Lightning's ``ParallelStrategy`` (once per namespace of Lightning, see
-`_autoload`), whose methods know of one process and of whole parameters.
+`Lifecycle` is a mixin for Lightning's ``ParallelStrategy`` (one class for each namespace of
+Lightning, see `_autoload`), whose own methods assume one process and full parameters.
 
-It holds no engine logic. The LightningModule itself is the root unit, and its steps are forward
-methods of it: ``training_step`` gathers what the module owns, and a ``self(x)`` inside of it is
-part of the same pass.
+There is no engine logic here. The LightningModule is the root unit. Its steps are registered as
+forward methods: ``training_step`` unshards the root's parameters, and a call ``self(x)`` in it
+belongs to the same pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vescale_fsdp_lightning.sharding import (
 __all__ = ["Lifecycle"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Callbacks of Lightning that work on whole parameters, and what to use.
+# Callbacks of Lightning that need full parameters, and what to use instead.
 _REFUSED = {
     "WeightAveraging": "use vescale_fsdp_lightning.ShardedEMA, which averages the shards",
     "StochasticWeightAveraging": "use vescale_fsdp_lightning.ShardedEMA, which averages the shards",
@@ -43,34 +43,34 @@ _REFUSED = {
 
 
 class Lifecycle(Sharding):
-    """`Sharding` for ``Trainer(strategy="vescale_fsdp")``; that has the arguments."""
+    """`Sharding` for ``Trainer(strategy="vescale_fsdp")``. `Sharding` documents the arguments."""
 
     strategy_name = "vescale_fsdp"
-    _checkpoint_io: Any  # of Lightning's: what was passed
+    _checkpoint_io: Any  # of Lightning's base class: the plug-in that the user passed
 
     # Processes
 
     def setup_environment(self) -> None:
-        """Start ``torch.distributed``, and a mesh over all processes."""
+        """Start ``torch.distributed``, and make a mesh of all processes."""
         self._setup_distributed()
         self._start_mesh()
         self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning which process this is."""
+        """Tell Lightning the rank of this process."""
         self._set_world_ranks()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """`all_reduce`, as the Trainer calls it."""
+        """`all_reduce`, under the name that the Trainer calls."""
         return self.all_reduce(tensor, group, reduce_op)
 
     def teardown(self) -> None:
-        """Wait for what is being saved in the background, by us or by a plug-in of Lightning's."""
+        """Wait for saves in the background, ours and those of a plug-in of Lightning."""
         try:
             self._checkpoints.store.finish()
             if self._checkpoint_io is not None:
                 self.checkpoint_io.teardown()
-        finally:  # not the base's: it moves the model to the CPU
+        finally:  # super().teardown() is not called, because it moves the model to the CPU
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -79,7 +79,7 @@ class Lifecycle(Sharding):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's precision plug-in; its clipping by norm is replaced by the engine's."""
+        """Lightning's precision plug-in. Its clipping by norm is replaced by the engine's."""
         return super().precision_plugin  # type: ignore[misc]
 
     @precision_plugin.setter
@@ -96,7 +96,7 @@ class Lifecycle(Sharding):
     # Model and optimizers
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, then let the user make optimizers on the sharded parameters."""
+        """Shard the model, then call ``configure_optimizers`` with the sharded parameters."""
         self.accelerator.setup(trainer)
         refuse_callbacks(trainer.callbacks)
         leave_inference_mode(trainer)
@@ -131,19 +131,19 @@ class Lifecycle(Sharding):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Have the user make optimizers; those of an earlier model are dropped."""
+        """Call ``configure_optimizers``. Optimizers of an earlier model are dropped."""
         self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]
         super().setup_optimizers(trainer)  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` on the meta device; memory comes in `setup`."""
+        """With ``empty_init``, make modules on the meta device. `setup` allocates memory."""
         device = torch.device("meta") if empty_init else nullcontext()
         with device, self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
-        """``fully_shard`` has put the shards and buffers on the device."""
+        """Do nothing: ``fully_shard`` has moved shards and buffers to the device."""
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -155,19 +155,20 @@ class Lifecycle(Sharding):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Values are loaded into shards."""
+        """True, because values are loaded into the shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` restores them."""
+        """False, because `load_checkpoint` restores optimizers."""
         return False
 
     @property
     def checkpoint_io(self) -> Any:
-        """The plug-in that was passed; or Lightning's default one, which is not kept.
+        """The plug-in that the user passed, or else Lightning's default one.
 
-        Lightning makes that when this is read, and it would look like one that was passed.
+        Lightning's property would store the default plug-in, which then looks like one that the
+        user passed.
         """
         passed = self._checkpoint_io
         found = super().checkpoint_io  # type: ignore[misc]
@@ -179,24 +180,24 @@ class Lifecycle(Sharding):
         self._checkpoint_io = plugin
 
     def save_too(self, name: str, make: MakeOptimizer) -> None:
-        """Have checkpoints hold the state of one more optimizer, as `ShardedEMA` is one.
+        """Add the state of one more optimizer to checkpoints. `ShardedEMA` uses this.
 
         Args:
-            name: of it in the checkpoint.
-            make: is called with the sharded model, before checkpoints are loaded.
+            name: its name in the checkpoint.
+            make: makes it. Called with the sharded model, before checkpoints are loaded.
         """
         self._to_save_too[name] = make
 
     def saved_too(self, name: str) -> torch.optim.Optimizer:
-        """What was made for `save_too`."""
+        """Return the optimizer that was added by `save_too`."""
         return self._companions[name]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state: sharded tensors; or whole ones, in the first process only."""
+        """Return the model's state: sharded tensors, or full ones in the first process only."""
         return self._checkpoints.model_state(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """An optimizer's state: sharded tensors; or whole ones, in the first process only."""
+        """Return an optimizer's state: sharded tensors, or full ones in the first process only."""
         return self._checkpoints.optimizer_state(
             self.model, getattr(optimizer, "_optimizer", optimizer)
         )
@@ -204,14 +205,14 @@ class Lifecycle(Sharding):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save what ``dump_checkpoint`` has collected. Collective. See `checkpoints`."""
+        """Save the dictionary of ``dump_checkpoint``. Collective. See `checkpoints`."""
         if storage_options is not None:
             raise TypeError(
                 "VeScaleFSDPStrategy.save_checkpoint takes no storage_options; set them by the "
                 "path's protocol or the environment, as for fsspec"
             )
         target = str(self.broadcast(filepath))
-        optimizers = dict(self._companions)  # averages are weights: saved with weights alone, too
+        optimizers = dict(self._companions)  # averages are also saved with weights_only
         if "optimizer_states" in checkpoint:
             optimizers |= self._own_optimizers()
         is_plugin = self._checkpoint_io is not None
@@ -221,7 +222,7 @@ class Lifecycle(Sharding):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load model and optimizers in place, of any format and number of processes. Collective."""
+        """Load model and optimizers in place, from any format. Collective. See `checkpoints`."""
         source = str(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         return self._checkpoints.load(
@@ -235,10 +236,11 @@ class Lifecycle(Sharding):
         )
 
     def _restore_groups(self, saved: Mapping[str, Any]) -> None:
-        """Give optimizers the groups that callbacks for finetuning had added, before their states.
+        """Restore the parameter groups that finetuning callbacks had added to optimizers.
 
-        Those do so when a fit starts, if they have their states by then; with strategies that load
-        after sharding they do not.
+        It must be done before the optimizers' states are loaded. The callbacks do it in
+        ``on_fit_start`` if their own states are loaded by then. With strategies that load after
+        sharding they are not, so it is called here.
         """
         module = self.lightning_module  # type: ignore[attr-defined]
         states = saved.get("callbacks") or {}
@@ -248,14 +250,14 @@ class Lifecycle(Sharding):
                 base_finetuning(callback).on_fit_start(callback, module.trainer, module)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, when the one that was saved after it is whole."""
+        """Delete a checkpoint. If a save runs in the background, after it has ended."""
         self._checkpoints.store.remove(str(filepath))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """`load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded the optimizers."""
         for callback in finetuning_callbacks(self.lightning_module.trainer):  # type: ignore[attr-defined]
             callback._restarting = False
 
@@ -264,24 +266,23 @@ class Lifecycle(Sharding):
 
 
 def base_finetuning(callback: Any) -> Any:
-    """Lightning's ``BaseFinetuning``, of the namespace that a callback comes from; or None."""
+    """Return Lightning's ``BaseFinetuning`` of the namespace of a callback; None if it has none."""
     return next((c for c in type(callback).__mro__ if c.__name__ == "BaseFinetuning"), None)
 
 
 def finetuning_callbacks(trainer: Any) -> list[Any]:
-    """The callbacks that freeze layers, and add groups to optimizers when they thaw them."""
+    """Return the callbacks that freeze layers, and add groups to optimizers when they unfreeze."""
     return [each for each in trainer.callbacks if base_finetuning(each) is not None]
 
 
 def check_states(trainer: Any) -> None:
-    """Say now what a sealed checkpoint of this Trainer could not keep, not when the first is saved.
+    """Check before training that a sealed checkpoint can store the states of this Trainer.
 
-    ``on_save_checkpoint`` of the module is called once for that, with an empty ``state_dict``. If
-    it wants what is there in training only, what it adds is left for the first save.
+    This calls ``on_save_checkpoint`` of the module once, with an empty ``state_dict``. If that
+    raises, for example because it needs values of the training, the first save checks its values.
 
     Raises:
-        CheckpointValueError: a state could only be pickled; a hyper-parameter like that is a
-            warning.
+        CheckpointValueError: a state could only be pickled. For a hyper-parameter it only warns.
     """
     states: dict[str, Any] = {}
     savers = trainer.checkpoint_callbacks
@@ -316,10 +317,10 @@ def _state_of(stateful: Any) -> Any:
 
 
 def leave_inference_mode(trainer: Any) -> None:
-    """Have the evaluation loops use ``no_grad``.
+    """Make the evaluation loops use ``no_grad`` instead of inference mode.
 
-    What is gathered under inference mode cannot be trained on later. Lightning knows that of its
-    own FSDP strategy, and of gloo, but not of others on CUDA.
+    Parameters that are unsharded in inference mode cannot be trained later. Lightning makes this
+    change itself for its own FSDP strategy and for gloo, but not for other strategies on CUDA.
     """
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     for loop in (*loops, trainer.predict_loop):
@@ -327,7 +328,7 @@ def leave_inference_mode(trainer: Any) -> None:
 
 
 def refuse_callbacks(callbacks: list[Any]) -> None:
-    """Raise for callbacks that fail on sharded parameters, before they do.
+    """Raise for callbacks that do not work with sharded parameters.
 
     Raises:
         NotImplementedError: names the callback, and what to use.

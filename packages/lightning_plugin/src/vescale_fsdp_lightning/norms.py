@@ -14,12 +14,12 @@ __all__ = ["grad_norm"]
 def grad_norm(
     module: nn.Module, norm_type: float | str, group_separator: str = "/"
 ) -> dict[str, torch.Tensor]:
-    """The norm of each gradient, and of all of them; names are Lightning's. Collective.
+    """Return the norm of each gradient and of all together, by Lightning's names. Collective.
 
     Cost: an all-reduce of one number for each sharded gradient.
 
     Raises:
-        ValueError: the kind of norm is no positive number.
+        ValueError: ``norm_type`` is not a positive number.
     """
     kind = float(norm_type)
     if kind <= 0:
@@ -37,7 +37,7 @@ def grad_norm(
 def _whole(number: torch.Tensor) -> torch.Tensor:
     if not isinstance(number, DTensor):
         return number
-    # Of offloaded gradients it is on the CPU, for which NCCL has nothing.
+    # Norms of offloaded gradients are on the CPU, which NCCL does not support.
     there = cast(DTensor, number.to(number.device_mesh.device_type))
     whole: torch.Tensor = there.full_tensor()
     return whole

@@ -1,8 +1,8 @@
-"""The arguments of the strategies: what they may be, and what they stand for.
+"""The arguments of the strategies: checks, and conversion to arguments of ``fully_shard``.
 
-One frozen record, made by the strategies of Trainer and of Fabric alike. What is wrong is refused
-by name, with what would be right, before a process is started. What yaml cannot say in objects can
-be said in words (`words`).
+The strategies of Trainer and Fabric make the same frozen record. A wrong value raises before a
+process is started, and the message names the accepted ones. For yaml, `words` parses strings where
+Python passes objects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "find_modules",
 ]
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"  # axes of a mesh, as Lightning names them
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names for axes of a mesh
 REPLICATE, SHARD = "replicate", "shard"
 
 Classes = Sequence[str | type[nn.Module]]
@@ -51,11 +51,11 @@ _UNUSED = ("auto", "zeros")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for; `vescale_fsdp_lightning.strategy.VeScaleFSDPStrategy` explains it.
+    """The user's arguments. `vescale_fsdp_lightning.sharding.Sharding` documents them.
 
     Raises:
-        ValueError: a value that is none of the accepted ones.
-        TypeError: something of another type.
+        ValueError: a value is not one of the accepted ones.
+        TypeError: a value has a wrong type.
     """
 
     wrap: Wrap
@@ -146,10 +146,10 @@ class Options:
             f"{accepted}"
         )
 
-    # What they stand for
+    # Conversion
 
     def modules_to_wrap(self, module: nn.Module) -> list[nn.Module]:
-        """The modules that become units, inner ones first, without the root."""
+        """Return the modules that become units, inner ones first, without the root."""
         if self.wrap == "none":
             return []
         if self.wrap == "blocks":
@@ -160,14 +160,14 @@ class Options:
         return find_modules(module, self.wrap, "wrap")
 
     def modules_to_checkpoint(self, module: nn.Module) -> list[nn.Module]:
-        """The modules whose activations are computed again in backward."""
+        """Return the modules whose activations are recomputed in backward."""
         wanted = self.activation_checkpointing
         if isinstance(wanted, bool):
             return self.modules_to_wrap(module) if wanted else []
         return find_modules(module, wanted, "activation_checkpointing")
 
     def engine_options(self) -> dict[str, Any]:
-        """The arguments of ``fully_shard`` that are the same for all units."""
+        """Return the arguments of ``fully_shard`` that are the same for all units."""
         granularity = self.granularity
         return {
             "granularity": granularity_of(granularity)
@@ -181,19 +181,19 @@ class Options:
         }
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
-        """Memory is pinned where there is a device to copy to."""
+        """Return the offload policy. It pins memory unless the device is the CPU."""
         if not self.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
     def make_mesh(self, device_type: str, world_size: int) -> DeviceMesh:
-        """The mesh of all processes. Collective.
+        """Make the mesh of all processes. Collective.
 
-        Axes are (``replicate``, ``shard``) or ``data_parallel``, then ``tensor_parallel``, which is
-        left out where it has one rank and no one has asked for it.
+        Axes are (``replicate``, ``shard``) or ``data_parallel``, then ``tensor_parallel``. The
+        last is left out if it has one rank and the user has not asked for it.
 
         Raises:
-            ValueError: its sizes do not multiply to ``world_size``.
+            ValueError: the product of its sizes is not ``world_size``.
         """
         mesh, tensor = self.device_mesh, self.tensor_parallel_size
         if isinstance(mesh, DeviceMesh):
@@ -214,7 +214,7 @@ class Options:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a mesh over which the data, and the parameters, are spread."""
+    """Return the axes of a mesh over which data and parameters are sharded, as a submesh."""
     names = mesh.mesh_dim_names
     if names is None or TENSOR not in names:
         return mesh
@@ -223,10 +223,10 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def find_modules(module: nn.Module, classes: Classes, argument: str) -> list[nn.Module]:
-    """The modules of some classes, inner ones first.
+    """Return the modules of some classes, inner ones first.
 
     Raises:
-        ValueError: a class is not in the model; says which are.
+        ValueError: the model has no module of a class. Names the classes that it has.
     """
     found: list[nn.Module] = []
     for wanted in classes:

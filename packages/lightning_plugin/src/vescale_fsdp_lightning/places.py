@@ -1,15 +1,15 @@
-"""Where checkpoints lie: on this machine's file systems, or on any that fsspec knows.
+"""Paths of checkpoints, on a local file system or on any that fsspec supports.
 
-A checkpoint that is saved again under its name (``last.ckpt``) is never written over. The new one
-is made whole beside it, and then the names change::
+A checkpoint that is saved again under its name (``last.ckpt``) is never overwritten. The new one is
+written beside it, and then both are renamed::
 
-    last.ckpt.new     made whole
+    last.ckpt.new     written completely
     last.ckpt         -> last.ckpt.old
     last.ckpt.new     -> last.ckpt
     last.ckpt.old     deleted
 
-Killed anywhere on the way, there is a whole checkpoint under one of the names: `found` says which,
-and `mend` puts the names right before the next save.
+If the process is killed at any point, there is a complete checkpoint under one of the names.
+`found` returns it, and `mend` restores the names before the next save.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 __all__ = ["Place", "agree", "from_first"]
 
-# What a directory has when it is whole: our manifest, the metadata of torch's format. Written last.
+# A complete directory has one of these: our manifest, or the metadata of torch's format. They are
+# written last.
 _SEALS = ("manifest.json", ".metadata")
-# What a directory has while it is copied to another file system. Written first, deleted last.
+# A directory has this file during a copy to another file system. It is written first, deleted last.
 _UNDER_WAY = "upload-under-way"
 
 
@@ -41,10 +42,10 @@ class Place:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.fs, found = url_to_fs(os.fspath(path))
         self.path: str = found.rstrip("/") or found
-        self.is_local = type(self.fs) is LocalFileSystem  # others may translate paths
+        self.is_local = type(self.fs) is LocalFileSystem  # subclasses may translate paths
 
     def beside(self, end: str) -> Place:
-        """The place of the same name with something after it."""
+        """Return the path with ``end`` added to its name."""
         other = object.__new__(Place)
         other.fs, other.path, other.is_local = self.fs, self.path + end, self.is_local
         return other
@@ -61,7 +62,7 @@ class Place:
         return bool(self.fs.isfile(self.path))
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file in the directory."""
+        """Whether the directory has a file with this name."""
         return bool(self.fs.isfile(posixpath.join(self.path, name)))
 
     @property
@@ -70,7 +71,7 @@ class Place:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether it is a part of a checkpoint, of a copy that was cut short."""
+        """Whether it is an incomplete checkpoint from an interrupted copy."""
         return not self.is_whole and self.has(_UNDER_WAY)
 
     def remove(self) -> None:
@@ -79,23 +80,23 @@ class Place:
             self.fs.rm(self.path, recursive=True)
 
     def move_to(self, other: Place) -> None:
-        """Give it another name, at which there is nothing."""
+        """Rename it. Nothing may exist at the new name."""
         if self.is_local:
             os.rename(self.path, other.path)
         else:
             self.fs.mv(self.path, other.path, recursive=not self.is_file)
 
-    # Saved again under the same name
+    # Replacing a checkpoint of the same name
 
     def found(self) -> Place:
-        """This place, or where a save that was killed has left the checkpoint."""
+        """Return the complete checkpoint of this name: here, or where a killed save has left it."""
         for place in (self, self.beside(".new"), self.beside(".old")):
             if place.is_whole:
                 return place
         return self
 
     def mend(self) -> None:
-        """Put right what a save that was killed has left. For one process."""
+        """Restore the names after a save that was killed. Call it in one process only."""
         new, old = self.beside(".new"), self.beside(".old")
         if self.is_left_over:
             self.remove()
@@ -107,7 +108,7 @@ class Place:
             left.remove()
 
     def replace_by(self, new: Place) -> None:
-        """Have ``new``, which is whole, under this name. For one process."""
+        """Rename ``new``, which is complete, to this name. Call it in one process only."""
         old = self.beside(".old")
         if self.is_local and new.is_file and (self.is_file or not self.exists):
             os.replace(new.path, self.path)
@@ -119,7 +120,7 @@ class Place:
 
 
 def from_first(what: Callable[[], Any]) -> Any:
-    """What a function returns in the first process; all raise if it raises there. Collective."""
+    """Call a function in the first process. All return its result, or all raise. Collective."""
     result: list[Any] = [None, None]
     error: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -135,7 +136,7 @@ def from_first(what: Callable[[], Any]) -> Any:
 
 
 def agree(work: Callable[[], None]) -> None:
-    """Do something in every process; all raise if one raises. Collective."""
+    """Call a function in every process. If it raises in one, all raise. Collective."""
     error: Exception | None = None
     try:
         work()
@@ -152,21 +153,21 @@ def agree(work: Callable[[], None]) -> None:
             raise error or OSError(f"rank {rank}: {fault}")
 
 
-# To and from other file systems
+# Copies to and from other file systems
 
 
 def stage(folder: str | None) -> Path:
-    """A new folder of this machine for a checkpoint on its way elsewhere. Collective."""
+    """Make a temporary folder for a checkpoint before its upload. Collective."""
     parent = folder or tempfile.gettempdir()
     made: str = from_first(lambda: tempfile.mkdtemp(prefix="vescale-fsdp-", dir=parent))
     return Path(made)
 
 
 def upload(source: Path, target: Place) -> None:
-    """Copy a whole checkpoint, each process a part of the files, what makes it whole last.
+    """Copy a complete checkpoint to another file system. Collective.
 
-    A copy that is cut short leaves a directory that says so, and that the next save under this
-    name deletes. Collective.
+    Each process copies a part of the files; manifest or metadata are copied last. An interrupted
+    copy leaves a directory with a marker file. The next save under this name deletes it.
     """
     if source.is_file():
         from_first(lambda: _put(source, target))
@@ -201,10 +202,10 @@ def _put(source: Path, target: Place) -> None:
 
 
 def download(source: Place, local_rank: int) -> Path:
-    """Copy a checkpoint to each machine that has a process. Collective.
+    """Copy a checkpoint to a temporary folder on each machine. Collective.
 
     Returns:
-        Where it is; delete its parent when it has been read.
+        The path of the copy. The caller deletes its parent folder.
     """
     token: str = from_first(lambda: secrets.token_hex(8))
     folder = Path(tempfile.gettempdir()) / f"vescale-fsdp-{token}"
@@ -220,7 +221,7 @@ def download(source: Place, local_rank: int) -> Path:
 
 
 def clear(folder: Path, *, is_mine: bool) -> None:
-    """Delete a folder that was made here, when all processes are done with it. Collective."""
+    """Wait for all processes, then delete a folder of `stage` or `download`. Collective."""
     if dist.is_initialized():
         dist.barrier()
     if is_mine:

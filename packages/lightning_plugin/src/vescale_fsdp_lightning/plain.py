@@ -1,15 +1,15 @@
-"""Lightning's checkpoint dictionary as values that need no pickle, and back.
+"""Converts Lightning's checkpoint dictionary to values that need no pickle, and back.
 
-The sealed format keeps None, bool, int, float, str, bytes, lists, tuples, dicts and tensors. What
-else Lightning and its users put into the dictionary is written as a dict with a kind::
+The sealed format stores None, bool, int, float, str, bytes, lists, tuples, dicts and tensors. Some
+other values that Lightning and its users put into the dictionary become a dict with a kind::
 
     Path("data")                    {"!kind": "path", "value": "data"}
     Namespace(lr=0.1)               {"!kind": "namespace", "value": {"lr": 0.1}}
     an OmegaConf container          {"!kind": "omegaconf", "value": "lr: 0.1"}
 
-Numbers of numpy become Python's, other mappings become dicts. Whatever is left could only be
-pickled, and is refused by its place, except for hyper-parameters: those are left out, with a
-warning, since nothing in a checkpoint is restored from them.
+Numbers of numpy become Python's, other mappings become dicts. All other values could only be
+pickled. They are refused, and the error names their keys. Hyper-parameters are left out instead,
+with a warning, because nothing is restored from them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["from_plain", "to_plain"]
 _KIND = "!kind"
 _ATOMS = (type(None), bool, int, float, str, bytes, torch.dtype)
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_TYPE_OF_HYPER_PARAMETERS = "hparams_type"  # a class, of OmegaConf: said by the value itself
+_TYPE_OF_HYPER_PARAMETERS = "hparams_type"  # a class of OmegaConf; not needed, the kind implies it
 
 
 class _NotPlain(Exception):
@@ -44,10 +44,10 @@ class _NotPlain(Exception):
 
 
 def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sealed format keeps of a checkpoint dictionary.
+    """Convert a checkpoint dictionary to values that the sealed format can store.
 
     Raises:
-        CheckpointValueError: a value could only be pickled; says which.
+        CheckpointValueError: a value could only be pickled. Names it.
     """
     plain: dict[str, Any] = {}
     for key, value in checkpoint.items():
@@ -125,7 +125,7 @@ def _special(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _omegaconf_text(value: Any) -> str | None:
-    """The yaml of a container of OmegaConf; it is only there if somebody has imported it."""
+    """Return the yaml of a container of OmegaConf. None if it is not one, or not imported."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.Container):
         return None
@@ -133,7 +133,7 @@ def _omegaconf_text(value: Any) -> str | None:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given."""
+    """Revert `to_plain`."""
     if isinstance(value, list | tuple | deque) and not isinstance(value, torch.Size):
         return type(value)(from_plain(each) for each in value)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What Lightning's ``precision=`` means for sharded parameters."""
+"""Checks Lightning's ``precision=``, and converts it to the dtypes of a unit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def check_precision(plugin: Any) -> None:
-    """Raise where a precision plug-in does not work with sharded parameters.
+    """Raise if a precision plug-in does not work with sharded parameters.
 
     Raises:
-        ValueError: names the precisions that do.
+        ValueError: names the precisions that work.
     """
     accepted = [each.partition(" ")[0] for each in _PRECISIONS]
     on_cpu = plugin.precision == "16-mixed" and plugin.device == "cpu"
@@ -27,7 +27,7 @@ def check_precision(plugin: Any) -> None:
 
 
 def refuse(precision: str, device: str | None = None) -> None:
-    """Raise that a precision does not work."""
+    """Raise the error for a precision that does not work."""
     where = "" if device is None else f', accelerator="{device}"'
     raise ValueError(
         f'strategy="vescale_fsdp", precision={precision!r}{where} does not work; choose one of '
@@ -36,11 +36,11 @@ def refuse(precision: str, device: str | None = None) -> None:
 
 
 def policy_for(precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
-    """The dtypes of a unit.
+    """Return the dtypes of a unit.
 
-    Mixed: gather and compute in 16 bits, reduce gradients in fp32, under the plug-in's autocast.
-    The shards, and so the optimizer, stay in fp32. ``bf16-true`` and ``16-true`` have converted
-    the parameters themselves. The inputs of the root are the user's batch, and left alone.
+    Mixed precisions all-gather and compute in 16 bits and reduce gradients in fp32, under the
+    plug-in's autocast. Shards and optimizer states stay in fp32. With ``bf16-true`` and ``16-true``
+    the parameters themselves have been converted. Inputs of the root are not cast.
     """
     if precision not in _MIXED:
         return MixedPrecisionPolicy()

@@ -1,9 +1,8 @@
-"""What Lightning asks of a strategy that has several processes, for Trainer and Fabric alike.
+"""The methods for several processes: launcher, process group, collectives on objects and metrics.
 
-Lightning's own strategies write this down once each: the launcher, the process group, and
-collectives of objects and metrics. The base is ``ParallelStrategy``, which leaves it open, and not
-one of them: programs that know Lightning's strategies look for their classes, and do for each of
-them what only that one needs.
+The strategies of Trainer and Fabric share them. Lightning's own strategies each implement these
+methods. Ours derives from ``ParallelStrategy``, which does not, and not from one of these
+strategies: other programs look for their classes and then do what only that strategy needs.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ __all__ = ["Processes"]
 
 
 class Processes:
-    """Mixed into ``ParallelStrategy`` of one of Lightning's namespaces."""
+    """A mixin for ``ParallelStrategy`` of any of Lightning's namespaces."""
 
-    namespace: str  # of the base, such as "lightning.pytorch"
-    is_distributed = True  # Lightning asks strategies that it does not know
+    namespace: str  # of the base class, such as "lightning.pytorch"
+    is_distributed = True  # Lightning reads this of strategies that it does not know
     _device_mesh: DeviceMesh | None = None
     _num_nodes = 1
 
-    # Of Lightning's base
+    # Attributes of Lightning's base class
     accelerator: Any
     cluster_environment: Any
     parallel_devices: Any
@@ -66,12 +65,12 @@ class Processes:
 
     @property
     def num_processes(self) -> int:
-        """How many there are on this machine."""
+        """The number of processes on this machine."""
         return len(self.parallel_devices or ())
 
     @property
     def num_nodes(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -80,7 +79,7 @@ class Processes:
 
     @property
     def process_group_backend(self) -> str | None:
-        """``"nccl"``, ``"gloo"``; None where it follows from the device."""
+        """``"nccl"`` or ``"gloo"``. None: it follows from the device."""
         return self._process_group_backend
 
     # Starting
@@ -115,7 +114,7 @@ class Processes:
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _utilities(self, name: str) -> Any:
-        """A module of Fabric, which has the functions for processes in either tree."""
+        """Return a module of Fabric, of the same namespace. It has the functions for processes."""
         is_one_package = self.namespace.startswith("lightning.")
         fabric = "lightning.fabric" if is_one_package else "lightning_fabric"
         return import_module(f"{fabric}.utilities.{name}")
@@ -130,7 +129,7 @@ class Processes:
         dist.barrier(device_ids=[self.root_device.index] if is_nccl else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of one process, in all of them."""
+        """Send an object from one process to all."""
         if not dist.is_initialized():
             return obj
         objects = [obj]
@@ -138,7 +137,7 @@ class Processes:
         return objects[0]
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean, or what ``reduce_op`` says, over processes. What is no tensor stays."""
+        """Return the mean, or another ``reduce_op``, over processes. Only tensors are reduced."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         return self._utilities("distributed")._sync_ddp_if_available(

@@ -1,4 +1,4 @@
-"""How a model becomes sharded: what the strategies of Trainer and of Fabric share."""
+"""Shards a model. The strategies of Trainer and Fabric share this."""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ class Sharding(Processes):
     # Processes
 
     def _start_mesh(self) -> None:
-        """After ``torch.distributed`` has been started: the mesh, once."""
+        """Make the mesh, once, after ``torch.distributed`` was started."""
         if self._device_mesh is None:
             self._device_mesh = self.options.make_mesh(self.root_device.type, self.world_size)
-            # gloo sometimes aborts at exit when a group is left to the interpreter's shutdown.
+            # gloo sometimes aborts at exit if the process group is not destroyed before.
             atexit.unregister(_destroy_process_group)
             atexit.register(_destroy_process_group)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every process gets its own part of the data; those of tensor parallelism the same."""
+        """Each process gets its own part of the data. Tensor-parallel processes get the same."""
         mesh = data_mesh(self.device_mesh)
         rank = 0
         for axis in range(mesh.ndim):
@@ -165,11 +165,11 @@ class Sharding(Processes):
     def _shard(
         self, module: nn.Module, precision: str, *, methods: Iterable[str], roots: bool
     ) -> None:
-        """Make units of a model that is not sharded, or not all of it.
+        """Shard the model, or what the user has not sharded of it.
 
         Args:
-            methods: of the module, that are forwards too.
-            roots: submodules run on their own, with backwards in between.
+            methods: names of the module's methods that count as forward.
+            roots: the user calls submodules separately, with backwards in between.
         """
         refuse_other_engines(module)
         options = self.options
@@ -192,7 +192,7 @@ class Sharding(Processes):
             if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
                 child.register_load_state_dict_pre_hook(cut_whole_tensors)
         materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)
-        for child in module.modules():  # metrics, which have neither parameters nor buffers
+        for child in module.modules():  # for metrics, whose state is not parameters or buffers
             if next(child.parameters(), None) is None:
                 child.to(self.root_device)
         for method in methods:
@@ -200,10 +200,11 @@ class Sharding(Processes):
                 register_fsdp_forward_method(module, method)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own, and what to write where sharded parameters have come into the loss.
+        """Call Lightning's backward.
 
         Raises:
-            RuntimeError: sums of sharded parameters were added to a plain loss.
+            RuntimeError: sums of sharded parameters were added to a plain loss. The message says
+                what to write instead.
         """
         try:
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
@@ -222,7 +223,7 @@ class Sharding(Processes):
         blocks = self.options.modules_to_wrap(module)
         if not roots:
             return blocks
-        # A backward ends the pass of the root, and frees what it owns. So each child owns itself.
+        # A backward ends the pass of the root and reshards it. So each child is a unit of its own.
         known = {id(block) for block in blocks}
         children = [
             child
@@ -235,7 +236,7 @@ class Sharding(Processes):
         return blocks + children
 
     def _recompute(self, module: nn.Module) -> None:
-        """Have activations computed again, once, however often the model is set up."""
+        """Enable activation checkpointing. A second call for the same model changes nothing."""
         wanted = self.options.modules_to_checkpoint(module)
         if wanted and any(isinstance(child, CheckpointWrapper) for child in module.modules()):
             warnings.warn(
@@ -249,11 +250,10 @@ class Sharding(Processes):
                 recompute(child)
 
     def _travel_whole(self, module: nn.Module) -> dict[int, dict[str, None]]:
-        """Layers that are no hidden ones, by id, and what to pass for them in place of
-        ``gather_codec``.
+        """Return ``gather_codec=None`` for layers that are not hidden layers, by ``id(layer)``.
 
-        ``fully_shard`` knows a head by the model around it, and does not see that where the head
-        is a unit alone.
+        ``fully_shard`` itself recognizes a head by the model around it. It cannot do so if the head
+        alone is a unit.
         """
         gather = self.options.engine_options()["gather_codec"]
         if gather is None or gather.policy is not None:
@@ -273,24 +273,25 @@ class Sharding(Processes):
 def cut_whole_tensors(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Have a module's own parameters take whole tensors, which each process has. A local copy.
+    """Shard the full tensors in a state dict before a module loads them. No communication.
 
-    Lightning's own way to load a file, where it does not know the strategy. The hook gets a copy of
-    the user's dictionary. It is on each module: those around may have given entries other names.
+    It is a hook for ``load_state_dict``. So Lightning's own code can load a file, of which each
+    process reads all. ``state_dict`` is a copy. Each module has the hook, because hooks of outer
+    modules may have renamed entries.
     """
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         whole: Any = state_dict.get(prefix + name)
         if not isinstance(param, DTensor) or isinstance(whole, DTensor):
             continue
         if is_tensor_like(whole) and whole.shape == param.shape:
-            loaded = torch.detach(whole).to(param.device)  # detach: it may lie in a file still
+            loaded = torch.detach(whole).to(param.device)  # detach: it may be mapped from a file
             state_dict[prefix + name] = distribute_tensor(
                 loaded, param.device_mesh, param.placements, src_data_rank=None
             )
 
 
 def refuse_other_engines(module: nn.Module) -> None:
-    """Raise where torch's own ``fully_shard`` or FSDP has taken a part of the model.
+    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
 
     Raises:
         TypeError: names the module.
@@ -308,11 +309,11 @@ def refuse_other_engines(module: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give memory and first values to what is on the meta device.
+    """Allocate and initialize the tensors that are on the meta device.
 
-    Values come from ``reset_parameters()``, or from the model's own ``_init_weights(module)``, as
-    ``transformers`` has it. What has values keeps them. Each process fills its own shards, with the
-    numbers that the whole parameters would get.
+    Values come from ``reset_parameters()``, or from the model's ``_init_weights(module)``, which
+    models of ``transformers`` have. Other tensors do not change. Each process fills its own shards
+    with the values that the full parameters would get.
     """
     lacking = [
         each
@@ -351,7 +352,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Within it, backwards reduce gradients, or accumulate them without communication."""
+    """A context in which backwards reduce gradients, or accumulate them without communication."""
     units = [child for child in module.modules() if isinstance(child, FSDPModule)]
     for unit in units:
         unit.set_requires_gradient_sync(enabled, recurse=False)
@@ -363,7 +364,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:
-    """Raise where an optimizer has parameters that are no longer the model's.
+    """Raise if an optimizer has parameters that are not the model's.
 
     Raises:
         ValueError: it was made before the model was sharded.

@@ -1,7 +1,7 @@
-"""Store: brings whole checkpoints to their paths, and back to where they can be read.
+"""Store: writes checkpoints to their paths, on any file system, and fetches them for a load.
 
-It knows nothing of what is in them: who saves gives it a function that writes a directory or a file
-of this machine.
+It does not know the format. To save, the caller passes a function that writes a local directory or
+file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Store", "is_first"]
 
 _log = logging.getLogger(__name__)
 
-# Writes a directory at a path where there is nothing. May go on in the background if the second
-# argument says so, and returns what to wait for then. Collective.
+# Writes a directory at a path where nothing exists. If the second argument is true, it may write in
+# the background and return a handle. Collective.
 Write = Callable[[Path, bool], SaveHandle | None]
 
 
@@ -33,7 +33,7 @@ class Store:
     """Publishes, fetches and deletes checkpoints. All methods but `remove` are collective.
 
     Args:
-        staging_dir: where what goes to another file system is made.
+        staging_dir: where checkpoints are written before they are copied to another file system.
     """
 
     def __init__(self, staging_dir: str | None) -> None:
@@ -42,7 +42,7 @@ class Store:
         self._to_remove: list[str] = []
 
     def publish(self, path: str, write: Write) -> None:
-        """Have a directory at ``path`` that is whole; one that was there is replaced."""
+        """Write a directory at ``path``. It appears when complete, and replaces an older one."""
         self.finish()
         place = Place(path)
         exists: bool = from_first(lambda: _prepared(place))
@@ -60,7 +60,7 @@ class Store:
             from_first(lambda: place.replace_by(target))
 
     def publish_file(self, path: str, write: Callable[[Any], None]) -> None:
-        """The same for a file that the first process writes to a stream."""
+        """Write a file at ``path`` in the same way. The first process writes it to a stream."""
         self.finish()
         place = Place(path)
 
@@ -82,20 +82,20 @@ class Store:
         from_first(put)
 
     def finish(self) -> None:
-        """Wait for a save in the background, then delete what was to go after it."""
+        """Wait for a save in the background, then delete the checkpoints that wait for it."""
         handle, self._saving = self._saving, None
         try:
             if handle is not None:
                 handle.wait()
         except BaseException:
-            self._to_remove.clear()  # the new one is not there: keep the old
+            self._to_remove.clear()  # the save has failed: keep the old checkpoints
             raise
         for path in self._to_remove:
             self._remove(path)
         self._to_remove.clear()
 
     def remove(self, path: str) -> None:
-        """Delete a checkpoint; after the one that is being saved, if there is one."""
+        """Delete a checkpoint. If a save runs in the background, after it has ended."""
         if self._saving is not None:
             self._to_remove.append(path)
         else:
@@ -109,10 +109,10 @@ class Store:
 
     @contextmanager
     def fetch(self, path: str, local_rank: int) -> Iterator[Path]:
-        """A checkpoint as a path of this machine.
+        """Yield a local path of a checkpoint. One on another file system is copied first.
 
         Raises:
-            CheckpointIncompleteError: there is no whole one.
+            CheckpointIncompleteError: there is no complete one.
         """
         self.finish()
         place = Place(path)
@@ -136,10 +136,12 @@ class Store:
 
 
 def _prepared(place: Place) -> bool:
-    """Whether a checkpoint is there, to be replaced. For one process.
+    """Prepare a path for a save. Returns whether there is a checkpoint to replace.
+
+    Call it in one process only.
 
     Raises:
-        CheckpointExistsError: something else is.
+        CheckpointExistsError: there is something that is not a checkpoint.
     """
     place.mend()
     exists = place.exists
@@ -151,5 +153,5 @@ def _prepared(place: Place) -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is the process that does what one has to do."""
+    """Whether this is the first process."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -21,9 +21,9 @@ __all__ = ["Throughput", "Traffic", "traffic_of"]
 
 
 class Traffic(NamedTuple):
-    """What sharding costs a process, as it follows from the layout."""
+    """Padding and communication of one process, computed from the layout."""
 
-    padding_percent: float  # of the elements of the shards
+    padding_percent: float  # of the shards' elements
     gather_bytes: int  # received for one forward and one backward
     reduce_bytes: int  # received for one reduction of gradients
 
@@ -33,15 +33,15 @@ def traffic_of(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
 ) -> Traffic:
-    """Padding and communication of a sharded model, for one process.
+    """Compute padding and communication of a sharded model for one process.
 
-    A process receives the shards of all others in each gather, and as many elements in a
-    reduction. Sums over replicas (HSDP) count twice, as a ring moves them.
+    A process receives the shards of all others in each all-gather, and as many elements in a
+    reduce-scatter. Sums over replicas (HSDP) count twice, as in a ring all-reduce.
 
     Args:
-        policy: dtypes of gathers and reductions; by default those of the shards.
-        reshard_after_forward: as of ``fully_shard``. What is kept is gathered once, for forward
-            and backward: with None what the root owns. An int counts as True.
+        policy: dtypes of all-gather and reduce-scatter. Default: those of the shards.
+        reshard_after_forward: as in ``fully_shard``. A unit that is not resharded is gathered once
+            for forward and backward; with None that is the root. An int counts as True.
     """
     policy = policy or MixedPrecisionPolicy()
     gathered_dtype, reduced_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
@@ -75,7 +75,7 @@ def traffic_of(
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that no unit below has."""
+    """Return the parameters of a unit, without those of inner units."""
     below = {
         id(param)
         for child in module.modules()
@@ -120,7 +120,7 @@ class Throughput(callback_base()):  # type: ignore[misc]
         self._traffic: Traffic | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Read the layout, once."""
+        """Compute padding and communication from the layout, once."""
         self._last_step = trainer.global_step
         self._traffic = None
         if isinstance(trainer.strategy, Sharding):
@@ -133,7 +133,7 @@ class Throughput(callback_base()):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and log after every so many steps."""
+        """Count tokens, and log every ``every_n_steps``."""
         self._tokens += self.tokens_of(batch)
         self._micro_batches += 1
         if trainer.global_step == self._last_step:
@@ -148,11 +148,11 @@ class Throughput(callback_base()):  # type: ignore[misc]
             self._restart(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
+        """Pause the measurement of time."""
         self._seconds += self._now(trainer) - self._since
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Go on."""
+        """Continue the measurement of time."""
         self._since = self._now(trainer)
 
     def _restart(self, trainer: Any) -> None:
@@ -172,7 +172,7 @@ class Throughput(callback_base()):  # type: ignore[misc]
             figures = figures.to(device)
             dist.all_reduce(figures[:1])
             dist.all_reduce(figures[1:], op=dist.ReduceOp.MAX)
-            # Processes of tensor parallelism have the same tokens.
+            # Tensor-parallel processes have the same tokens.
             replicas = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
             figures[0] *= replicas / dist.get_world_size()
         logged = {
@@ -191,7 +191,10 @@ class Throughput(callback_base()):  # type: ignore[misc]
 
 
 def count_tokens(batch: Any) -> int:
-    """The elements of the first tensor of integers in a batch, or else the length of the first."""
+    """Return the number of elements of the first integer tensor in a batch.
+
+    If there is none, return the length of the first tensor.
+    """
     tensors = list(_tensors(batch))
     if not tensors:
         return 0

@@ -1,12 +1,11 @@
-"""The directory that Lightning's own strategies save: torch's DCP format beside ``meta.pt``.
+"""Saves and loads the directory of Lightning's own strategies: torch's DCP format and ``meta.pt``.
 
-Lightning's consolidation tool reads it. Model tensors are under ``model``, where Lightning's FSDP
-strategy has them (its model-parallel strategy has ``state_dict``, with which the tool fails),
-states of optimizers under ``optimizer_0`` and so on, by names. Nothing in it has a checksum.
+Lightning's consolidation tool reads it. Model tensors are under ``model``, as in Lightning's FSDP
+strategy. (Its model-parallel strategy uses ``state_dict``, with which the tool fails.) Optimizer
+states are under ``optimizer_0`` and so on, by parameter names. There are no checksums.
 
-DCP's metadata and ``meta.pt`` are pickles, and so is each item that is no tensor. Here the first
-are read by an unpickler that builds the classes of that format and calls nothing else, the others
-as ``weights_only`` says.
+DCP's metadata, ``meta.pt`` and items that are not tensors are pickles. The metadata are read by an
+unpickler that builds only the classes of the format; the others are read as ``weights_only`` says.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _VALUES = "meta.pt"
 
 
 def save(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Write the directory, and give it its name when it is whole. Collective.
+    """Write the directory. It gets its name when it is complete. Collective.
 
     Args:
-        state: model and optimizers, by names; tensors are sharded.
-        values: all else; the first process' are written.
+        state: model and optimizers, by names. Tensors are sharded.
+        values: all other values. Those of the first process are written.
     """
     unfinished = folder.with_name(f"{folder.name}.tmp")
     from_first(lambda: Place(unfinished).remove())
@@ -57,10 +56,10 @@ def save(folder: Path, state: Mapping[str, Any], values: Mapping[str, Any]) -> N
 
 
 class Directory:
-    """What is in such a directory. All methods that load are collective.
+    """The contents of such a directory. All methods that load are collective.
 
     Raises:
-        CheckpointCorruptError: the metadata are not those of this format.
+        CheckpointCorruptError: the metadata do not have this format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,18 +70,18 @@ class Directory:
 
     @property
     def keys(self) -> set[str]:
-        """Under what something was saved."""
+        """The first parts of the keys, such as "model" and "optimizer_0"."""
         return {str(path[0]) for path in self._paths.values()}
 
     def has(self, key: str) -> bool:
-        """Whether something was saved under ``key``."""
+        """Whether there are entries under ``key``."""
         return key in self.keys
 
     def first_of(self, keys: Sequence[str]) -> str:
-        """The first of some keys that is there.
+        """Return the first of these keys that has entries.
 
         Raises:
-            CheckpointIncompleteError: none is.
+            CheckpointIncompleteError: none has.
         """
         for key in keys:
             if self.has(key):
@@ -92,7 +91,7 @@ class Directory:
         )
 
     def load_model(self, key: str, model: nn.Module, *, strict: bool) -> None:
-        """Load a model, in place. A load that fails half-way leaves a model that is half loaded.
+        """Load a model in place. If it fails, a part of the model may already be changed.
 
         Raises:
             CheckpointIncompleteError: with ``strict``, entries are missing.
@@ -111,7 +110,7 @@ class Directory:
         set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
 
     def load_optimizer(self, key: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load an optimizer, in place: its own tensors are replaced."""
+        """Load an optimizer in place. Its tensors are replaced."""
         param_of = full.parameters(model, optimizer)
         targets: dict[str, Any] = {}
         for name, path in self._paths.items():
@@ -131,7 +130,7 @@ class Directory:
         full.load_optimizer(model, optimizer, {"state": tree.get("state", {}), **_groups(tree)})
 
     def values(self, weights_only: bool) -> dict[str, Any]:
-        """What is in ``meta.pt``."""
+        """Read ``meta.pt``."""
         file = self._folder / _VALUES
         if not file.is_file():
             return {}
@@ -139,10 +138,10 @@ class Directory:
 
 
 def read_file(path: Path, weights_only: bool) -> dict[str, Any]:
-    """What is in a file of ``torch.save``. Tensors stay on the disk until they are used.
+    """Read a file of ``torch.save``. Its tensors are mapped from the file, not copied.
 
     Raises:
-        CheckpointValueError: with ``weights_only``, it holds more than tensors and plain values.
+        CheckpointValueError: with ``weights_only``, it has more than tensors and plain values.
     """
     try:
         read: dict[str, Any] = torch.load(
@@ -160,7 +159,7 @@ def read_file(path: Path, weights_only: bool) -> dict[str, Any]:
 
 def _groups(tree: Mapping[str, Any]) -> dict[str, Any]:
     groups = tree["param_groups"]
-    if isinstance(groups, dict):  # lists, as they were flattened
+    if isinstance(groups, dict):  # a list that was flattened
         groups = [_lists(groups[index]) for index in sorted(groups)]
     return {"param_groups": groups}
 
@@ -174,7 +173,7 @@ def _lists(group: Any) -> Any:
 
 
 def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """The tree of values by paths; what was a list has numbers for keys."""
+    """Return values by paths as nested dicts. A list becomes a dict with numbers as keys."""
     tree: dict[Any, Any] = {}
     for path, value in flat.items():
         node = tree
@@ -186,7 +185,7 @@ def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The metadata, by the restricted unpickler."""
+        """Read the metadata with the restricted unpickler."""
         file = Path(self.path) / ".metadata"
         try:
             with open_regular(file) as stream:
@@ -201,7 +200,7 @@ class _Reader(filesystem.FileSystemReader):
                 f"{file} holds a {type(found).__name__}, expected metadata"
             )
         for each in {info.relative_path for info in found.storage_data.values()}:
-            size_of(Path(self.path) / each)  # torch would wait for a FIFO
+            size_of(Path(self.path) / each)  # raises for a FIFO, on which torch would wait
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
@@ -209,9 +208,9 @@ class _Reader(filesystem.FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an item that is no tensor with torch's restricted unpickler only."""
+        """Read an item that is not a tensor with ``weights_only=True``."""
         plain = torch.load(value, weights_only=True)
-        again = io.BytesIO()  # of what was found harmless; the planner itself would read anything
+        again = io.BytesIO()  # the checked value again: the planner would unpickle anything
         torch.save(plain, again)
         again.seek(0)
         super().load_bytes(read_item, again)

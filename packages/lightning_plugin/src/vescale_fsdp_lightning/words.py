@@ -1,4 +1,4 @@
-"""What yaml and the command line can say in words, where Python passes objects.
+"""Parses strings and mappings of yaml and the command line for which Python passes objects.
 
 ::
 
@@ -39,10 +39,10 @@ OptionT = TypeVar("OptionT", QuantizedGather, QuantizedReduce)
 
 
 def granularity_of(text: str) -> Granularity:
-    """The granularity of ``rows:32`` and the like.
+    """Parse a granularity such as ``rows:32``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a granularity.
     """
     found = _SPEC.fullmatch(text)
     if not found:
@@ -58,7 +58,7 @@ def granularity_of(text: str) -> Granularity:
 
 
 def gather_of(value: Any) -> QuantizedGather | None:
-    """How weights travel: ``"int8"``, ``{"dtype": "e4m3", "block": [32, 32]}``, or the object.
+    """Parse a ``gather_codec``: ``"int8"``, ``{"dtype": "e4m3", "block": [32, 32]}``, or an object.
 
     Raises:
         ValueError: it is none of these.
@@ -68,7 +68,7 @@ def gather_of(value: Any) -> QuantizedGather | None:
 
 
 def reduce_of(value: Any) -> QuantizedReduce | None:
-    """How gradients travel: ``"int8"``, ``{"block": 256}``, or the object.
+    """Parse a ``reduce_codec``: ``"int8"``, ``{"block": 256}``, or an object.
 
     Raises:
         ValueError: it is none of these.
@@ -79,10 +79,10 @@ def reduce_of(value: Any) -> QuantizedReduce | None:
 
 
 def timeout_of(value: Any) -> timedelta | None:
-    """The time of ``60``, which are seconds.
+    """Parse a timeout. A number counts seconds.
 
     Raises:
-        ValueError: it is no time, or none that could pass.
+        ValueError: it is not a time, or not positive.
     """
     if value is None or (isinstance(value, timedelta) and value > timedelta(0)):
         return value

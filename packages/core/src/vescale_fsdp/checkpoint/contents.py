@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors by name, and values as JSON texts.
+"""The contents of a checkpoint: tensors by name, and values as JSON texts.
 
 There are three kinds of items, by what each rank has of them:
 
@@ -33,29 +33,29 @@ from vescale_fsdp.engine import ErrorFeedback
 from vescale_fsdp.errors import CheckpointValueError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
-Weights = Literal["all", "trained", "none"]  # of the model; "trained": what is frozen is left out
-PER_RANK = ("error_feedback", "rng", "stateful")  # of these each rank has its own
+Weights = Literal["all", "trained", "none"]  # "trained": without frozen parameters
+PER_RANK = ("error_feedback", "rng", "stateful")  # each rank has its own
 
 
 class Stateful(Protocol):
-    """Schedulers, data loaders, moving averages: whatever has these two methods."""
+    """An object with these two methods: a scheduler, a data loader, a moving average."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as `encoding.encode` takes it."""
+        """Return the state, in types that `encoding.encode` accepts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state."""
+        """Set the state."""
 
 
 @dataclass
 class OwnItem:
-    """A value that each rank has for itself."""
+    """A value of which each rank has its own."""
 
     text: str
-    tensors: dict[str, torch.Tensor]  # plain ones, by the names in the text
+    tensors: dict[str, torch.Tensor]  # by the names in the text; none is sharded
 
     def digest(self) -> str:
-        """Equal on ranks that have the same."""
+        """Return a SHA-256 of the value, to find ranks that have the same."""
         total = hashlib.sha256(self.text.encode())
         for name, tensor in self.tensors.items():
             data = encoding.on_host(tensor)
@@ -66,23 +66,23 @@ class OwnItem:
 
 @dataclass
 class Contents:
-    """All of a rank's items."""
+    """All items of a rank."""
 
     planned: dict[str, torch.Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)  # of model and optimizers
+    texts: dict[str, str] = field(default_factory=dict)  # values of model and optimizers
     own: dict[str, OwnItem] = field(default_factory=dict)
     step: int | None = None
-    _names: set[str] = field(default_factory=set)  # of all tensors
+    _names: set[str] = field(default_factory=set)  # the names of all tensors
 
     def add(self, name: str, value: Any) -> None:
-        """Add an item of which the ranks have parts."""
+        """Add an item that all ranks have together: the model or an optimizer."""
         encoded, found = encoding.encode(value, name)
         self._check(name, found)
         self.planned |= found
         self.texts[name] = to_json(encoded)
 
     def add_own(self, name: str, value: Any) -> None:
-        """Add an item that each rank has for itself. Sharded tensors in it are the ranks' own."""
+        """Add an item of which each rank has its own. DTensors in it are saved as sharded ones."""
         encoded, found = encoding.encode(value, name)
         self._check(name, found)
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
@@ -113,9 +113,9 @@ def collect(
     with_rng: bool,
     weights: Weights = "all",
 ) -> Contents:
-    """This rank's items. Tensors are those of model and optimizers, not copies."""
+    """Collect this rank's items. Tensors are not copied."""
     contents = Contents()
-    contents.add("model", weights_of(model, weights))  # first: puts shards in place
+    contents.add("model", weights_of(model, weights))  # first: state_dict() reshards parameters
     for name, each in named(optimizer).items():
         contents.add(f"optimizer.{name}", NamedOptimizer(name, each, model).tree())
     for name, other in stateful.items():
@@ -132,17 +132,17 @@ def collect(
 
 
 def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
-    """A model's state dict, or that part of it."""
+    """Return a model's state dict, or the part that ``weights`` names."""
     state = dict(get_model_state_dict(model))
     if weights == "trained":
-        for path, param in model.named_parameters(remove_duplicate=False):  # ties too
+        for path, param in model.named_parameters(remove_duplicate=False):  # all names of tied ones
             if not param.requires_grad:
                 state.pop(compat.fqn_of(model, path), None)
     return {} if weights == "none" else state
 
 
 def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
-    """The state of an object."""
+    """Return the state of an object. Raises if it is not a dict."""
     if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
         raise CheckpointValueError(
             f"stateful[{name!r}] is a {type(other).__name__} without state_dict() and "
@@ -152,14 +152,14 @@ def read_stateful(name: str, other: Stateful) -> dict[str, Any]:
 
 
 def named(optimizer: Optimizers) -> Mapping[str, Optimizer]:
-    """Optimizers by name; a single one is "0"."""
+    """Return optimizers by name. A single one has the name "0"."""
     if optimizer is None:
         return {}
     return {"0": optimizer} if isinstance(optimizer, Optimizer) else optimizer
 
 
 def capture() -> dict[str, Any]:
-    """The states now, as `encoding.encode` takes them. CUDA's is that of the current device."""
+    """Return the states, in types that `encoding.encode` accepts. CUDA: of the current device."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -176,9 +176,10 @@ def _plain(number: Any) -> int | float:
 
 
 def restorer(state: dict[str, Any]) -> Callable[[], None]:
-    """What gives the generators these states. The states are tried on other generators first.
+    """Return a function that sets these states. They are first set on temporary generators.
 
-    Generators that this process does not have (NumPy is not imported, no CUDA) are passed over.
+    So a damaged state raises here, and changes nothing. Generators that this process does not have
+    (NumPy is not imported, no CUDA) are skipped.
     """
     random.Random().setstate(state["python"])
     torch.Generator().set_state(state["torch"])
@@ -198,12 +199,12 @@ def restorer(state: dict[str, Any]) -> Callable[[], None]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Give the generators these states."""
+    """Set these states."""
     restorer(state)()
 
 
 def seed_for(text: str) -> Callable[[], None]:
-    """What seeds the generators with a text: the same numbers for the same text."""
+    """Return a function that seeds the generators from a text. Equal texts give equal seeds."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
     def apply() -> None:

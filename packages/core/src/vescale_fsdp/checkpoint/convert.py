@@ -1,6 +1,6 @@
-"""convert: a checkpoint in another format, by one process, without a model.
+"""convert: writes a checkpoint in another format, in one process, without a model.
 
-Chunks are read, checked, and written one after the other, so that memory is needed for one of them.
+Chunks are read, checked and written one after the other, so that little memory is needed.
 """
 
 from __future__ import annotations
@@ -99,19 +99,19 @@ def convert(
                 stage.publish(written)
             else:
                 publish_files(stage, written)
-        except BaseException:  # an interrupt, too
+        except BaseException:  # also KeyboardInterrupt
             stage.abandon()
             raise
 
 
 class _Job:
-    """Reads what is to be written, and counts it."""
+    """Reads the chunks to write, and reports progress."""
 
     def __init__(self, source: Source, stage: seal.Stage, progress: Progress | None) -> None:
         self.source, self.stage, self._progress = source, stage, progress
 
     def chunks(self, names: list[str]) -> Iterator[tuple[str, TensorEntry, Chunk, torch.Tensor]]:
-        """The chunks of some tensors, in the order in which they lie."""
+        """Read the chunks of these tensors, in their order in the files."""
         found = [(self.source.tensors[name], name) for name in names]
         total, done = sum(entry.num_bytes for entry, _ in found), 0
         each = [(chunk, name, entry) for entry, name in found for chunk in entry.chunks]
@@ -169,7 +169,7 @@ def _to_dcp(job: _Job) -> list[str]:
     }
     flat, paths = flat_state(_stock_state(found))
     keys = {names[id(each)]: key for key, each in flat.items() if id(each) in names}
-    boxes: dict[str, list[Any]] = {key: [] for key in keys.values()}  # in the order of the state
+    boxes: dict[str, list[Any]] = {key: [] for key in keys.values()}  # keeps the state's order
     others: list[Any] = []
     with DataWriter(job.stage.path, data_file(0)) as writer:
         for key, each in flat.items():
@@ -186,7 +186,7 @@ def _to_dcp(job: _Job) -> list[str]:
 
 
 def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
-    """The state that stock users have."""
+    """Return the state in the form that FSDP2's users save."""
     state = dict(found.get("extra") or {})
     trees = [tree for name, tree in found.items() if name.startswith("optimizer.")]
     parts = {"model": found.get("model", {})}

@@ -1,7 +1,7 @@
-"""export_dcp and import_dcp: what FSDP2 loads and saves with torch.distributed.checkpoint.
+"""export_dcp and import_dcp: the format of torch.distributed.checkpoint (DCP), which FSDP2 uses.
 
-Items are written one after the other, so that memory is needed for one of them. The metadata are
-pickled: they are made of our own names and numbers. `dcp_directory` reads.
+This file writes it; `dcp_directory` reads it. Items are written one after the other, so only one
+needs memory at a time. The metadata are a pickle of names and numbers.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
 
 
 def write_item(writer: DataWriter, value: Any, label: str) -> Span:
-    """Append a tensor or a plain value, as ``torch.save`` writes it. Returns where it lies."""
+    """Append a tensor or a plain value in the form of ``torch.save``. Returns its span."""
     if isinstance(value, torch.Tensor):
         value = encoding.on_host(value)
         if value.untyped_storage().nbytes() != value.numel() * value.element_size():
-            value = value.clone()  # torch.save writes all of a storage
+            value = value.clone()  # torch.save would write the whole storage of a view
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return writer.write(buffer.getbuffer(), label)
@@ -66,11 +66,11 @@ def data_file(rank: int) -> str:
 
 
 def write_metadata(folder: Path, written: Sequence[Any]) -> list[str]:
-    """Write the file that makes a directory loadable. Returns the names of all files, it last.
+    """Write the metadata file. Returns the names of all files, the metadata last.
 
     Args:
-        written: by each rank: the boxes ``[path, dtype, shape, offsets, sizes, span]``, where a
-            path is what a key was joined from, and the values ``[path, span]``.
+        written: for each rank its boxes ``[path, dtype, shape, offsets, sizes, span]`` and its
+            values ``[path, span]``. A path is the list of parts that a key is joined from.
     """
     boxes: dict[str, TensorStorageMetadata] = {}
     others: dict[str, STORAGE_TYPES] = {}
@@ -148,7 +148,7 @@ def export_dcp(
     After an error there are no new files.
     """
     writing = Writing(Path(path), f"the export to {path}")
-    check_last = finish_saves()  # it talks over the same group
+    check_last = finish_saves()  # a save uses the same process group
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
 
@@ -166,7 +166,7 @@ def export_dcp(
         held = {key: each for key, each in flat.items() if isinstance(each, torch.Tensor)}
         for key, each in held.items():
             encoding.check(each, key)
-        # Of several ranks that have a value, the first one writes it.
+        # If several ranks have a value, the first of them writes it.
         return Contents(planned=held, texts=dict.fromkeys(flat.keys() - held.keys(), ""))
 
     def write() -> Any:
@@ -191,7 +191,7 @@ def export_dcp(
 
 
 def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """States and options of several optimizers together."""
+    """Merge the states and options of several optimizers."""
     state: dict[str, Any] = {}
     groups: list[Any] = []
     for tree in trees:
@@ -207,13 +207,13 @@ def merged(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _nest(state: dict[str, Any], key: str, value: dict[str, Any]) -> None:
-    """Put a value under a key whose dots nest; with "" beside the others."""
+    """Put a value under a key. Dots in the key nest; with "" its items go to the top level."""
     *parts, last = key.split(".")
     for part in parts:
         inner = state.get(part, {})
         if not isinstance(inner, dict):
             raise _taken(part, key)
-        state[part] = dict(inner)  # not the user's own
+        state[part] = dict(inner)  # a copy: do not change the user's dict
         state = state[part]
     twice = [last] if last in state else []
     if not key:
@@ -231,12 +231,12 @@ def _taken(name: str, key: str) -> CheckpointValueError:
 
 
 def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Tensors and plain values by DCP's keys, and the path of each key."""
+    """Flatten a state: tensors and plain values by DCP's keys, and the path of each key."""
     try:
         flat, paths = compat.flattened(state)
     except ValueError as error:
         raise CheckpointValueError(f"the state cannot be flattened: {error}") from error
-    for path in _empty_dicts(state):  # which have no leaves
+    for path in _empty_dicts(state):  # they have no leaves, so flattening drops them
         key = ".".join(path)
         flat[key], paths[key] = {}, path
     for key, each in flat.items():
@@ -339,7 +339,7 @@ def import_dcp(
 
 
 def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str]) -> dict[str, Any]:
-    """The values of some keys that are plain data, nested as they were. Others are logged."""
+    """Read the values of these keys, nested as they were saved. Skips and logs other objects."""
     found: dict[str, Any] = {}
     left = [key for key in keys if key in directory.tensors]
     if left:

@@ -1,14 +1,14 @@
-"""Directories of torch.distributed.checkpoint (DCP), read without running anything of theirs.
+"""Reads directories of torch.distributed.checkpoint (DCP) without running code from them.
 
-Their ``.metadata`` is a pickle, and so is each item: what `load` never reads. Here they are read by
-unpicklers that build the classes of that format, and call nothing else. What the metadata claim is
-believed only if it fits: names of files in the directory, ranges within them, boxes that tile their
-tensor. The bytes have no checksums: what was damaged is read as it is.
+The ``.metadata`` file and each item are pickles. They are read by unpicklers that build only the
+classes of this format. The metadata are checked: file names must be in the directory, ranges must
+be within the files, boxes must tile their tensor. The data have no checksums, so damaged elements
+are not detected.
 
-Keys are paths joined by dots, ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.step``,
-``optimizer.param_groups.0.lr``. Where in them the model and the optimizers are is up to who saved::
+Keys are paths joined by dots: ``model.layers.0.weight``, ``optimizer.state.layers.0.weight.step``,
+``optimizer.param_groups.0.lr``. The first parts depend on the program that saved::
 
-    model.<fqn>      optimizer.state...    the usual, and what `export_dcp` writes
+    model.<fqn>      optimizer.state...    the usual form; `export_dcp` writes it
     app.model.<fqn>  app.optim.state...    objects with state_dict(), as in PyTorch's tutorials
     <fqn>            optimizer.state...    torchtitan
 """
@@ -53,14 +53,14 @@ METADATA = ".metadata"
 
 
 class StockDirectory:
-    """What is in a directory, by DCP's keys.
+    """The contents of a directory, by DCP's keys.
 
     Attributes:
-        tensors: their chunks; a span is that of a pickled tensor, without a CRC32.
-        values: where the other items are.
-        paths: what a key was joined from.
+        tensors: the chunks of each tensor. A span holds a pickled tensor and has no CRC32.
+        values: the spans of the other items.
+        paths: for each key the parts that it was joined from.
         files: the sizes of the data files.
-        digest: of the metadata.
+        digest: SHA-256 of the metadata.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -156,7 +156,7 @@ class StockDirectory:
     # Items
 
     def chunk(self, reader: DataReader, dtype: str, chunk: Chunk, label: str) -> torch.Tensor:
-        """The elements of a chunk."""
+        """Read the elements of a chunk."""
         found = self._loaded(reader, chunk.span, label)
         if (
             not isinstance(found, torch.Tensor)
@@ -175,7 +175,7 @@ class StockDirectory:
         return found.detach().contiguous()
 
     def value(self, reader: DataReader, key: str) -> encoding.Json:
-        """The JSON of an item that is no tensor, as `encoding.encode` makes it."""
+        """Read an item that is not a tensor, as the JSON of `encoding.encode`."""
         found = self._loaded(reader, self.values[key], f"value {key!r}")
         try:
             encoded, tensors = encoding.encode(found, key)
@@ -213,11 +213,11 @@ def _counts(numbers: Any) -> tuple[int, ...]:
 
 
 class _RefusedError(pickle.UnpicklingError):
-    """A name that is no part of the format."""
+    """The pickle has a name that is not part of the format."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds what DCP's metadata are made of, and refuses every other name."""
+    """Builds only the classes that DCP's metadata consist of."""
 
     _dtypes = frozenset(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))
     _classes = frozenset(
@@ -240,7 +240,7 @@ class MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called for every name in the pickle."""
+        """Return the class of a name in the pickle. Raises if it is not part of the format."""
         is_dtype = module == "torch" and name in self._dtypes
         if is_dtype or (module, name) in self._classes or (module, name) in self._others:
             return super().find_class(module, name)
@@ -254,19 +254,19 @@ KeyPath = tuple[str | int, ...]
 
 
 class StockNames:
-    """Which entries are the model's, which the optimizers', and by what names.
+    """Finds the entries of the model and of the optimizers, and translates their names.
 
     Args:
-        optimizers: the names of those that are wanted; None for all that are there.
-        model_key: what the model's keys begin with; "" if with nothing. None: look for it.
+        optimizers: the names of the optimizers to find. None: all in the directory.
+        model_key: prefix of the model's keys; "" for none. None: detect it.
         optimizer_key: the same for the optimizers.
-        strict: refuse a directory without a wanted optimizer.
-        with_model: there is a model, and it is wanted.
+        strict: raise if an optimizer is missing.
+        with_model: find the model.
 
     Attributes:
-        tensors: by the names of `save`.
-        texts: JSON of the values, by the names of `save`: "model", "optimizer.<name>".
-        others: keys of what is neither the model's nor an optimizer's.
+        tensors: the tensors, by the names that `save` uses.
+        texts: the values as JSON, by the names that `save` uses: "model", "optimizer.<name>".
+        others: keys that belong to neither the model nor an optimizer.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class StockNames:
     def _found(
         self, candidates: Iterable[str], what: str, taken: Iterable[str] = ()
     ) -> dict[str, KeyPath]:
-        """The keys under the first candidate that has some, each with the rest of its path."""
+        """Return the keys under the first prefix that has any, each with its path after that."""
         for prefix in candidates:
             found = {
                 key: rest for key in self._directory.paths if (rest := self._rest(key, prefix))
@@ -347,18 +347,18 @@ class StockNames:
     def _optimizers(self, found: dict[str, KeyPath]) -> list[str]:
         heads = {str(rest[0]).partition(".")[0] for rest in found.values()}
         if heads and not heads & {"state", "param_groups"}:
-            return sorted(heads)  # each optimizer by its name
+            return sorted(heads)  # the names of the optimizers
         return ["0"] if heads else []
 
     def _tree(self, name: str, found: dict[str, KeyPath]) -> encoding.Json:
-        """States and options of one optimizer. Where they are not apart, those of all."""
+        """Return states and options of one optimizer; of all if they are saved merged."""
         mine = {key: rest[1:] for key, rest in found.items() if rest[0] == name}
         tree: dict[str, Any] = {"state": {}, "param_groups": []}
         by_name: dict[str, dict[str, Any]] = {}
         for key, rest in (mine or found).items():
             path = self._path(rest)
             if path[0] not in tree or len(path) < 3:
-                continue  # of another optimizer, or a value of its own
+                continue  # neither a state nor an option of a parameter
             leaf = self._leaf(key, f"optimizer.{name}", path)
             if path[0] == "param_groups" and type(path[1]) is str:
                 group = by_name.setdefault(path[1], {"params": [path[1]]})
@@ -375,7 +375,9 @@ class StockNames:
         )
 
     def _path(self, rest: KeyPath) -> KeyPath:
-        """("state", parameter, state...), or ("param_groups", number or parameter, option)."""
+        """Split a path into ("state", parameter, state...) or ("param_groups", number or parameter,
+        option...).
+        """
         if rest[0] in ("state", "param_groups") and len(rest) > 2:
             return rest
         head, _, text = ".".join(map(str, rest)).partition(".")
@@ -390,7 +392,7 @@ class StockNames:
 
 
 def put(tree: Any, path: KeyPath, leaf: Any) -> None:
-    """Set a leaf of a tree of objects and lists; numbers are places in lists."""
+    """Set a leaf in a tree of dicts and lists. Numbers in the path are indices of lists."""
     for part, following in zip(path, [*path[1:], None], strict=True):
         if isinstance(part, int):
             if not isinstance(tree, list) or not 0 <= part <= len(tree) + 10_000:

@@ -153,21 +153,21 @@ def _decode_tagged(
     raise CheckpointCorruptError(f"{where} holds the unknown {tag!r}")
 
 
-_PIECE = 1 << 16  # elements: at most 1 MiB, and so in the processor's cache
+_PIECE = 1 << 16  # elements: at most 1 MiB, which fits the processor's cache
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a manifest."""
+    """Return the name of a dtype in a manifest."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Whether elements of this dtype mean the same in another one: no scale belongs to them."""
+    """Whether elements of this dtype may be cast. Floats of 8 bits may not: they need a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def check(tensor: torch.Tensor, name: str) -> None:
-    """Raise unless the elements of this rank's part are plain memory."""
+    """Raise if this rank's part of a tensor cannot be saved."""
     local = plain(compat.local_tensor(tensor))
     if compat.is_wrapper(local):
         found = f"holds several tensors ({type(local).__name__})"
@@ -185,7 +185,7 @@ def check(tensor: torch.Tensor, name: str) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The one tensor of the same elements that a wrapper holds; wrappers of several as they are."""
+    """Unwrap subclasses that hold one tensor with the same elements. Others are returned as is."""
     while compat.is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = getattr(tensor, names[0])
@@ -196,10 +196,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Give each the other's elements, piece by piece. Where that takes no casts, and no copies
-    between devices; else nothing is done, and the result is False.
+    """Exchange the elements of two tensors in place, and return True.
 
-    It needs no memory, which a copy of the old elements would: new pages cost more than the copy.
+    Returns False and does nothing if that needs a cast or a copy between devices. It needs no new
+    memory, whose page faults would cost more than the copy.
     """
     if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
         return False
@@ -215,7 +215,7 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-    """The elements in row-major order in the host's memory; the same memory where they are so."""
+    """Return the elements in row-major order in host memory. Copies only if needed, or ``copy``."""
     data = plain(tensor.detach()).resolve_conj().resolve_neg()
     if not copy:
         return devices.on_host(data)
@@ -226,20 +226,20 @@ def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
 
 
 def staged(tensor: torch.Tensor, staging: devices.Staging) -> torch.Tensor:
-    """A copy in the host's memory, in row-major order, to be read when ``staging`` is through."""
+    """Return a copy in host memory, in row-major order. Valid after ``staging.wait()``."""
     return staging.copy(plain(tensor.detach()).resolve_conj().resolve_neg())
 
 
 def box_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The elements of a box, in memory of their own."""
+    """Return a copy of the elements of a box."""
     index = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
     return whole[index].clone(memory_format=torch.contiguous_format)
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Names of parameters and buffers that are tied to others: each with the first of its tensor.
+    """Return the names of tied parameters and buffers, each with the first name of its tensor.
 
-    For ``lm_head.weight`` that is ``embed.weight``: ``{"lm_head.weight": "embed.weight"}``.
+    Example: ``{"lm_head.weight": "embed.weight"}``.
     """
     first: dict[int, str] = {}
     ties: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Files: regular ones are opened, and nothing else; data are written once, in order, with the CRC32
-of each item, and read back in spans.
+"""Writes and reads data files, with the CRC32 of each item.
 
-A FIFO would be waited for until somebody writes to it, a device could do anything. Errors name the
-file and what was being written or read.
+Items are written once, one after the other, and read by their spans. Only regular files are opened:
+to open a FIFO could wait forever, and a device could do anything. Errors name the file and the
+item.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _KINDS = {
 
 
 def open_regular(path: Path, label: str = "") -> io.FileIO:
-    """Open a file to read it, without a buffer. Links are followed.
+    """Open a regular file to read it, without a buffer. Links are followed.
 
     Args:
-        label: what is in it, for the message.
+        label: names the contents in messages.
     """
     _check(path, os.stat(path), label)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -58,8 +58,8 @@ def read_regular(path: Path, most_bytes: int, first: bytes = b"") -> bytes:
     """All bytes of a file.
 
     Args:
-        most_bytes: a longer file is refused before it is read.
-        first: so is one that does not begin with these bytes.
+        most_bytes: raise, before reading, if the file is longer.
+        first: raise if the file does not begin with these bytes.
     """
     with open_regular(path) as stream:
         num_bytes = os.fstat(stream.fileno()).st_size
@@ -78,7 +78,7 @@ def read_regular(path: Path, most_bytes: int, first: bytes = b"") -> bytes:
 
 
 def size_of(path: Path, label: str = "") -> int:
-    """The bytes of a file. Raises as `open_regular` does."""
+    """Return the size of a file in bytes. Raises as `open_regular` does."""
     status = os.stat(path)
     _check(path, status, label)
     return status.st_size
@@ -94,14 +94,14 @@ def _check(path: Path, status: os.stat_result, label: str) -> None:
         )
 
 
-Progress = Callable[[int], None]  # is told of bytes that have been read
-_HUGE = 1 << 24  # bytes; below it malloc has memory to use again
-_PIECE = 1 << 20  # bytes that are read at once and checked while the cache has them
+Progress = Callable[[int], None]  # called with the number of bytes that have been read
+_HUGE = 1 << 24  # bytes; malloc reuses memory for smaller allocations
+_PIECE = 1 << 20  # bytes per read; small enough that their CRC32 is computed from the cache
 _MOST_OPEN = 64  # files
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU. It must be kept alive by the caller."""
+    """Return the memory of a contiguous CPU tensor. The caller keeps the tensor alive."""
     assert tensor.is_contiguous(), "there is one run of bytes"
     assert tensor.device.type == "cpu", "it can be read from here"
     num_bytes = tensor.numel() * tensor.element_size()
@@ -111,14 +111,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _memory(num_bytes: int) -> torch.Tensor:
-    """uint8, [num_bytes]. In huge pages where it is large: small ones cost more than the read."""
+    """Allocate uint8, [num_bytes]; large ones in huge pages, whose page faults cost less."""
     if num_bytes < _HUGE:
         return torch.empty(num_bytes, dtype=torch.uint8)
     return mapped_empty(num_bytes, torch.uint8, torch.device("cpu"))
 
 
 class DataWriter:
-    """Writes items one after the other into a new file, which appears with the first of them."""
+    """Writes items one after the other into a new file. The first `write` creates it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path, self.name = folder / name, name
@@ -126,7 +126,7 @@ class DataWriter:
         self._stream: BinaryIO | None = None
 
     def write(self, data: memoryview, label: str) -> Span:
-        """Append an item. Returns where it lies, with its CRC32."""
+        """Append an item. Returns its span with its CRC32."""
         with write_errors(self.path, label):
             if self._stream is None:
                 self._stream = open(self.path, "xb", buffering=1 << 20)  # noqa: SIM115
@@ -136,7 +136,7 @@ class DataWriter:
         return span
 
     def finish(self) -> None:
-        """Bring all of it to the disk."""
+        """Flush the file to disk."""
         if self._stream is not None:
             with write_errors(self.path, "the rest of it"):
                 self._stream.flush()
@@ -151,19 +151,19 @@ class DataWriter:
         if self._stream is not None:
             try:
                 self._stream.close()
-            except OSError:  # what is buffered does not fit either
+            except OSError:  # the disk is full, also for the buffered data
                 self._stream.raw.close()  # type: ignore[attr-defined]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small new file, and bring it to the disk."""
+    """Write a small new file and flush it to disk."""
     with DataWriter(path.parent, path.name) as writer:
         writer.write(memoryview(data), "all of it")
         writer.finish()
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system can."""
+    """Flush the names in a folder to disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,7 +188,7 @@ _REASONS = {
 
 @contextmanager
 def write_errors(path: Path, label: str = "") -> Iterator[None]:
-    """Within it, an ``OSError`` becomes an error of ours that says what to do."""
+    """Replace an ``OSError`` in this context by an error that says what to do."""
     try:
         yield
     except CheckpointWriteError:
@@ -212,10 +212,10 @@ class DataReader:
     """Reads spans of the data files in a folder.
 
     Args:
-        folder: of the checkpoint.
-        sizes: the files, and how many bytes each must have.
-        progress: is told the number of bytes after each read.
-        advice: how messages end.
+        folder: the checkpoint's.
+        sizes: the size that each file must have, in bytes.
+        progress: called after each read with the number of bytes.
+        advice: the end of error messages.
     """
 
     def __init__(
@@ -237,37 +237,37 @@ class DataReader:
             stream.close()
 
     def read(self, span: Span, label: str) -> torch.Tensor:
-        """The bytes of a span, checked. Returns uint8, [length]."""
+        """Read a span and check its CRC32. Returns uint8, [length]."""
         found = _memory(span.length)
         self._check(self._fill_by_pieces(bytes_of(found), span, label), span, label)
         return found
 
     def read_part(self, span: Span, first: int, length: int, label: str) -> torch.Tensor:
-        """Some bytes of a span, which are not checked. Returns uint8, [length]."""
+        """Read some bytes of a span without a check. Returns uint8, [length]."""
         found = _memory(length)
         self.read_into(bytes_of(found), span, first, label)
         return found
 
     def read_into(self, into: memoryview, span: Span, first: int, label: str) -> None:
-        """Fill a memory with bytes of a span, which are not checked."""
+        """Read some bytes of a span into existing memory, without a check."""
         if into:
             stream = self._open(span.file, label)
             stream.seek(span.offset + first)
             self._fill(stream, into, span, label)
 
     def check(self, span: Span, label: str) -> None:
-        """Check a span, with little memory. Raises as `read` does."""
+        """Check the CRC32 of a span, with at most 1 MiB of memory. Raises as `read` does."""
         self._check(self._fill_by_pieces(None, span, label), span, label)
 
     def check_size(self, file: str, label: str) -> None:
-        """Raise unless a file is there with the size that it must have."""
+        """Raise if a file is missing or has a wrong size."""
         self._open(file, label)
 
     def _fill_by_pieces(self, into: memoryview | None, span: Span, label: str) -> int:
-        """The CRC32 of a span, each piece while the processor's cache has it.
+        """Read a span in pieces that fit the processor's cache. Returns its CRC32.
 
         Args:
-            into: gets the bytes; without it they are dropped.
+            into: gets the bytes. None: they are only checked.
         """
         crc32 = 0
         if not span.length:

@@ -1,8 +1,8 @@
-"""Full state dicts: whole tensors in one process, as a single process would save them, and back.
+"""Full state dicts of sharded models and optimizers, as a single process would save them.
 
-The formats of one file hold these: Lightning's ``.ckpt``, Accelerate's ``.bin``. One tensor at a
-time is gathered; the process that keeps them needs room for all. `save` and `save_safetensors` do
-not.
+Formats with one file need them: Lightning's ``.ckpt``, Accelerate's ``.bin``. Tensors are
+all-gathered one at a time. The process that keeps them needs memory for all. `save` and
+`save_safetensors` do not gather.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from vescale_fsdp.errors import CheckpointMismatchError
 Models = nn.Module | Sequence[nn.Module]
 
 
-# Out
+# Save
 
 
 def model_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
-    """The model's own tensors by names, without what wrappers put in front of these.
+    """Return the model's state dict, its names without the prefixes of wrappers. No copies.
 
     Args:
-        trained_only: leave out what is frozen.
+        trained_only: leave out frozen parameters.
     """
     state = weights_of(model, "trained" if trained_only else "all")
-    first: dict[int, str] = {}  # tied parameters stay one tensor, under each of their names
+    first: dict[int, str] = {}  # tied parameters stay one tensor with several names
     for path, param in model.named_parameters(remove_duplicate=False):
         name = compat.fqn_of(model, path)
         if name in state:
@@ -46,20 +46,20 @@ def model_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, An
 
 
 def optimizer_state(models: Models, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict with names in the place of numbers. Tensors are its own.
+    """Return an optimizer's state dict with parameter names instead of numbers. No copies.
 
     Args:
-        models: one, or several. Names are those in the first that has all parameters of the
-            optimizer; where none has, they begin with the model's number.
+        models: one or several. Names are from the first model that has all parameters of the
+            optimizer. If none has all, names begin with the number of the model.
 
     Raises:
-        CheckpointMismatchError: a parameter is none of theirs.
+        CheckpointMismatchError: a parameter is in none of the models.
     """
     return _named(models, optimizer).tree()
 
 
 def owner(models: Models, optimizer: Optimizer) -> nn.Module:
-    """The first model that has all parameters of an optimizer; if none has, all as a list."""
+    """Return the first model that has all parameters of an optimizer; else all in a ModuleList."""
     each = [models] if isinstance(models, nn.Module) else list(models)
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for model in each:
@@ -69,18 +69,18 @@ def owner(models: Models, optimizer: Optimizer) -> nn.Module:
 
 
 def parameters(models: Models, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """An optimizer's parameters by the names of `optimizer_state`, in its order."""
+    """Return an optimizer's parameters by the names of `optimizer_state`, in its order."""
     return _named(models, optimizer).params
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
-    """The same tree with whole tensors in the host's memory. Collective.
+    """Return the same tree with full tensors in host memory. Collective.
 
     Args:
-        keep: whether this process wants them; the others get None in the place of tensors.
+        keep: whether this process keeps the tensors. If not, it gets None instead of each.
 
-    Cost: an all-gather for each sharded tensor; tensors that are in the tree twice are gathered
-    once, and stay one.
+    Cost: one all-gather for each sharded tensor. A tensor that is in the tree twice is gathered
+    once and stays one tensor.
     """
     made: dict[int, torch.Tensor | None] = {}
 
@@ -98,7 +98,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An `optimizer_state` as an optimizer itself saves it: by numbers, in its order."""
+    """Replace the names in an `optimizer_state` by numbers, as ``optimizer.state_dict()`` does."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     number: dict[Any, Any] = {name: i for i, name in enumerate(names)}
     return {
@@ -110,14 +110,14 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# In
+# Load
 
 
 def part_of(full: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor:
-    """This process' part of a whole tensor, cut as ``target`` is. No communication.
+    """Return this rank's part of a full tensor, sharded as ``target``. No communication.
 
     Raises:
-        CheckpointMismatchError: it has another shape.
+        CheckpointMismatchError: the shapes differ.
     """
     _check_shape(full, target, name)
     if not isinstance(target, DTensor):
@@ -127,14 +127,14 @@ def part_of(full: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor
 
 
 def load_model(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> Any:
-    """Load whole tensors, that each process has, into a sharded model. No communication.
+    """Load full tensors into a sharded model. Every process has all of them. No communication.
 
     Returns:
-        The names that are missing and those that are not known, as ``load_state_dict`` does.
+        Missing and unexpected names, as ``load_state_dict`` does.
 
     Raises:
         CheckpointMismatchError: a tensor has another shape.
-        RuntimeError: with ``strict``, names are missing or not known.
+        RuntimeError: with ``strict``, names are missing or unexpected.
     """
     own = model_state(model)
     loaded: dict[str, Any] = {
@@ -145,20 +145,21 @@ def load_model(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: b
 
 
 def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load whole states, that each process has, into an optimizer of sharded parameters.
+    """Load full states into an optimizer of sharded parameters. Every process has all of them.
 
-    Each is cut as the optimizer cuts its own, which it makes first where it lacks them: that
-    communicates if its step does. Parameters without states in ``saved`` start anew, as those
-    that never had a gradient.
+    Each state is sharded as the optimizer shards its own. Missing states are made first, in a step
+    on zeros, which communicates if the optimizer's step does. Parameters that have no states in
+    ``saved`` have none afterwards.
 
     Args:
-        models: as for `optimizer_state`.
-        saved: by names, or by numbers as ``optimizer.state_dict()`` has them. Sharded tensors are
-            taken, too; where they are cut otherwise, they are gathered.
+        models: as in `optimizer_state`.
+        saved: by names, or by numbers as in ``optimizer.state_dict()``. Tensors may be sharded. If
+            their placements differ from the optimizer's, they are all-gathered.
 
     Raises:
-        CheckpointMismatchError: it is of other parameters, a state has another shape, or parameters
-            of one group have been in several with other options. The optimizer is as it was.
+        CheckpointMismatchError: ``saved`` is of other parameters, a state has another shape, or
+            parameters of one group were saved in several groups with different options. The
+            optimizer has not changed.
     """
     named = _named(models, optimizer)
     state, groups = _by_name(saved, named)
@@ -201,7 +202,7 @@ def _named(models: Models, optimizer: Optimizer) -> NamedOptimizer:
 def _by_name(
     saved: Mapping[str, Any], named: NamedOptimizer
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """The saved states and groups by the names of parameters, those of ``named``."""
+    """Return the saved states and groups with the parameter names of ``named``."""
     listed = [key for group in saved["param_groups"] for key in group["params"]]
     title, own = named.name, list(named.params)
     if all(isinstance(key, str) for key in listed):

@@ -130,7 +130,7 @@ def load(
 def _read_texts(
     reader: DataReader, manifest: Manifest, rank: int
 ) -> dict[str, list[tuple[tuple[int, ...], Any]]]:
-    """The JSON of the values; of those that each rank has for itself, only this rank's."""
+    """Read the values as JSON. Of values that differ between ranks, only this rank's."""
     texts: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
     for name, variants in manifest.values.items():
         texts[name] = []
@@ -144,20 +144,20 @@ def _read_texts(
     return texts
 
 
-Boxes = Callable[[torch.Size, torch.Size], torch.Tensor]  # offsets and sizes in a chunk
+Boxes = Callable[[torch.Size, torch.Size], torch.Tensor]  # gets offsets and sizes in a chunk
 
 
 @dataclass
 class Arrival:
-    """Elements that have arrived, and the place where they go."""
+    """Elements that were read, and the tensor that they belong to."""
 
     name: str
     place: torch.Tensor
-    value: torch.Tensor  # after `put` with ``keep``: what was there
+    value: torch.Tensor  # after `put` with ``keep``: the old elements
     is_kept: bool = False
 
     def put(self, *, keep: bool) -> None:
-        """Write the elements to their place; with ``keep`` hold on to those that were there."""
+        """Write the elements to the tensor. With ``keep``, keep the old ones for `put_back`."""
         with torch.no_grad():
             if keep and encoding.exchange(self.place.detach(), self.value):
                 self.is_kept = True
@@ -168,14 +168,14 @@ class Arrival:
             self.place.copy_(value)
 
     def put_back(self) -> None:
-        """Undo `put`, as far as it came. What was not kept stays as it is."""
+        """Undo `put`, even if it failed halfway. Does nothing if the old elements were not kept."""
         if self.is_kept:
             with torch.no_grad():
                 self.place.copy_(self.value)
 
 
 def shares(manifest: Manifest, rank: int, num_ranks: int) -> list[tuple[Span, str]]:
-    """What a rank checks: spans with words for what they hold. All ranks together check all."""
+    """Return the spans that a rank checks, each with a label. Together the ranks check all."""
     if num_ranks == manifest.world_size:
         own = {data_name(rank)}
         if rank == 0:
@@ -198,7 +198,7 @@ def read(
     rank: int,
     num_ranks: int,
 ) -> Iterator[Arrival]:
-    """Check this rank's share, and read the elements that it has of the wanted tensors."""
+    """Check this rank's share of the bytes, and read its part of the wanted tensors."""
     mine = {span: label for span, label in shares(manifest, rank, num_ranks) if span.length}
 
     def boxes(name: str, chunk: Chunk) -> Boxes:
@@ -216,23 +216,23 @@ def arrivals(
     wanted: Mapping[str, torch.Tensor],
     boxes: Callable[[str, Chunk], Boxes],
 ) -> Iterator[Arrival]:
-    """What goes where, chunk by chunk: this rank's part of the wanted tensors.
+    """Read this rank's part of the wanted tensors, chunk by chunk.
 
     Args:
-        wanted: tensors by their names in the manifest, of the same shapes; not written to yet.
-        boxes: opens a chunk. What it returns gives the elements of boxes in it, in new memory.
+        wanted: tensors by their names in the manifest, of the same shapes. They are not changed.
+        boxes: opens a chunk. Returns a function that reads boxes of it into new memory.
     """
     parts = _parts_of(manifest, wanted)
     for span in sorted(parts, key=lambda span: (span.file, span.offset)):
         box_of = boxes(parts[span][0].name, parts[span][0].chunk)
         for part in parts[span]:
             yield Arrival(part.name, part.place, box_of(part.offsets, part.lengths))
-        del box_of  # before the next is read
+        del box_of  # free the chunk before the next one is read
 
 
 @dataclass
 class _Part:
-    """A box of a chunk, by offsets within it, and the place where it goes."""
+    """A box of a chunk, and the part of a tensor that it fills."""
 
     name: str
     chunk: Chunk
@@ -242,7 +242,7 @@ class _Part:
 
 
 def _parts_of(manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> dict[Span, list[_Part]]:
-    """What this rank needs of each chunk to fill its elements of the wanted tensors."""
+    """Return the boxes of each chunk that this rank needs for its part of the wanted tensors."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(wanted), _metadata(manifest, wanted))
     parts: dict[Span, list[_Part]] = defaultdict(list)
@@ -258,7 +258,7 @@ def _parts_of(manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> dict[Sp
 
 
 class _Source:
-    """Boxes of one chunk."""
+    """Reads boxes of one chunk."""
 
     def __init__(
         self, reader: DataReader, name: str, dtype: torch.dtype, chunk: Chunk, *, is_mine: bool
@@ -273,7 +273,7 @@ class _Source:
         return data.view(self._dtype).view(self._chunk.sizes)
 
     def box(self, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
-        """The elements of a box, given by offsets within the chunk."""
+        """Read a box. Offsets are those in the chunk."""
         if tuple(lengths) == self._chunk.sizes and self._whole is None:
             self._whole = self._read_whole()
         if self._whole is not None:
@@ -285,7 +285,7 @@ class _Source:
         count = 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         size = self._dtype.itemsize
         data = self._reader.read_part(self._chunk.span, first * size, count * size, self._label)
-        # What the box leaves out of its rows is read, and dropped here.
+        # One read from the first to the last byte of the box; other bytes between are dropped here.
         return data.view(self._dtype).as_strided(lengths, strides).contiguous()
 
 
@@ -310,14 +310,14 @@ _log = logging.getLogger(__name__)
 
 
 class Change:
-    """One load, on one rank.
+    """One load on one rank: all of it is applied, or nothing.
 
     Args:
-        title: words for it, for messages.
+        title: names the load in messages.
 
     Attributes:
-        targets: what is loaded; for ``prepare`` to fill.
-        arrived: what has been read for them, by `take`.
+        targets: the objects to load. ``prepare`` of `carry_out` sets them.
+        arrived: the data that `take` has read for them.
     """
 
     def __init__(self, ranks: Ranks, title: str) -> None:
@@ -328,14 +328,14 @@ class Change:
 
     @property
     def wanted(self) -> dict[str, torch.Tensor]:
-        """The tensors that are to be filled, by name."""
+        """The tensors to fill, by name."""
         return {n: t for each in self.targets for n, t in {**each.live, **each.fresh}.items()}
 
     def take(self, arrivals: Iterable[Arrival]) -> None:
-        """Hold on to what is read; what goes to tensors without values is put there at once.
+        """Keep the data until `_apply`. Data for tensors without values are written at once.
 
-        Those have nothing to keep, so that a model of meta needs no memory beside its shards but
-        for one tensor.
+        Such tensors have no old elements to restore. So a model that was on the meta device needs
+        memory for its shards and for one more tensor.
         """
         blank = self._blank()
         for arrival in arrivals:
@@ -349,10 +349,11 @@ class Change:
         return {name: tensor for each in targets for name, tensor in each.blank.items()}
 
     def carry_out(self, prepare: Callable[[], Any]) -> None:
-        """Prepare on every rank, then change what is to be changed. Collective.
+        """Call ``prepare`` on every rank, then apply. If a rank fails, all undo. Collective.
 
         Args:
-            prepare: returns JSON that tells what is read; must be the same on every rank.
+            prepare: sets `targets` and reads their data. Returns JSON that identifies the
+                checkpoint; it must be the same on every rank.
         """
         try:
             self.ranks.exchange(self._title, prepare, self._same)
@@ -371,7 +372,7 @@ class Change:
         return [None] * len(identities)
 
     def _apply(self) -> None:
-        """Write to the places, then give each object its values."""
+        """Write the data to their tensors, then set the other values of each target."""
         live = {name for each in self.targets for name in each.live}
         for arrival in self.arrived:
             arrival.put(keep=arrival.name in live)
@@ -380,7 +381,7 @@ class Change:
             target.apply()
 
     def _undo(self) -> None:
-        """Put back what was there, as far as it was changed."""
+        """Restore everything that was changed."""
         mark_blank(self._blank().values())
         for arrival in reversed(self.arrived):
             arrival.put_back()

@@ -6,12 +6,12 @@
     "seal_crc32": "5d2f0c6a",                                     <- of the first line
     "body": {"world_size": 2, ..., "tensors": {...}, ...}}        <- body_bytes, body_crc32
 
-so the first lines say which checkpoint this is without the rest. The body lists the data files
-with their sizes, the tensors with their boxes, and the values, which are JSON texts. Together they
-tile the data files: there is no byte that is not checked.
+The first lines identify the checkpoint, so a reader can skip the body. The body lists the data
+files with their sizes, the tensors with their boxes, and the values, which are JSON texts. Their
+spans tile the data files, so a CRC32 covers every byte.
 
-Whatever a manifest may claim, `parse` believes only what fits: plain file names, spans that do not
-overlap and do not leave their file, boxes that tile their tensor, known dtypes, no name twice.
+`parse` checks everything that it reads: file names are plain, spans do not overlap and do not
+exceed their file, boxes tile their tensor, dtypes are known, no name occurs twice.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ DTYPES: dict[str, torch.dtype] = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
-SEAL_BYTES = 1 << 16  # the first lines take less
-# A trillion parameters in 60 layers of 384 experts, each tensor with two moments and a step, are
-# 280,000 tensors of 260 bytes, 73 MB. On 4096 ranks 3 tensors of each unit lie in a piece or two
-# on each: 1.1 million boxes of 130 bytes, 200 MB (one box each: 100 MB).
+SEAL_BYTES = 1 << 16  # the first lines are shorter
+# Estimate: a trillion parameters in 60 layers of 384 experts, each tensor with two moments and a
+# step, are 280,000 tensors of 260 bytes, 73 MB. On 4096 ranks each rank has one or two boxes of 3
+# tensors of each unit: 1.1 million boxes of 130 bytes, 200 MB (with one box each: 100 MB).
 MOST_BYTES = 1 << 29
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_EXPLAINED = 1 << 24  # bytes; what is wrong in a longer manifest is said in fewer words
+_EXPLAINED = 1 << 24  # bytes; errors in longer manifests have shorter messages, to save memory
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -86,18 +86,18 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A JSON text, as the named ranks had it."""
+    """A JSON text, and the ranks that had it."""
 
-    ranks: tuple[int, ...]  # ascending; the first of them has written it
+    ranks: tuple[int, ...]  # ascending; the first of them wrote it
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Which checkpoint this is.
+    """Identifies a checkpoint.
 
-    ``sequence`` is one more than that of any checkpoint that was there beside it: the order in
-    which they were made, whatever clocks and step numbers say.
+    ``sequence`` is one more than the highest in the same folder at the time of the save. It gives
+    the order of the saves, which clocks and step numbers may not.
     """
 
     id: str
@@ -161,10 +161,10 @@ class Manifest:
 
     @staticmethod
     def parse_seal(start: bytes, where: str) -> tuple[Seal, int]:
-        """The seal in the first bytes of a manifest, and how many bytes it takes.
+        """Parse the seal in the first bytes of a manifest. Returns it and its size in bytes.
 
         Raises:
-            CheckpointCorruptError: it is damaged, or of a version that is not known here.
+            CheckpointCorruptError: it is damaged or has an unknown version.
         """
         first, newline, others = start.partition(b"\n")
         first += newline
@@ -205,10 +205,10 @@ class Manifest:
 
     @staticmethod
     def read(stream: BinaryIO, num_bytes: int, where: str) -> Manifest:
-        """The manifest in an open file of ``num_bytes``. Raises as `parse` does.
+        """Read and parse the manifest in an open file of ``num_bytes``. Raises as `parse` does.
 
-        A file that is too long, or has another length than its seal says, is refused before it is
-        read.
+        It raises before it reads the body if the file is too long, or if its length differs from
+        that in the seal.
         """
         start = stream.read(SEAL_BYTES)
         seal, begin = Manifest.parse_seal(start, where)
@@ -247,12 +247,12 @@ def _second_line(first: bytes) -> bytes:
 
 
 def to_json(value: Any) -> str:
-    """The text of a value that JSON can hold. ASCII only, on one line."""
+    """Return a value as JSON text, ASCII only, on one line."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a text. What readers could understand differently is refused: ValueError."""
+    """Parse JSON. Raises ValueError also for text that JSON parsers read in different ways."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except RecursionError as error:
@@ -291,7 +291,7 @@ def _values_text(name: str, variants: tuple[Variant, ...]) -> str:
     return f"{to_json(name)}:{to_json(fields)}"
 
 
-# What the text must be
+# The form of the text
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -339,12 +339,12 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     world_size: _Count
     software: dict[str, str]
     files: dict[str, _Count]
-    tensors: dict[str, msgspec.Raw]  # one by one, so that little is there twice
+    tensors: dict[str, msgspec.Raw]  # decoded one by one, to save memory
     values: dict[str, msgspec.Raw]
 
 
 def _parsed(seal: Seal, rest: bytes) -> Manifest:
-    """The manifest of a body. Raises ValueError where it does not fit."""
+    """Parse the body of a manifest. Raises ValueError if a check fails."""
     text = memoryview(rest)[len('"body": ') : -2]
     try:
         body = msgspec.json.decode(text, type=_Body)
@@ -377,7 +377,7 @@ def _parsed(seal: Seal, rest: bytes) -> Manifest:
 
 
 def _tiled(num_bytes: int, spans: list[Span]) -> bool:
-    """Whether `spans_fault` finds nothing, without the memory for labels."""
+    """Whether `spans_fault` would find nothing. Needs less memory, because it has no labels."""
     spans.sort(key=attrgetter("offset"))
     end = 0
     for span in spans:
@@ -395,19 +395,19 @@ def _decoded(decoder: msgspec.json.Decoder[Any], what: str, raw: msgspec.Raw) ->
 
 
 def _check_json(text: memoryview) -> None:
-    """Raise ValueError with what is wrong, if it is in the text and not in what it says."""
+    """Raise a precise ValueError if a text of at most 16 MiB is not valid JSON."""
     if len(text) <= _EXPLAINED:
         from_json(bytes(text))
 
 
 def _num_quotes(found: Manifest) -> int:
-    """How many quotation marks there are with a manifest if no name occurs twice in an object."""
+    """Return how many quotation marks the text has if no key occurs twice in an object."""
     texts = [*found.software, *found.software.values(), *found.files, *found.tensors]
     marks = sum(each.count('"') + 2 for each in chain(texts, found.values))
     chunks = sum(len(each.chunks) for each in found.tensors.values())
     variants = sum(len(each) for each in found.values.values())
-    # Names of fields and texts: 6 beside and in the body, 3 and 1 in a tensor, 6 and 2 in a chunk,
-    # 5 and 2 in a variant.
+    # Keys and string values: 6 keys outside and in the body; 3 and 1 in a tensor; 6 and 2 in a
+    # chunk; 5 and 2 in a variant.
     return marks + 2 * (6 + 4 * len(found.tensors) + 8 * chunks + 7 * variants)
 
 
@@ -448,16 +448,15 @@ def _variants(what: str, found: Sequence[_Variant], files: dict[str, int]) -> tu
     return tuple(Variant(each.ranks, _span(what, each, files)) for each in found)
 
 
-# Do boxes tile a tensor, and do spans tile a file?
+# Checks: boxes tile a tensor, spans tile a file
 
 
 def boxes_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why the boxes do not tile a tensor of this shape; empty if they do.
+    """Return why the boxes do not tile a tensor of this shape, else "".
 
-    Boxes of which no two overlap, and which together have as many elements as the tensor, cover it.
+    Boxes tile a tensor if no two overlap and together they have as many elements as the tensor.
 
-    Cost: sorting, and for each box a look at those that share its range along the longest
-    dimension.
+    Cost: a sort, and a comparison of each pair of boxes that overlap along the longest dimension.
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -475,7 +474,7 @@ def _overlapping(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, Box] 
     if not shape:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     longest = max(range(len(shape)), key=lambda dim: shape[dim])
-    active: list[tuple[int, Box]] = []  # by where they end
+    active: list[tuple[int, Box]] = []  # sorted by their end along this dimension
     for box in sorted(boxes, key=lambda box: box[0][longest]):
         start = box[0][longest]
         del active[: bisect_right(active, start, key=lambda entry: entry[0])]
@@ -491,7 +490,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def spans_fault(num_bytes: int, spans: Iterable[tuple[int, int, str]]) -> str:
-    """Why spans (first byte, number of bytes, label) do not tile a file; empty if they do."""
+    """Return why spans (first byte, number of bytes, label) do not tile a file, else ""."""
     end, last = 0, "its beginning"
     for start, length, label in sorted(spans):
         if length == 0 and start <= num_bytes:

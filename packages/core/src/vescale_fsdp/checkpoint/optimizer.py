@@ -1,11 +1,12 @@
 """An optimizer's states and options by the names of its parameters.
 
-Positions say nothing to another rank or another run, names do. The tree that is saved::
+torch identifies parameters by their position in the optimizer. Another rank or run may have other
+positions, so a checkpoint uses names::
 
     {"state": {"layers.0.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"lr": 0.1, ..., "params": ["layers.0.weight", ...]}]}
 
-A parameter that never had a gradient has no states, and is not in it.
+A parameter that never had a gradient has no states and is not in "state".
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class NamedOptimizer:
                     )
                 self.params[found[id(param)]] = param
 
-    # Out
+    # Save
 
     def tree(self) -> dict[str, Any]:
-        """States and options as above. Tensors are the optimizer's own."""
+        """Return states and options in this form. Tensors are not copied."""
         saved = self.optimizer.state_dict()
         names = self._names_by_key(saved["param_groups"])
         state = {names.get(key, str(key)): value for key, value in saved["state"].items() if value}
@@ -65,14 +66,14 @@ class NamedOptimizer:
         keys = [key for group in groups for key in group["params"]]
         return dict(zip(keys, self.params, strict=True))
 
-    # In
+    # Load
 
     def make_states(self, saved: Mapping[str, State]) -> list[tuple[str, str]]:
-        """Make the states that were saved and are not there yet. Returns (parameter, state) names.
+        """Make the saved states that the optimizer lacks. Returns (parameter, state) names.
 
-        The optimizer makes them itself, in a step of zeros on stand-ins, so that each state is
-        laid out as this optimizer does it, while parameters, gradients and states that are there
-        are not looked at.
+        The optimizer makes them in a step on temporary parameters and gradients of zeros. So each
+        state has the form that this optimizer uses, and the real parameters, gradients and states
+        do not change.
         """
         lacking = [
             fqn
@@ -98,12 +99,12 @@ class NamedOptimizer:
         return found
 
     def load(self, state: Mapping[str, State], groups: list[dict[str, Any]], strict: bool) -> None:
-        """Take over states and options, by the optimizer's own ``load_state_dict``.
+        """Set states and options with the optimizer's ``load_state_dict``.
 
         Args:
-            state: by parameter; tensors are those that the optimizer has, filled already.
-            groups: the options that were saved, each with its ``params``.
-            strict: refuse groups that the saved ones do not cover.
+            state: states by parameter. Tensors are the optimizer's own, already filled.
+            groups: the saved options, each with its ``params``.
+            strict: raise if a parameter of the optimizer is in no saved group.
         """
         own = self.optimizer.state_dict()
         names = self._names_by_key(own["param_groups"])
@@ -124,7 +125,7 @@ class NamedOptimizer:
                 kept.update({k: v for k, v in each.items() if isinstance(v, torch.Tensor)})
 
     def check(self, groups: list[dict[str, Any]], strict: bool) -> None:
-        """Raise what `load` would raise about groups."""
+        """Raise the errors that `load` would raise about groups."""
         for index, group in enumerate(self.optimizer.param_groups):
             ids = {id(param) for param in group["params"]}
             params = [fqn for fqn, param in self.params.items() if id(param) in ids]
@@ -133,7 +134,7 @@ class NamedOptimizer:
     def _options(
         self, index: int, params: list[str], groups: list[dict[str, Any]], strict: bool
     ) -> dict[str, Any]:
-        """The saved options of the parameters of one group; those of its place if it is empty."""
+        """Return the saved options of one group, found by its parameters."""
         found: list[dict[str, Any]] = []
         unknown = set(params)
         for group in groups:
@@ -157,10 +158,10 @@ class NamedOptimizer:
 
 
 def _step_of_zeros(optimizer: Optimizer, wanted: dict[int, str]) -> dict[str, State]:
-    """The states of parameters of zeros after a step on gradients of zeros.
+    """Return the states that one step makes for parameters of zeros with gradients of zeros.
 
     Args:
-        wanted: what they stand for: names by the identity of parameters.
+        wanted: the parameters to make states for: name by ``id(param)``.
     """
     stand_ins: dict[str, torch.Tensor] = {}
     before = [dict(group) for group in optimizer.param_groups]
@@ -178,7 +179,7 @@ def _step_of_zeros(optimizer: Optimizer, wanted: dict[int, str]) -> dict[str, St
                 lr = group["lr"]
                 group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
         try:
-            type(optimizer).step(optimizer)  # not through what a scheduler put in its place
+            type(optimizer).step(optimizer)  # schedulers replace optimizer.step; do not call theirs
         except TypeError as error:
             raise CheckpointMismatchError(
                 f"{type(optimizer).__name__} lacks states that were saved, and cannot make them "
@@ -205,7 +206,7 @@ def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 class Snapshot:
-    """What an optimizer has, but for the contents of its tensors; `restore` puts it back."""
+    """A copy of an optimizer's states and options, without the elements of its tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Who writes what: DCP's planner on tensors, and one writer for each distinct value."""
+"""Decides what each rank writes: tensors with DCP's planner, each distinct value by one rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointMismatchError
 
-# What a rank brings: its boxes as [name, offsets, sizes, dtype, shape, is a shard], and what
-# values it has, as {name: digest}. What it gets: the numbers of the boxes that it writes, and the
-# values that it writes, as {name: ranks that have the same}.
+# An offer has the boxes of a rank as [name, offsets, sizes, dtype, shape, is a shard], and its
+# values as {name: digest}. A task has the numbers of the boxes that the rank writes, and the values
+# that it writes as {name: ranks that have the same}.
 Offer = dict[str, Any]
 Task = dict[str, Any]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor: a view of what the model or the optimizer has."""
+    """A box of a tensor of the model or an optimizer. ``data`` is a view."""
 
     name: str
     data: torch.Tensor
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -52,13 +52,13 @@ class LocalPlan:
         self._contents = contents
 
     def offer(self) -> Offer:
-        """What this rank can write, as JSON."""
+        """Return what this rank can write, as JSON."""
         digests = {name: _digest(text) for name, text in self._contents.texts.items()}
         digests |= {name: item.digest() for name, item in self._contents.own.items()}
         return {"boxes": [_box(item) for item in self._items], "values": digests}
 
     def chosen(self, task: Task) -> Iterator[Piece]:
-        """The boxes that are this rank's to write."""
+        """Yield the boxes that this rank writes."""
         for number in task["boxes"]:
             item = self._items[number]
             assert item.tensor_data is not None, "bytes are not planned here"
@@ -96,7 +96,10 @@ def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bo
 
 
 def divide(offers: Sequence[Offer]) -> list[Task]:
-    """The task of each rank. Every box is written once, replicas by who has the least to do."""
+    """Return the task of each rank. Each box is written once.
+
+    If several ranks have it, the one with the fewest bytes to write does it.
+    """
     _check_agreement(offers)
     plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
     try:
@@ -129,7 +132,7 @@ def _check_agreement(offers: Sequence[Offer]) -> None:
 
 
 def _variants(offers: Sequence[Offer]) -> list[tuple[str, list[int]]]:
-    """Each distinct value with the ranks that have it. ``extra`` is the first rank's."""
+    """Return each distinct value with the ranks that have it. ``extra`` is rank 0's."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, offer in enumerate(offers):
         for name, digest in offer["values"].items():

@@ -1,9 +1,9 @@
-"""Ranks that save or load together: all get an answer, or all raise.
+"""Messages between the ranks that save or load together: all succeed, or all raise.
 
-Everything goes through one primitive, `Ranks.exchange`: each rank works, the first one combines
-what they bring, and each gets its answer. If any rank fails, every rank raises, and says where the
-first failure was. Ranks talk to the first one only, so that it notices one that has died, and tells
-the others, which would wait for it in a collective::
+All of them use `Ranks.exchange`: each rank does its work, rank 0 combines the results, and each
+rank gets an answer. If a rank fails, every rank raises an error that names the first rank that
+failed. Ranks talk to rank 0 only. So rank 0 notices if a rank dies, and tells the others; in a
+collective they would wait for it::
 
     rank 1  work --- value ----> |         | --- answer or fault --->
     rank 0  work                 | combine |
@@ -11,10 +11,10 @@ the others, which would wait for it in a collective::
 
 Messages are JSON: nothing is unpickled.
 
-Nobody waits for a send. In torch 2.13 gloo forgets a send that it has queued when the other side
-dies (`Pair::signalException` passes over the unbound buffers in its queue), and who waits for it
-waits until a timeout. Receives it does end. So whoever sends waits for an answer instead: the first
-rank for a receipt, the others for their reply.
+No rank waits for its send. In torch 2.13, gloo drops a queued send if the receiver dies
+(`Pair::signalException` skips the unbound buffers in its queue), and a wait for that send ends only
+with the timeout. A wait for a receive ends at once. So a sender waits for an answer: rank 0 for a
+receipt, the others for their reply.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
 
-_TAG, _RECEIPT = 7_651, 7_652  # apart from the user's sends and receives
+_TAG, _RECEIPT = 7_651, 7_652  # not the tags of the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
     each.__name__: each
     for each in (
@@ -44,11 +44,11 @@ _KNOWN: dict[str, type[Exception]] = {
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
-_RECEIPTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # sent last
+_RECEIPTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the last one sent
 
 
 class Ranks:
-    """The ranks of a group, by their numbers in it. One of several threads may use it at a time."""
+    """The ranks of a process group, or this process alone. Only one thread may use it at a time."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -66,13 +66,17 @@ class Ranks:
         combine: Callable[[list[Any]], Sequence[Any]],
         give_up: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Work on every rank, combine on the first, and give each rank its answer. Collective.
+        """Call ``work`` on every rank and ``combine`` on rank 0. Collective.
 
         Args:
-            what: words for the work, for messages.
+            what: names the work in messages.
             work: returns JSON.
-            combine: gets what all returned, by rank; returns JSON for each. First rank only.
-            give_up: is called when somebody has failed, before any rank raises. First rank only.
+            combine: gets the results of all ranks, in order; returns an answer for each, as JSON.
+                Called on rank 0 only.
+            give_up: called on rank 0 if a rank has failed, before any rank raises.
+
+        Returns:
+            This rank's answer.
         """
         value, own = _attempt(work)
         fault = None if own is None else [self.rank, type(own).__name__, str(own)]
@@ -88,7 +92,7 @@ class Ranks:
                 reply = self._receive(0)
             except RuntimeError as error:
                 raise own or _gone(0, what) from error
-            del sent  # it has arrived
+            del sent  # the reply shows that it has arrived
             with contextlib.suppress(RuntimeError):
                 _RECEIPTS[self._group] = self._isend(torch.zeros(1), 0, _RECEIPT)
         answer, fault = reply
@@ -97,13 +101,13 @@ class Ranks:
         return answer
 
     def agree(self, what: str, work: Callable[[], Any]) -> None:
-        """Work on every rank; raise on all if one raises. Collective."""
+        """Call ``work`` on every rank. If it raises on one rank, all ranks raise. Collective."""
         self.exchange(what, work, lambda values: [None] * len(values))
 
     def _combined(
         self, what: str, value: Any, fault: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> tuple[list[Any], Exception | None]:
-        """What each rank gets, and the error of ``combine``."""
+        """Return the reply for each rank, ``[answer, fault]``, and the error of ``combine``."""
         values, faults = [value], [fault]
         for rank in range(1, self.size):
             try:
@@ -123,7 +127,7 @@ class Ranks:
         return [[None, fault]] * self.size, error
 
     def _answer(self, replies: list[Any]) -> None:
-        """Give all others their replies. One that has died is for those to find who wait for it."""
+        """Send the replies to the other ranks. Errors are ignored: a rank may have died."""
         waits: list[tuple[Any, ...]] = []
         for rank in range(1, self.size):
             with contextlib.suppress(RuntimeError):
@@ -135,7 +139,7 @@ class Ranks:
                 wait.wait()
 
     def _post(self, message: Any, rank: int) -> list[Any]:
-        """Begin to send. The result is to be held until there is an answer."""
+        """Begin to send. The caller holds the result until the other rank has answered."""
         data = torch.frombuffer(bytearray(to_json(message).encode()), dtype=torch.uint8)
         return [self._isend(each, rank, _TAG) for each in (torch.tensor([data.numel()]), data)]
 
@@ -151,10 +155,10 @@ class Ranks:
 
 
 def all_ranks() -> Ranks:
-    """All ranks of the default group, or this process alone. Collective at the first call.
+    """Return all ranks of the default group, or this process alone. Collective at the first call.
 
-    They talk over gloo, in a group of their own: a background thread may, while the main one
-    trains, and a rank that dies is noticed at once, also where the default group is NCCL's.
+    They use a separate gloo group. So a background thread can use it while the main thread trains,
+    and a rank that dies is noticed at once even if the default group uses NCCL.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or is_fake():

@@ -1,7 +1,7 @@
-"""save_safetensors: a sharded model as the files that ``transformers`` and others load.
+"""save_safetensors and load_safetensors: sharded models in the files that ``transformers`` uses.
 
-Nothing is gathered: the shapes say where each element lies in the files, and each rank writes those
-that it holds into their places.
+Nothing is gathered. The shapes determine the position of each element in the files, and each rank
+writes its own elements there.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def save_safetensors(
     target, ties = Path(directory), encoding.ties_of(model)
     texts = {"format": "pt", **ties, **(metadata or {})}
     writing = Writing(target, f"the export to {target}", into=True)
-    files: list[File] = []  # on the first rank
+    files: list[File] = []  # on rank 0
     names: list[str] = []  # in the order of the state dict
-    check_last = finish_saves()  # it talks over the same group
+    check_last = finish_saves()  # a save uses the same process group
 
     def collect() -> Contents:
         check_last()
@@ -130,7 +130,7 @@ def save_safetensors(
 
 
 def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
-    """The model's tensors, tied ones once."""
+    """Return the model's tensors, tied ones once."""
     contents = Contents()
     state = get_model_state_dict(model)
     for name, value in state.items():
@@ -147,7 +147,7 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
 
 
 def _check_texts(metadata: Mapping[str, str]) -> None:
-    """Raise unless readers of the format will take the metadata."""
+    """Raise unless readers of the format accept the metadata."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise CheckpointValueError(
@@ -157,12 +157,12 @@ def _check_texts(metadata: Mapping[str, str]) -> None:
 
 
 def _dtype_in_file(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Ints, bools and 8 bit floats are never converted."""
+    """Return the dtype in the file. Ints, bools and 8-bit floats are never converted."""
     return wanted if wanted is not None and encoding.is_float(held) else held
 
 
 def check_no_weights(directory: Path) -> None:
-    """Raise if there are weights already."""
+    """Raise if the directory already contains weights."""
     if not directory.is_dir():
         return
     there = sorted(each.name for each in directory.iterdir() if is_weights(each.name))
@@ -174,7 +174,7 @@ def check_no_weights(directory: Path) -> None:
 
 
 def finish_files(stage: Path, files: Sequence[File]) -> list[str]:
-    """Check what has been written, and write the index. Returns the names, the index last."""
+    """Check the written files, and write the index. Returns all names, the index last."""
     for file in files:
         found = (stage / file.name).stat().st_size
         if found != file.num_bytes:
@@ -302,7 +302,10 @@ def _check_dtype(
 def manifest_of(
     files: TensorFiles, rename: Rename | None = None
 ) -> tuple[Manifest, dict[str, str]]:
-    """What is in the files, each tensor one chunk, and the names there. The CRC32s are 0."""
+    """Return a manifest of the files, and the name in the files for each name in the manifest.
+
+    Each tensor is one chunk. The CRC32s are 0, because the format has none.
+    """
     entries: dict[str, TensorEntry] = {}
     origin: dict[str, str] = {}
     for name, entry in files.entries.items():

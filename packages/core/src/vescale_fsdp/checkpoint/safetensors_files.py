@@ -1,7 +1,7 @@
-"""Safetensors files: laid out and written piece by piece, and read by slices.
+"""Writes and reads boxes of tensors in safetensors files.
 
-A file is the length of its header in 8 bytes, little-endian, the header, which is JSON, and the
-tensors, row-major, one after the other without gaps::
+A file contains the length of its header (8 bytes, little-endian), the header (JSON) and the tensors
+(row-major, one after the other, without gaps)::
 
     {"__metadata__": {"format": "pt"},
      "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}      <- from the data's start
@@ -15,9 +15,9 @@ tensor::
     model.safetensors.index.json        {"metadata": {"total_size": ...}, "weight_map": {...}}
 
 The ``safetensors`` package reads and checks the headers. It writes whole tensors only, so the
-layout is made here: every writer knows where each element belongs, and nothing is gathered. A flat
-range is one run of bytes, a box of columns one run per row. Elements are read so too: the package
-reads them over a mapping, where a failing disk ends the process by a signal.
+layout is computed here: each rank knows the position of its elements, and nothing is gathered. A
+flat range of elements is one run of bytes; a box of columns is one run per row. Elements are also
+read here: the package maps files into memory, and then a disk error ends the process with a signal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from vescale_fsdp.errors import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = "__metadata__"
-_LONGEST_INDEX = 100_000_000  # bytes; the package's limit of a header
+_LONGEST_INDEX = 100_000_000  # bytes; the package's limit for a header
 _PIECE = 1 << 25  # bytes that are converted and moved to the host at once
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -80,7 +80,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file: ``offset`` is that of its first byte from the start of the file."""
+    """A tensor in a file. ``offset`` counts bytes from the start of the file."""
 
     file: str
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file to write: its first bytes, which say what is in it, and the tensors."""
+    """A file to write: its header as bytes, and its tensors."""
 
     name: str
     head: bytes
@@ -102,7 +102,7 @@ class File:
     entries: dict[str, Entry]
 
 
-# Out
+# Write
 
 
 def lay_out(
@@ -114,8 +114,8 @@ def lay_out(
 
     Args:
         held: dtypes and shapes by name.
-        max_file_bytes: of the tensors in one file; a larger tensor has a file of its own.
-        metadata: of each file.
+        max_file_bytes: limit for the tensors in one file; a larger tensor has its own file.
+        metadata: for the header of each file.
     """
     parts: list[dict[str, tuple[torch.dtype, Sequence[int]]]] = [{}]
     filled = 0
@@ -163,7 +163,7 @@ def _file(
 
 
 def index_of(files: Sequence[File]) -> bytes:
-    """The text of the index of several files."""
+    """Return the text of the index of several files."""
     total = sum(entry.num_bytes for file in files for entry in file.entries.values())
     weights = {name: file.name for file in files for name in file.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
@@ -171,13 +171,13 @@ def index_of(files: Sequence[File]) -> bytes:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name has, or lists, weights that are read by default."""
+    """Whether readers load weights from a file of this name by default."""
     is_part = name.startswith("model-") and name.endswith(".safetensors")
     return name in (SINGLE, INDEX) or is_part
 
 
 def make_files(folder: Path, files: Sequence[File]) -> None:
-    """Make files with their headers, and take the room on the disk that they will need."""
+    """Create files with their headers, and allocate their full size on disk."""
     for file in files:
         path = folder / file.name
         with write_errors(path, f"{file.num_bytes} bytes"), open(path, "xb") as stream:
@@ -198,7 +198,7 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
 
 
 class PlacedWriter:
-    """Writes boxes of tensors into their places in the files that `make_files` has made."""
+    """Writes boxes of tensors into the files that `make_files` has created."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -215,7 +215,7 @@ class PlacedWriter:
         """Write a box of a tensor.
 
         Args:
-            offsets: of the box in it.
+            offsets: of the box in the tensor.
             data: the elements of the box, of any dtype, on any device.
         """
         path, itemsize = self._folder / place.file, place.dtype.itemsize
@@ -232,14 +232,14 @@ class PlacedWriter:
                     _write_at(descriptor, run, place.offset + start * itemsize)
 
     def finish(self) -> None:
-        """Bring all of it to the disk."""
+        """Flush the files to disk."""
         for file, descriptor in self._descriptors.items():
             with write_errors(self._folder / file, "the rest of it"):
                 os.fsync(descriptor)
 
 
 def _pieces(data: torch.Tensor, itemsize: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Slices along the first dimension, with the place of each."""
+    """Yield slices along the first dimension, each with the index of its first element."""
     if data.dim() == 0:
         yield 0, data
         return
@@ -258,10 +258,10 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def runs_of(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box lie in a row-major tensor: (first, length), in their order.
+    """Yield the runs (first, length) of a box's elements in a row-major tensor, in order.
 
-    As few as there can be: a box of whole rows is one run. For shape (4, 5), columns 1 and 2 of the
-    rows 1 and 2 are (6, 2) and (11, 2).
+    The runs are as long as possible: a box of whole rows is one run. For shape (4, 5), columns 1
+    and 2 of rows 1 and 2 are (6, 2) and (11, 2).
     """
     if not math.prod(sizes):
         return
@@ -276,18 +276,18 @@ def runs_of(
         yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 
 
-# In
+# Read
 
 
 class TensorFiles:
-    """The tensors of one or several files, that are read box by box.
+    """The tensors of one or several files. They are read in boxes.
 
     Args:
-        path: of a file, of an index, or of a directory with ``model.safetensors`` or an index.
+        path: a file, an index, or a directory with ``model.safetensors`` or an index.
 
     Attributes:
-        entries: by name.
-        reader: of the files; to be closed.
+        entries: the tensors, by name.
+        reader: reads the files. The caller closes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -322,7 +322,7 @@ class TensorFiles:
                 head = stream.read(8)
             opened: Any = safe_open(path, framework="np")
             end = len(head) + int.from_bytes(head, "little")
-            for name in opened.offset_keys():  # without gaps
+            for name in opened.offset_keys():  # in file order; there are no gaps
                 part = opened.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
                     raise SafetensorError(f"{name!r} has the dtype {part.get_dtype()}")
@@ -343,7 +343,7 @@ class TensorFiles:
             ) from error
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The elements of a box of a tensor; nothing beside them is read."""
+        """Read the elements of a box of a tensor, and nothing else."""
         entry = self.entries[name]
         itemsize, span = entry.dtype.itemsize, Span(entry.file, entry.offset, entry.num_bytes, 0)
         value = torch.empty(tuple(sizes), dtype=entry.dtype)
@@ -354,7 +354,7 @@ class TensorFiles:
         return value
 
     def identity(self) -> list[Any]:
-        """What ranks that read the same agree on, as JSON."""
+        """Return JSON that is equal on all ranks if they read the same files."""
         return [[n, e.file, str(e.dtype), list(e.shape), e.offset] for n, e in self.entries.items()]
 
 

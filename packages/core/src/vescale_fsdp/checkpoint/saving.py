@@ -1,4 +1,4 @@
-"""save, and what every format that ranks write together needs: all of a directory, or nothing."""
+"""save, and `Writing`: ranks write a directory together, which appears when it is complete."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SaveHandle:
             raise error
 
     def _taken(self) -> Exception | None:
-        """What went wrong, after all is done; only the first time."""
+        """Wait for the save, and return its error. Later calls return None."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -66,7 +66,7 @@ class SaveHandle:
             self._error = error
 
     def _start(self, work: Any) -> None:
-        # Not a daemon: a process that ends waits for it.
+        # Not a daemon: Python waits for this thread before the process ends.
         self._thread = threading.Thread(target=self._run, args=(work,), name="vescale-fsdp save")
         self._thread.start()
 
@@ -75,9 +75,10 @@ _last: SaveHandle | None = None
 
 
 def finish_saves() -> Callable[[], None]:
-    """Wait for the save that was started last. Returns what raises what went wrong in it.
+    """Wait for the save that was started last. Returns a function that raises its error.
 
-    To be called where all ranks learn of it: the user may have waited on some of them.
+    Call that function inside `Ranks.exchange`, so that all ranks raise: on some of them the user
+    may already have called ``wait()``, which takes the error.
     """
     global _last
     handle, _last = _last, None
@@ -155,7 +156,7 @@ def save(
     items: list[_Item] = []
     if async_:
         writing.agree(lambda: items.extend(_items(writing, copies=True)))
-        del writing.contents, writing.local  # the copies are enough
+        del writing.contents, writing.local  # only the copies are needed from here on
 
     def write() -> Any:
         try:
@@ -180,15 +181,20 @@ def save(
 
 
 class Writing:
-    """A directory that all ranks write together: who writes what, the stage, and its name at last.
+    """Lets all ranks write one directory: first `plan`, then `write`.
+
+    Files are written into a temporary folder, the stage (see `seal`). It gets its final name when
+    all of it is on the disk.
 
     Args:
-        title: words for it, for messages.
+        title: names the work in messages.
         into: the target may be a folder that exists.
 
-    Attributes:
-        contents, local, task, folder: what this rank has, in which boxes, what of it to write, and
-            where to; from `plan` on. The task has ``told``, what the first rank says.
+    Attributes (set by `plan`):
+        contents: what this rank holds.
+        local: the same as boxes of tensors.
+        task: the part that this rank writes. ``task["told"]`` is what rank 0 says to this rank.
+        folder: where to write.
     """
 
     contents: Contents
@@ -207,12 +213,12 @@ class Writing:
         begin: Callable[[Path, list[Any]], list[Any]] | None = None,
         options: Any = None,
     ) -> None:
-        """Agree on who writes what and where. Collective.
+        """Decide what each rank writes, and where. Collective.
 
         Args:
-            collect: this rank's items.
-            begin: gets the stage and what each rank offers to write (see `planning`); returns what
-                each rank is told, as JSON. First rank only.
+            collect: returns this rank's items.
+            begin: gets the path of the stage and the offers of all ranks (see `planning`); returns
+                ``told`` for each rank, as JSON. Called on rank 0 only.
             options: JSON that must be the same on every rank.
         """
 
@@ -250,18 +256,22 @@ class Writing:
                 )
 
     def agree(self, work: Callable[[], Any]) -> None:
-        """Work on every rank; on an error all raise, and nothing is left behind. Collective."""
+        """Call ``work`` on every rank. On an error all ranks raise, and the stage is deleted.
+
+        Collective.
+        """
         with self._abandoned_on_error():
             self.ranks.agree(self._title, work)
 
     def write(
         self, write: Callable[[], Any], publish: Callable[[seal.Stage, list[Any]], None]
     ) -> None:
-        """Write, and publish. Collective.
+        """Write on every rank, then publish on rank 0. Collective.
 
         Args:
             write: writes and flushes this rank's part; returns JSON.
-            publish: gets the stage, and what ``write`` returned on each rank. First rank only.
+            publish: gets the stage and the results of ``write`` on all ranks. Called on rank 0
+                only.
         """
 
         def combine(written: list[Any]) -> list[Any]:
@@ -276,7 +286,7 @@ class Writing:
     def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # an interrupt, too
+        except BaseException:  # also KeyboardInterrupt
             self._abandon()
             raise
 
@@ -286,10 +296,10 @@ class Writing:
 
 
 def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
-    """Publish an export, or move its files into a target that exists.
+    """Publish the stage, or move its files into the target if that exists.
 
     Args:
-        names: of all files, the one that makes them valid last.
+        names: all files; last the one without which readers find no checkpoint.
     """
     missing = [name for name in names if not (stage.path / name).is_file()]
     if missing:
@@ -304,17 +314,20 @@ def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
 
 
 class _Item(NamedTuple):
-    """What this rank writes: boxes of tensors, then texts."""
+    """A box of a tensor, or a text, that this rank writes."""
 
     name: str
     data: torch.Tensor | bytes
     box: tuple[Sequence[int], Sequence[int]] = ((), ())
     shape: Sequence[int] = ()
-    ranks: Sequence[int] = ()  # that have the same text
+    ranks: Sequence[int] = ()  # the ranks that have the same text
 
 
 def _items(writing: Writing, *, copies: bool) -> list[_Item]:
-    """This rank's items, in the order of the file; with ``copies`` copied to the host's memory."""
+    """Return what this rank writes, in the order of the file: tensors first, then texts.
+
+    With ``copies`` the tensors are copied to host memory.
+    """
     staging, found = devices.Staging(), []
     contents, task = writing.contents, writing.task
     for item in writing.local.chosen(task):
@@ -351,11 +364,11 @@ def _write(writing: Writing, items: Sequence[_Item]) -> Any:
 
 
 def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -> bytes:
-    """The manifest of what ranks have written, checked: what could not be loaded raises.
+    """Return the text of the manifest. Raises if `load` could not read the result.
 
     Args:
-        written: by each rank, its file and size, the chunks ``[name, dtype, shape, (offsets,
-            sizes), span]``, and the values ``[name, ranks, span]``.
+        written: for each rank its file and size, its chunks ``[name, dtype, shape, (offsets,
+            sizes), span]`` and its values ``[name, ranks, span]``.
     """
     found: dict[str, tuple[str, Any, list[Chunk]]] = {}
     values: dict[str, list[Variant]] = {}

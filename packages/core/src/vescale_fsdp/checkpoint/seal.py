@@ -4,7 +4,7 @@
 
     runs/
       step-100/                       sealed: manifest.json and data files, never written again
-      step-200.tmp-3f0c...(32)/       staged: a save that is under way, or one that was killed
+      step-200.tmp-3f0c...(32)/       a stage: a save that is running, or one that was killed
 
 The first rank makes the stage and holds a lock on it (``flock`` on the folder, which the system
 releases when the process ends, however it ends). All ranks write their files there and flush them.
@@ -61,17 +61,17 @@ _log = logging.getLogger(__name__)
 
 
 def data_name(rank: int) -> str:
-    """The name of a rank's data file."""
+    """Return the name of a rank's data file."""
     return f"rank-{rank:05d}.bin"
 
 
 def is_stage(path: Path) -> bool:
-    """Whether a name is that of a stage."""
+    """Whether the path has the name of a stage."""
     return _STAGE.fullmatch(path.name) is not None
 
 
 def stages_of(target: Path) -> list[Path]:
-    """The stages for a checkpoint that are there, of whatever job."""
+    """Return the existing stages of a checkpoint, of any job."""
     if not target.parent.is_dir():
         return []
     return sorted(
@@ -82,10 +82,10 @@ def stages_of(target: Path) -> list[Path]:
 
 
 class Stage:
-    """A folder beside the target, made and held by the first rank.
+    """A temporary folder beside the target. Rank 0 makes and locks it.
 
     Args:
-        into: the target may be a folder that exists, to `merge` into.
+        into: the target may be an existing folder, for `merge`.
     """
 
     def __init__(self, target: Path, *, into: bool = False) -> None:
@@ -107,7 +107,7 @@ class Stage:
             self._lock = self._make()
 
     def _make(self) -> int | None:
-        """Make the folder. It has another name, and nothing in it, until it is locked."""
+        """Make the folder. Until it is locked it has another name and is empty."""
         while True:
             unlocked = self.target.with_name(f".{self.target.name}.new-{secrets.token_hex(16)}")
             unlocked.mkdir()
@@ -117,12 +117,12 @@ class Stage:
                 unlocked.rename(self.path)
                 return lock
             except (FileNotFoundError, CheckpointWriteError):
-                # Another job's `clean` took it for one that was left: make the next.
+                # `clean` of another job has locked or deleted it first: make a new one.
                 if lock is not None:
                     os.close(lock)
 
     def publish(self, data: bytes | None) -> None:
-        """Write the manifest, if there is one, and give the checkpoint its name."""
+        """Write the manifest, if there is one, and rename the folder to the target."""
         if data is not None:
             write_file(self.path / manifest.NAME, data)
         with write_errors(self.target):
@@ -140,7 +140,7 @@ class Stage:
         self._release()
 
     def merge(self, names: Sequence[str]) -> None:
-        """Move files into the target, a folder that exists, in this order."""
+        """Move files into the target, an existing folder, in this order."""
         there = [name for name in names if os.path.lexists(self.target / name)]
         if there:
             raise CheckpointExistsError(
@@ -162,7 +162,7 @@ class Stage:
         self.abandon()
 
     def abandon(self) -> None:
-        """Delete it, after an error. What cannot be deleted now, the next save deletes."""
+        """Delete the stage. If that fails, the next save deletes it."""
         with contextlib.suppress(OSError):
             remove(self.path)
         self._release()
@@ -174,7 +174,7 @@ class Stage:
 
 
 def clean(folder: Path) -> None:
-    """Delete the stages in a folder that nobody holds any more."""
+    """Delete the stages in a folder that have no lock."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -185,7 +185,7 @@ def clean(folder: Path) -> None:
         try:
             lock = _lock(path)
         except CheckpointWriteError:
-            continue  # it is being written
+            continue  # another process writes it
         except OSError:
             continue  # it has just been published or deleted
         if lock is None:
@@ -207,7 +207,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint or a stage: the manifest first, what we wrote, the folder if empty."""
+    """Delete a checkpoint or a stage: the manifest, then the data files, then the empty folder."""
     (path / manifest.NAME).unlink(missing_ok=True)
     for file in list(path.iterdir()):
         if _DATA.fullmatch(file.name):
@@ -216,7 +216,7 @@ def remove(path: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a folder for this process; None where the file system cannot."""
+    """Lock a folder. Returns None if the file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +255,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
-    """The checkpoints in a folder that have a seal, in no order. With ``say``, log the others."""
+    """Yield the complete checkpoints in a folder, in no order. With ``say``, log the others."""
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
@@ -279,7 +279,7 @@ def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at ``path``, checked."""
+    """Read and check the manifest of the checkpoint at ``path``."""
     file = path / NAME
     try:
         with open_regular(file) as stream:
@@ -293,7 +293,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_text(reader: DataReader, name: str, span: Span) -> Any:
-    """The JSON of a value, checked."""
+    """Read and check the JSON of a value."""
     data = reader.read(span, f"value {name!r}")
     try:
         return from_json(bytes(bytes_of(data)))
@@ -329,7 +329,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def next_sequence(root: Path) -> int:
-    """The place in the order of a checkpoint that is made now."""
+    """Return the sequence number for a new checkpoint in this folder."""
     return 1 + max((found.sequence for _, found in sealed(root)), default=0)
 
 
@@ -337,7 +337,8 @@ def prune(root: Path, keep: int) -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
     Only sealed directories of this folder are counted and deleted. A link is not counted; neither
-    it nor its target is deleted. A checkpoint is renamed first, so it is never there in part.
+    it nor its target is deleted. A checkpoint is renamed before its files are deleted, so that no
+    incomplete checkpoint has the name of a complete one.
     """
     targets = {each.resolve() for each in root.iterdir() if each.is_symlink()}
     found = sorted((each for each in sealed(root) if not each[0].is_symlink()), key=_age)
@@ -390,7 +391,7 @@ def verify(
             progress(done, manifest.num_bytes)
 
     faults: list[CheckpointCorruptError | CheckpointIncompleteError] = []
-    broken: set[str] = set()  # files that are missing, or have another size
+    broken: set[str] = set()  # files that are missing or have a wrong size
     with DataReader(folder, manifest.files, report, advice="") as reader:
         for span, label in sorted(manifest.spans(), key=lambda entry: _place(entry[0])):
             if span.file in broken:

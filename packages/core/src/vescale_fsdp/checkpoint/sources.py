@@ -1,7 +1,7 @@
-"""What can be converted: checkpoints in their formats, read one chunk at a time.
+"""Reads checkpoints of all supported formats, one chunk at a time, without a model.
 
-Each says what it holds by the names of `save`: tensors with their chunks, and values as JSON, in
-which tensors are named.
+A `Source` lists tensors with their chunks, and values as JSON that contains the tensors' names. All
+formats use the names of `save`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from vescale_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, TensorFiles
 from vescale_fsdp.checkpoint.seal import read_manifest, read_text
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
-_PIECE = 1 << 28  # bytes of the largest chunk that is made of a tensor
+_PIECE = 1 << 28  # bytes: a larger safetensors tensor is read in several chunks
 
 
 class Source(Protocol):
-    """A checkpoint that is read.
+    """An open checkpoint.
 
     Attributes:
         format: its name in `convert`.
-        tensors: what is read of each, in chunks.
-        texts: "model", "optimizer.<name>", "extra".
-        step: of the training, if it is known.
+        tensors: the chunks of each tensor.
+        texts: values by name: "model", "optimizer.<name>", "extra".
+        step: the training step, if known.
     """
 
     format: str
@@ -49,12 +49,12 @@ class Source(Protocol):
     step: int | None
 
     def read(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """The elements of a chunk, checked as far as the format can."""
+        """Read the elements of a chunk. Their CRC32 is checked if the format has one."""
 
 
 @contextlib.contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """The checkpoint at a path, in whatever format."""
+    """Open the checkpoint at a path. The format is detected."""
     with contextlib.ExitStack() as stack:
         if (path / NAME).exists():
             yield _Sealed(path, stack)
@@ -82,7 +82,7 @@ class _Sealed:
         for name, variants in manifest.values.items():
             if name.partition(".")[0] not in ("model", "optimizer", "extra"):
                 continue
-            for variant in variants:  # by ranks with other parts of the model
+            for variant in variants:  # ranks may have saved different parts of the model
                 text = _checked(name, read_text(self._reader, name, variant.span))
                 self.texts[name] = _united(self.texts[name], text) if name in self.texts else text
         wanted = ("model.", "optimizer.", "extra.")
@@ -102,7 +102,7 @@ def _checked(name: str, text: encoding.Json) -> dict[str, Any]:
 
 
 def _united(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What ranks with different parameters have, together."""
+    """Merge the values of ranks that have different parameters."""
     if "param_groups" in first:
         groups = [*first["param_groups"], *other["param_groups"]]
         return {"state": {**other["state"], **first["state"]}, "param_groups": groups}
@@ -144,7 +144,7 @@ class _Safetensors:
 
 
 def _in_pieces(entry: TensorEntry) -> TensorEntry:
-    """A tensor that is one chunk, in chunks of whole rows that memory is needed for one by one."""
+    """Split the only chunk of a tensor into chunks of whole rows, to need less memory."""
     chunk = entry.chunks[0]
     if chunk.span.length <= _PIECE or not entry.shape:
         return entry

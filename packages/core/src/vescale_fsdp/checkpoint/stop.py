@@ -1,17 +1,18 @@
-"""StopOnSignal: a signal to any rank ends all of them at the same step.
+"""StopOnSignal: after a signal to any rank, all ranks stop after the same step.
 
-Ranks are not in step with each other: when one hears of the signal, another may have begun the next
-step, and would wait in its first collective for ranks that have left. So they agree, through the
-store. Each tells how often it has gone on, and from then on waits at its next boundary until all
-have told; the highest number is where they stop::
+When one rank gets the signal, another may already have begun the next step. If the first stopped at
+once, the second would wait for it in a collective. So the ranks agree through the store. Each rank
+reports how many steps it has ended, and then waits at the end of its next step until all ranks have
+reported. All ranks stop after the highest of these numbers::
 
-                 boundary 1         boundary 2         boundary 3
-    rank 0    ----- goes on ----- tells 1, waits, goes on --- stops       <- got the signal
-    rank 1    ----- goes on ------- goes on -- tells 2 ------ stops
+              end of step 1        end of step 2        end of step 3
+    rank 0    ---- goes on --- reports 1, waits, goes on --- stops       <- got the signal
+    rank 1    ---- goes on ------- goes on -- reports 2 ---- stops
 
-Nobody can be further than that: who has told goes no further before it knows. And nobody waits for
-another's step: a thread of each rank tells, whatever the rank does meanwhile. Until there is a
-signal that thread sleeps in the store, and a boundary costs a lock and an addition.
+No rank can be past the highest number, because a rank that has reported does not start another step
+before it knows the number. A thread on each rank reports, so that no rank waits for a step of
+another. Without a signal this thread waits in the store, and `requested` costs a lock and an
+addition.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _DAY_S = 86_400.0
 
 
 class Tally:
-    """How often a rank has gone on at a boundary, and how often all do. No threads, no messages."""
+    """Counts the steps of this rank, and knows after which step all ranks stop.
+
+    It uses no threads and sends nothing.
+    """
 
     def __init__(self) -> None:
         self.num_passed = 0
         self.has_told = False
-        self.last: int | None = None  # so often all go on; then they stop
+        self.last: int | None = None  # all ranks stop after this many steps
 
     def arrive(self) -> bool | None:
-        """At a boundary: True is to stop, False to go on, None to wait and ask again."""
+        """Call at the end of a step. True: stop. False: go on. None: wait, then call again."""
         if self.last is None and self.has_told:
             return None
         if self.last is not None and self.num_passed >= self.last:
@@ -52,12 +56,12 @@ class Tally:
         return False
 
     def tell(self) -> int:
-        """The number to tell the others. It does not change until `learn`."""
+        """Return the number of steps to report. It does not change until `learn`."""
         self.has_told = True
         return self.num_passed
 
     def learn(self, told: list[int]) -> None:
-        """All ranks have told."""
+        """Take the numbers that all ranks reported."""
         self.last = max(told)
 
 
@@ -115,7 +119,7 @@ class StopOnSignal:
         self.close()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        # Nothing else: it runs in the midst of anything that the main thread does.
+        # Only this: the handler can interrupt the main thread anywhere.
         self._received = number
 
     def requested(self) -> bool:
@@ -151,8 +155,8 @@ class StopOnSignal:
         """Restore the signal handlers. Does not wait for other ranks."""
         atexit.unregister(self.close)
         for each, handler in self._replaced.items():
-            if signal.getsignal(each) == self._receive:  # else somebody has taken it over
-                # None: a handler that was not made in Python, and cannot be put back from here.
+            if signal.getsignal(each) == self._receive:  # else other code has replaced ours
+                # None: a handler that was not set from Python; it cannot be restored.
                 signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._replaced = {}
         if self._peers is not None:
@@ -160,20 +164,20 @@ class StopOnSignal:
 
 
 class _Peers:
-    """The other ranks, through the store. Keys, under a place of this instance's own::
+    """Talks to the other ranks through the store. Each instance has its own prefix for its keys::
 
-    wanted    how many ranks have announced; the first of them wakes all
-    wake/3    why rank 3 is woken: the number of a signal, or that it has closed
-    told/3    what rank 3 has told
-    num_told  how many have; the last of them works out ...
-    last      ... after how many boundaries all stop
+    wanted    the number of ranks that have announced a signal; the first of them wakes all
+    wake/3    what wakes the thread of rank 3: the number of a signal, or "closed"
+    told/3    the number of steps that rank 3 has reported
+    num_told  the number of ranks that have reported; the last one to report sets `last`
+    last      the number of steps after which all ranks stop
     """
 
     def __init__(self, tally: Tally, timeout_s: float) -> None:
         self.reason: int | None = None
         self._tally, self._timeout_s = tally, timeout_s
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # Clones: who sleeps in a store keeps all others from using the same connection.
+        # Clones have connections of their own. A wait blocks all other calls on its connection.
         default: Any = store_for(list(range(self._size)), LONG_TIMEOUT_S)
         self._store, ears = default.clone(), default.clone()
         turn = self._store.add(f"stop/turn/{self._rank}", 1)
@@ -181,7 +185,7 @@ class _Peers:
         self._announced = self._closed = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        # A daemon: it may sleep when the process ends without closing.
+        # A daemon: it may still wait if the process ends without `close`.
         self._thread = threading.Thread(
             target=self._listen, args=(ears,), name="vescale-fsdp stop", daemon=True
         )
@@ -191,17 +195,23 @@ class _Peers:
         return f"{self._place}/{name}" if rank is None else f"{self._place}/{name}/{rank}"
 
     def announce(self, reason: int) -> None:
-        """Have all ranks tell. Once; only the first rank to do it sends more than one message."""
+        """Ask all ranks to report. Only the first call does something.
+
+        The first rank to announce wakes all others.
+        """
         if not self._announced and self._store.add(self._key("wanted"), 1) == 1:
             for rank in range(self._size):
                 self._store.set(self._key("wake", rank), str(reason))
         if not self._announced:
-            # Else this rank might go on before its thread has woken.
+            # Else this rank could start another step before its thread has reported.
             self._announced = True
             self._tell(self._store)
 
     def arrive(self) -> bool:
-        """At a boundary: whether to stop. Waits for the others only when there is a signal."""
+        """Call at the end of a step. Returns whether to stop.
+
+        Waits for the other ranks only after a signal.
+        """
         with self._changed:
             answer = self._tally.arrive()
             while answer is None:
@@ -258,7 +268,7 @@ class _Peers:
         return "rank " + ", ".join(map(str, ranks[:8])) if ranks else "a rank"
 
     def close(self) -> None:
-        """Tell the others, who might wait for it, and end the thread."""
+        """Report, because other ranks may wait for it, and end the thread."""
         if self._closed:
             return
         self._closed = True
@@ -266,5 +276,5 @@ class _Peers:
             self._tell(self._store)
             self._store.set(self._key("wake", self._rank), _CLOSED)
         except RuntimeError:
-            return  # the store is gone, and so is what the thread waited for
+            return  # the store has closed, so the thread's wait has ended too
         self._thread.join(timeout=5.0)

@@ -1,8 +1,8 @@
-"""Where a checkpoint goes: the tensors that are to be filled, and what is done with the values.
+"""Targets: the objects that a load fills, such as the model, optimizers and schedulers.
 
-A target is made from what the object has now and what the manifest has, and touches nothing but
-states that an optimizer lacks, which it makes. When the tensors are filled, ``apply`` gives the
-object the rest, by its own ``load_state_dict``; ``undo`` takes that back.
+A target compares an object with the manifest, and lists the tensors to fill. It changes nothing
+yet, except that it makes optimizer states that are missing. When the tensors are filled, ``apply``
+sets all other values by the object's ``load_state_dict``. ``undo`` reverts that.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from vescale_fsdp.errors import (
     CheckpointMismatchError,
 )
 
-_EXTRA = "_extra_state"  # the last part of the name that torch gives to those of modules
+_EXTRA = "_extra_state"  # the last part of torch's name for a module's extra state
 _log = logging.getLogger(__name__)
 
 
 class Target:
-    """Something that is loaded.
+    """One object to load.
 
     Attributes:
-        live: tensors of the object itself, by name; what they had is to be put back on failure.
-        fresh: new tensors, by name.
+        live: tensors of the object itself, by name. On failure their old elements are restored.
+        fresh: new tensors to fill, by name.
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,17 @@ class Target:
         self.fresh: dict[str, torch.Tensor] = {}
 
     def apply(self) -> None:
-        """Take over the values; tensors are filled."""
+        """Set the object's other values. Called after the tensors are filled."""
 
     def undo(self) -> None:
-        """Be as before. ``live`` has its old elements again."""
+        """Revert `apply`. Called after ``live`` has its old elements again."""
 
 
 class Saved:
-    """What a checkpoint has for this rank.
+    """The contents of a checkpoint, as this rank needs them.
 
     Args:
-        texts: for each value the variants: (ranks, JSON).
+        texts: for each value its variants: the ranks that saved it, and the JSON.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Saved:
         self.texts = texts
 
     def variants(self, name: str) -> list[Any]:
-        """The JSON of a value, as the ranks had it."""
+        """Return all variants of a value, as JSON."""
         return [text for _, text in self.texts.get(name, [])]
 
     def own(self, name: str) -> tuple[Any, str] | None:
-        """This rank's own JSON of a value, and what is behind the names of its tensors.
+        """Return this rank's variant of a value, and the suffix of the names of its tensors.
 
-        A value that was the same on all ranks is every rank's. None: this rank had none.
+        If there is only one variant, every rank gets it. None: this rank saved no such value.
         """
         variants = self.texts.get(name, [])
         for ranks, text in variants:
@@ -90,7 +90,7 @@ class Saved:
         return None
 
     def lacks(self, names: list[str]) -> CheckpointIncompleteError:
-        """The error for entries that are not there."""
+        """Return the error for missing entries."""
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         return CheckpointIncompleteError(
             f"the checkpoint {self.place} lacks {len(names)} entries: {shown}. Load it into the "
@@ -98,7 +98,7 @@ class Saved:
         )
 
     def check_form(self, name: str, text: Any, parts: Mapping[str, type]) -> None:
-        """Raise unless a JSON is an object with these parts."""
+        """Raise unless a JSON value is an object that has these keys with these types."""
         is_object = isinstance(text, dict)
         if not is_object or any(type(text.get(part)) is not kind for part, kind in parts.items()):
             raise CheckpointCorruptError(
@@ -107,7 +107,7 @@ class Saved:
             )
 
     def check_shape(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise unless a tensor has the shape that was saved, and can be filled."""
+        """Raise unless a tensor has the saved shape and can be written to."""
         encoding.check(tensor, name)
         shape = self.manifest.tensors[name].shape
         if tuple(tensor.shape) != shape:
@@ -123,7 +123,7 @@ class Saved:
             )
 
     def new_tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor to be filled: sharded as ``like`` is, or whole in the host's memory."""
+        """Make a tensor to fill: sharded as ``like``, or a full one in host memory."""
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise self.lacks([name])
@@ -137,13 +137,13 @@ class ModelTarget(Target):
     """Parameters, buffers and extra states of a model.
 
     Args:
-        tensors_only: the format has no extra states; those of the model are left alone.
+        tensors_only: the format has no extra states. Those of the model do not change.
         weights: which part of the model is loaded.
 
     Attributes:
-        names: of all tensors that the model saves.
-        lacking: what the checkpoint has not. Of tied names one is enough.
-        blank: those of ``live`` that have no values yet, as the model's own tensors.
+        names: the names of all tensors that the model saves.
+        lacking: names that the checkpoint does not have. Of tied names one is enough.
+        blank: the tensors in ``live`` that have had no values since ``to_empty``.
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class ModelTarget(Target):
         self.names: set[str] = set()
         lacking = []
         ties = encoding.ties_of(model)
-        filled: set[str] = set()  # those of tied names are filled once
+        filled: set[str] = set()  # a tensor with several names is filled once
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
-            # What get_extra_state() gives may have another form before the first step.
+            # The result of get_extra_state() may have another form before the first step.
             is_extra = fqn.rpartition(".")[2] == _EXTRA and not isinstance(value, DTensor)
             if not isinstance(value, torch.Tensor) or (is_extra and not tensors_only):
                 if fqn in merged:
@@ -197,7 +197,7 @@ class ModelTarget(Target):
             self.check_filled()
 
     def check_filled(self) -> None:
-        """Raise if something of the model has no values yet, and gets none."""
+        """Raise if a tensor of the model has had no values since ``to_empty`` and gets none."""
         if self._left:
             shown = ", ".join(self._left[:5]) + (", ..." if len(self._left) > 5 else "")
             raise CheckpointIncompleteError(
@@ -217,12 +217,12 @@ class ModelTarget(Target):
         self._state[fqn] = encoding.decode(text, tensor_of, f"model.{fqn}")
 
     def apply(self) -> None:
-        """Run ``load_state_dict``: tensors have their elements; hooks and extra states do not."""
+        """Run ``load_state_dict``. Tensors are filled; this sets extra states and runs hooks."""
         options = StateDictOptions(strict=self._strict)
         set_model_state_dict(self._model, dict(self._state), options=options)
 
     def undo(self) -> None:
-        """The same with what was there."""
+        """Run ``load_state_dict`` with the old values."""
         self._state |= self._before
         set_model_state_dict(self._model, dict(self._state), options=StateDictOptions(strict=False))
 
@@ -231,8 +231,8 @@ class OptimizerTarget(Target):
     """States and options of an optimizer.
 
     Attributes:
-        params: the optimizer's, by name.
-        saved_params: names of the model's parameters that it had when it was saved.
+        params: the optimizer's parameters, by name.
+        saved_params: names of the model's parameters that the saved optimizer had.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, model: nn.Module, saved: Saved) -> None:
@@ -276,13 +276,13 @@ class OptimizerTarget(Target):
         return self.fresh.setdefault(name, self._saved.new_tensor(name))
 
     def _make_targets(self, states: dict[str, Any], made: set[str]) -> None:
-        """Find the tensors of the optimizer for those that were saved."""
+        """Find the optimizer's tensor for each saved one."""
         own = self._named.tree()["state"]
         _, there = encoding.encode({"state": own}, self._key)
         used: set[str] = set()
         for fqn, text in states.items():
             if fqn not in self._named.params and fqn not in own:
-                continue  # of a parameter that this rank, or this model, has not
+                continue  # this rank or this model does not have the parameter
             self._state[fqn] = encoding.decode(text, self._find(there, made, used), self._key)
             for key in own.get(fqn, {}).keys() - self._state[fqn].keys():
                 self._state[fqn][key] = own[fqn][key]
@@ -296,7 +296,7 @@ class OptimizerTarget(Target):
             raise self._saved.lacks(lacking)
 
     def _lacking(self, fqn: str, key: str, there: Mapping[str, torch.Tensor]) -> set[str]:
-        """Strict: a state that was not saved is an error. Else it stays as it is."""
+        """Raise, if strict, because a state was not saved. Else return its tensors' names."""
         if self._saved.strict:
             raise self._saved.lacks([self._name(fqn, key)])
         return {name for name in there if name.startswith(self._name(fqn, key))}
@@ -324,19 +324,23 @@ class OptimizerTarget(Target):
         return find
 
     def apply(self) -> None:
-        """Run the optimizer's ``load_state_dict`` on its own, filled, tensors."""
+        """Run the optimizer's ``load_state_dict`` with its own tensors, which are filled."""
         if self.is_there:
             self._named.load(self._state, self._groups, self._saved.strict)
 
     def undo(self) -> None:
-        """Drop the states that were made, and put values and options back."""
+        """Remove the states that were made, and restore values and options."""
         self._snapshot.restore()
 
 
 def optimizer_targets(
     optimizers: Mapping[str, Optimizer], model: nn.Module, saved: Saved
 ) -> list[OptimizerTarget]:
-    """The targets of all optimizers, that together take the states of all their parameters."""
+    """Make the targets of all optimizers.
+
+    Raises, if strict, when a saved state belongs to a parameter of the model that is in no
+    optimizer.
+    """
     made: list[OptimizerTarget] = []
     try:
         made += [OptimizerTarget(name, each, model, saved) for name, each in optimizers.items()]
@@ -358,7 +362,7 @@ def optimizer_targets(
 
 
 class StatefulTarget(Target):
-    """A scheduler, a data loader: this rank's own state."""
+    """An object with this rank's own state: a scheduler, a data loader."""
 
     def __init__(self, name: str, other: Stateful, saved: Saved) -> None:
         super().__init__()
@@ -391,13 +395,13 @@ class StatefulTarget(Target):
             self._other.load_state_dict(self._state)
 
     def undo(self) -> None:
-        """Run it with what was there."""
+        """Run ``load_state_dict`` with the old state."""
         if self._state is not None:
             self._other.load_state_dict(self._before)
 
 
 class ValueTarget(Target):
-    """A value that is returned."""
+    """A value that the load returns."""
 
     def __init__(self, name: str, saved: Saved) -> None:
         super().__init__()
@@ -411,11 +415,14 @@ class ValueTarget(Target):
 
 
 class FeedbackTarget(Target):
-    """What rounding took from this rank's gradients; forgotten where it was another rank's.
+    """The error feedback of this rank's gradients.
+
+    It is loaded only if it fits: the same number of ranks, the same parts of the parameters. Else
+    error feedback starts from zero, and the log says so.
 
     Args:
-        model: that the optimizers are for.
-        num_ranks: that load.
+        model: the model of the optimizers.
+        num_ranks: the number of ranks that load.
     """
 
     def __init__(self, model: nn.Module, saved: Saved, num_ranks: int) -> None:
@@ -423,7 +430,7 @@ class FeedbackTarget(Target):
         self._feedback, self._saved = ErrorFeedback(model), saved
         self._before: list[Residuals] | None = None
         self._found: dict[str, torch.Tensor] = {}
-        self._lost = ""  # why it is forgotten
+        self._lost = ""  # why it is not loaded
         num_saved = saved.manifest.world_size
         if not self._feedback:
             return
@@ -441,7 +448,7 @@ class FeedbackTarget(Target):
                 self._lost = "it belongs to other parts of the parameters"
 
     def apply(self) -> None:
-        """Hand it to the gradients. Says so where it is forgotten."""
+        """Set the error feedback. If it is not loaded, log why."""
         if self._feedback:
             if self._lost and self._saved.rank == 0:
                 _log.warning(
@@ -452,13 +459,16 @@ class FeedbackTarget(Target):
             self._before = self._feedback.replace(self._found)
 
     def undo(self) -> None:
-        """Have what there was again."""
+        """Restore the old error feedback."""
         if self._before is not None:
             self._feedback.restore(self._before)
 
 
 class RngTarget(ValueTarget):
-    """The generators of this rank. A rank that had none gets seeds of its own, always the same."""
+    """The random number generators of this rank.
+
+    A rank for which no state was saved gets seeds computed from the checkpoint's id and its rank.
+    """
 
     def __init__(self, saved: Saved) -> None:
         super().__init__("rng", saved)
@@ -466,7 +476,7 @@ class RngTarget(ValueTarget):
         self._before: dict[str, Any] | None = None
 
     def apply(self) -> None:
-        """Set the generators, after their states have been tried on others."""
+        """Set the generators. Raises before it changes anything if the states are damaged."""
         if self.value is not None:
             try:
                 setter = contents.restorer(self.value)
@@ -482,6 +492,6 @@ class RngTarget(ValueTarget):
         setter()
 
     def undo(self) -> None:
-        """Set them to what they had."""
+        """Restore the old states."""
         if self._before is not None:
             contents.restore(self._before)

@@ -1,12 +1,12 @@
-"""The commands of ``vescale-fsdp``, ours and those that plug-ins bring.
+"""The commands of ``vescale-fsdp``, ours and those of plug-ins.
 
-A plug-in is an entry point of the group ``vescale_fsdp.cli``, a callable that is given the
-typer app and adds its commands to it::
+A plug-in is an entry point in the group ``vescale_fsdp.cli``: a function that gets the typer app
+and adds its commands to it::
 
     [project.entry-points."vescale_fsdp.cli"]
     weigh = "my_package.weigh:add_to"           # def add_to(app): app.command("weigh")(weigh)
 
-One that fails is named in a warning line and left out.
+If a plug-in fails, a warning names it, and its commands are missing.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from vescale_fsdp.errors import VeScaleError
 
 PLUGINS = "vescale_fsdp.cli"
 
-_SIGPIPE = 141  # the exit code of tools whose reader, such as head, has left
+_SIGPIPE = 141  # the usual exit code after a broken pipe, for example with `| head`
 
-# The base of what typer raises for bad arguments; it has been typer's own, and click's before.
+# The base class of typer's errors for bad arguments. It is click's or typer's own, by version.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the result is the exit code."""
+    """Run one command, and return the exit code."""
     if sys.stdout is None:
         return _refuse("cannot write the output: stdout is closed")
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a name that it cannot encode
+            sys.stdout.reconfigure(errors="backslashreplace")  # for names that it cannot encode
         code = _run(arguments)
-        sys.stdout.flush()  # here, not at exit, where nobody could catch what goes wrong
+        sys.stdout.flush()  # here, because errors at exit cannot be caught
     except BrokenPipeError:
         return _leave_stdout(_SIGPIPE)
     except SystemExit as leave:  # typer's answer to a broken pipe
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave_stdout(code: int) -> int:
-    """Let what is still buffered vanish: Python would try again, and complain."""
+    """Discard buffered output. Else Python would try to write it at exit and print an error."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = sys.stdout.fileno()
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -85,7 +85,7 @@ def make_app() -> typer.Typer:
         help="Tools of veScale-FSDP: sharded training that respects the structure of the model.",
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # the boxes leave the text too little room
+        rich_markup_mode=None,  # its boxes leave too little width for the text
     )
     app.callback()(_options)
     app.command("plan")(plan)
@@ -100,7 +100,7 @@ def _add(app: typer.Typer, plugin: EntryPoint) -> None:
     commands, groups = list(app.registered_commands), list(app.registered_groups)
     try:
         plugin.load()(app)
-        typer.main.get_command(app)  # where typer looks at the new commands' parameters
+        typer.main.get_command(app)  # typer checks the new commands' parameters here
     except Exception as error:  # noqa: BLE001  # it is somebody else's code
         app.registered_commands, app.registered_groups = commands, groups
         _say(
@@ -125,7 +125,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """What comes before the name of a command."""
+    """The options before the name of a command."""
 
 
 def _refuse(message: str) -> int:

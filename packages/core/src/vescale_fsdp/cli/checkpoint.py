@@ -11,7 +11,7 @@ import typer
 
 from vescale_fsdp.cli.text import InputError, binary, console, plain, several, track_bytes
 
-_SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
+_SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added
 
 _Dir = Annotated[
     Path,
@@ -59,7 +59,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
     vescale-fsdp checkpoint verify runs/step-100 && rsync -a runs/step-100 backup:
     """
     _check_exists(directory)
-    # Imported here, as below: --help, and a mistake in the path, need not wait for it.
+    # Imported here and not above, so that --help and errors in the path are fast.
     from vescale_fsdp.cli.checkpoint_contents import find
 
     found = find(directory)
@@ -81,7 +81,7 @@ def verify(directory: _Dir, as_json: _Json = False) -> int:
 
 
 def _verified(path: Path) -> dict[str, Any]:
-    """What `checkpoint.verify` says about one, for JSON."""
+    """Verify one checkpoint. Returns the result for JSON."""
     from vescale_fsdp import checkpoint
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 

@@ -1,5 +1,7 @@
-"""What DIR on the command line is (a checkpoint, a folder with several, or something foreign), and
-what manifests say, as tables that fit 80 columns and as JSON."""
+"""Finds the checkpoints in DIR of the command line, and shows manifests as tables and as JSON.
+
+Tables fit 80 columns.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ _DATA = re.compile(r"rank-[0-9]{5,}\.bin")
 
 @dataclass(frozen=True)
 class Found:
-    """Checkpoints, whole or not, in the order in which they were made; without a seal last."""
+    """Checkpoints in the order of their saves. Those without a seal, which may be damaged, last."""
 
     checkpoints: list[Path]
-    unfinished: list[Path]  # stages of saves
-    is_folder: bool  # they are in DIR; else it is one itself
+    unfinished: list[Path]  # stages: saves that run or did not finish
+    is_folder: bool  # whether they are in DIR; else DIR is a checkpoint itself
 
 
 def find(directory: Path) -> Found:
-    """The checkpoints that ``directory`` means; InputError if it means none."""
+    """Return the checkpoint at ``directory``, or those in it. Raises InputError if none."""
     children = _children(directory)
     if _is_ours(directory, children):
         return Found([directory], [], is_folder=False)
@@ -65,7 +67,7 @@ def find(directory: Path) -> Found:
 
 
 def check_source(source: Path) -> None:
-    """Raise InputError unless ``source`` may be something to convert."""
+    """Raise InputError if ``source`` cannot be converted."""
     if source.is_file():
         return
     children = _children(source)
@@ -90,13 +92,13 @@ def _children(directory: Path, *, can_fail: bool = False) -> list[Path]:
 
 
 def _is_ours(directory: Path, children: list[Path]) -> bool:
-    """Also if the manifest is gone, or it is a stage that somebody names."""
+    """Whether it is a checkpoint of ours. True also without a manifest, and for a stage."""
     names = {child.name for child in children}
     return NAME in names or any(map(_DATA.fullmatch, names)) or seal.is_stage(directory)
 
 
 def _foreign(directory: Path, children: list[Path]) -> str:
-    """What it is, if it has another format that is known."""
+    """Return the name of its format if it is a known one of others, else ""."""
     if any(child.name == ".metadata" for child in children):
         return _DCP
     if any(child.suffix == ".safetensors" for child in children):
@@ -105,7 +107,7 @@ def _foreign(directory: Path, children: list[Path]) -> str:
 
 
 def _others(folders: list[Path]) -> str:
-    """Words for what else is in a folder, if a user may have meant that."""
+    """Return the end of an error message: a checkpoint in another format in the folder, if any."""
     for folder in folders:
         kind = "" if not os.access(folder, os.R_OK) else _foreign(folder, _children(folder))
         if kind:
@@ -114,7 +116,7 @@ def _others(folders: list[Path]) -> str:
 
 
 def as_json(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """All but where the bytes lie."""
+    """Return a manifest as JSON, without the spans."""
     return {
         **_summary(path, manifest),
         "id": manifest.seal.id,
@@ -143,7 +145,7 @@ def as_json(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def list_as_json(manifests: Manifests, unfinished: Sequence[Path]) -> dict[str, Any]:
-    """One entry for each checkpoint, in the order in which they were made."""
+    """Return one entry for each checkpoint, in the order of their saves."""
     return {
         "checkpoints": [
             {"path": str(path), "fault": manifest}
@@ -169,13 +171,16 @@ def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _part_of(tensor: str, manifest: Manifest) -> str:
-    """The longest name of a value that the tensor's begins with: ``model``, ``optimizer.0``."""
+    """Return the part that a tensor belongs to: the longest name of a value that begins its name.
+
+    Examples: ``model``, ``optimizer.0``.
+    """
     fitting = [name for name in manifest.values if tensor.startswith(f"{name}.")]
     return max(fitting, key=len, default="")
 
 
 def show_list(manifests: Manifests, unfinished: Sequence[Path], console: Console) -> None:
-    """A line for each checkpoint, in the order in which they were made."""
+    """Print a line for each checkpoint, in the order of their saves."""
     rows = [
         (path.name, "NOT WHOLE", "", "", "", "")
         if isinstance(manifest, str)
@@ -198,7 +203,7 @@ def show_list(manifests: Manifests, unfinished: Sequence[Path], console: Console
 
 
 def show(path: Path, manifest: Manifest, console: Console, *, everything: bool) -> None:
-    """Print when and by what it was saved, its parts, its files and its tensors."""
+    """Print the time of the save, versions, parts, files and tensors."""
     software = ", ".join(f"{name} {version}" for name, version in manifest.software.items())
     step = "" if manifest.seal.step is None else f"step {manifest.seal.step}, "
     line(console, f"{path}: {step}{binary(manifest.num_bytes)}", "bold")
@@ -221,12 +226,12 @@ def _step(manifest: Manifest) -> str:
 
 
 def _saved(manifest: Manifest) -> str:
-    """``2025-01-31T23:59:59.123+00:00`` is ``2025-01-31 23:59:59``."""
+    """Return the time of the save, such as ``2025-01-31 23:59:59``."""
     return manifest.seal.created[:19].replace("T", " ")
 
 
 def _part_rows(manifest: Manifest) -> list[Sequence[str]]:
-    """Each value is the frame of a part, and the tensors that begin with its name are in it."""
+    """Return a row for each part: a value, and the tensors whose names begin with its name."""
     tensors: dict[str, list[TensorEntry]] = {name: [] for name in manifest.values}
     for name, tensor in manifest.tensors.items():
         tensors.setdefault(_part_of(name, manifest), []).append(tensor)
@@ -271,7 +276,7 @@ def _print_some(
     noun: str,
     console: Console,
 ) -> None:
-    """A table of the first rows, and how many more there are."""
+    """Print a table of the first rows, and the number of the others."""
     console.print(table(columns, rows[:most]))
     if most is not None and len(rows) > most:
         line(console, f"... and {len(rows) - most:,} more {noun}: --all shows them", "dim")

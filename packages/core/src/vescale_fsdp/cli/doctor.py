@@ -44,13 +44,13 @@ def doctor(as_json: _Json = False, no_self_test: _NoSelfTest = False) -> int:
 
 
 def _examine(with_test: bool) -> list[Section]:
-    # Imported here: --help need not wait for it.
+    # Imported here, so that --help is fast.
     from vescale_fsdp.cli.checkup.devices import ask_torch, look_at_devices
     from vescale_fsdp.cli.checkup.host import look_at_host, usable_cpus
     from vescale_fsdp.cli.checkup.software import look_at_environment, look_at_software
 
     environ = dict(os.environ)
-    # The machine first: the test itself keeps it busy.
+    # Before the self test, which loads the machine.
     machine = look("machine", look_at_host)
     outcome, loopback = ask_torch(), ""
     if with_test:
@@ -68,7 +68,7 @@ def _examine(with_test: bool) -> list[Section]:
 
 
 def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
-    """Everything, with units in the names."""
+    """Return everything as JSON. Keys of numbers end with units."""
     return {
         "schema_version": _SCHEMA_VERSION,
         "works": works,
@@ -82,7 +82,7 @@ def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
 
 
 def _show(sections: Sequence[Section], console: Console) -> None:
-    """Print the facts, a table a section, then what to change, then one line that sums it up."""
+    """Print a table of facts for each section, then what to change, then one line as a summary."""
     from rich.table import Table
     from rich.text import Text
 
@@ -124,9 +124,9 @@ def _show_findings(sections: Sequence[Section], console: Console) -> None:
 
 
 _LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
-_SLOW_MB_PER_S = 100.0  # two idle cores do ten times that over the loopback
+_SLOW_MB_PER_S = 100.0  # two idle cores reach ten times that over the loopback
 
-# The steps that are shown, and what it means that they are done.
+# The steps to show, and what each one proves.
 _SHOWN = {
     "import vescale_fsdp": "done",
     "connect": "done",
@@ -148,10 +148,10 @@ _CHANGES = {
 
 
 def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
-    """All steps, on two ranks, where torch works; what came of them is added to ``outcome``.
+    """Run all steps on two ranks if torch works, and add the results to ``outcome``.
 
     Returns:
-        The name of the loopback if only over that they have met.
+        The name of the loopback interface if the ranks could connect only over it, else "".
     """
     if outcome.failed is not None:
         return ""
@@ -168,8 +168,8 @@ def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
 
 
 def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") -> None:
-    """Fill in what each step came to, and findings where one failed or was slow."""
-    if outcome.failed in LOOK_CHANGES:  # it is told with the devices
+    """Add the result of each step, and findings if one failed or was slow."""
+    if outcome.failed in LOOK_CHANGES:  # the section on devices reports it
         section.add("result", "not tried", {"ok": None})
         return
     for step, done in _SHOWN.items():

@@ -1,17 +1,17 @@
-"""Bytes per rank, bytes on the wire and seconds of one training step, from sizes alone.
+"""Estimates memory per rank, bytes sent and seconds of one training step, from sizes alone.
 
-With S the shard of a group in elements, m ranks it is sharded over and R replicas of those:
+A group has S elements in its shard, is sharded over m ranks, and has R replicas of these:
 
 * weights and gradients: S elements in the dtype of the shards; gradients of trainable groups only
-* optimizer states: of the rank that holds most of them; gaps have none
-* gathers: each rank sends its shard to m - 1 others, (m - 1) S in the compute dtype, in forward,
-  and again in backward where it was released in between; or m - 1 messages of codes
-* reduction: (m - 1) S in the reduce dtype; on gloo in the compute dtype (``dbuffer/collectives``);
-  or m - 1 messages of codes
+* optimizer states: of the rank that has most of them; padding has none
+* all-gather: each rank sends its shard to m - 1 others, (m - 1) S in the compute dtype, in forward,
+  and again in backward if the unit was resharded after forward; in 8 bits m - 1 messages of codes
+* reduce-scatter: (m - 1) S in the reduce dtype; on gloo in the compute dtype
+  (``dbuffer/collectives``); in 8 bits m - 1 messages of codes
 * with replicas: an all-reduce of the reduced shard, 2 (R - 1) / R S in the reduce dtype
 * peak: see ``timeline``
 
-Seconds are bytes over bandwidth: no latency, and nothing hidden behind computation.
+Seconds are bytes divided by bandwidth, without latency and without overlap with computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.cli.timeline import GroupMemory, Peak, Step, UnitMemory, run_step
 
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
-_LEAST_CODED = 4096  # smaller tensors keep full states
+_LEAST_CODED = 4096  # elements; states of smaller tensors are not encoded
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """The sum."""
         return (
             self.gather_forward_bytes
             + self.gather_backward_bytes
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one kind of layout costs on one rank."""
+    """The costs of one kind of layout on one rank."""
 
     shard_elements: int  # of all groups
     padding_elements: int  # over all ranks of one replica
@@ -59,27 +59,28 @@ class Figures:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    peak: Peak  # of what comes and goes
+    peak: Peak  # of buffers that are allocated and freed in a step
     traffic: Traffic
     communication_s: float
 
     @property
     def resting_bytes(self) -> int:
-        """What is there between steps, without gradients."""
+        """Memory between steps, without gradients."""
         return self.weights_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any moment of a step, activations apart."""
+        """The highest memory of a step, without activations."""
         return self.resting_bytes + self.peak.num_bytes
 
 
 def state_bytes(tensor: Tensor, group: Group, unit: Unit, optimizer: str, num_elements: int) -> int:
-    """Bytes of optimizer states for ``num_elements`` of a tensor; its step count is left out.
+    """Return the bytes of optimizer states for ``num_elements`` of a tensor, without step counts.
 
-    adamw: two elements each, in the shard's dtype. adamw8bit: two codes of a byte, and two fp32
-    scales per 256 elements; tensors below 4,096 elements as adamw. muon: one for matrices of
-    hidden layers (two dimensions or more, not in the root), two for the rest. sgd: one (momentum).
+    Per element of the tensor, adamw has two elements in the shard's dtype. adamw8bit has two codes
+    of one byte, and two fp32 scales per 256 elements; for tensors below 4,096 elements it is as
+    adamw. muon has one element for matrices of hidden layers (two dimensions or more, not in the
+    root), two for other tensors. sgd has one (momentum).
     """
     if not group.trainable or optimizer == "none":
         return 0
@@ -91,7 +92,7 @@ def state_bytes(tensor: Tensor, group: Group, unit: Unit, optimizer: str, num_el
 
 
 def figures_of(model: Model, planned: Sequence[PlannedGroup], settings: Settings) -> Figures:
-    """The figures of our layouts."""
+    """Return the figures of our layouts."""
     by_rank = [0] * settings.num_shards
     for each in planned:
         for index, tensor in enumerate(each.group.tensors):
@@ -110,10 +111,10 @@ def figures_of_others(
     settings: Settings,
     shard_elements: Callable[[PlannedGroup], int],
 ) -> Figures:
-    """The figures of another layout, with our engine's buffers around it.
+    """Return the figures of another engine's layout, with the buffers of our engine.
 
-    Only the layout differs, and nothing travels in 8 bits. Optimizer states are taken for the whole
-    shard, in the proportion of the group's tensors.
+    Only the layout differs, and nothing is sent in 8 bits. Optimizer states are counted for the
+    whole shard, in proportion to the group's tensors.
     """
     optimizer_bytes = 0
     for each in planned:
@@ -168,7 +169,7 @@ def _figures(
 
 
 def _keeps(unit: Unit, settings: Settings) -> bool:
-    """Whether its gathered parameters stay from forward to backward, as ``fully_shard`` has it."""
+    """Whether the unit stays unsharded from forward to backward."""
     return unit.is_root if settings.reshard is None else not settings.reshard
 
 
@@ -186,7 +187,7 @@ def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -
 
 
 def _with_codes(memory: GroupMemory, each: PlannedGroup) -> GroupMemory:
-    """The same group, of which some travels in 8 bits. On one rank no gradient does."""
+    """Return the same group with the sizes of its 8-bit messages. One rank sends no gradients."""
     reduces = each.group.trainable and memory.num_shards > 1
     return dataclasses.replace(
         memory,

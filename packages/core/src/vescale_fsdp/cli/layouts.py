@@ -27,19 +27,19 @@ from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
 from vescale_fsdp.planner.api import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.layout import TensorSpec
 
-ALIGNMENT_BYTES = 16  # of tensors in the narrowest dtype that travels, as the engine has it
+ALIGNMENT_BYTES = 16  # of tensors, in the narrowest dtype that is sent; the same in the engine
 
 Track = Callable[[list[tuple[Unit, Group]]], Iterable[tuple[Unit, Group]]]
 
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group with its layout over one set of ranks."""
+    """A group and its layout."""
 
     unit: Unit
     group: Group
     layout: ShardLayout
-    order: str  # what the planner was asked for
+    order: str  # the planner's option
     codes: Codes = AS_THEY_ARE
 
     @property
@@ -49,7 +49,7 @@ class PlannedGroup:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """What forces the padding and what would not, where it is above 5%."""
+        """The cause of padding above 5%, and options with less. None below that."""
         return advise(self.layout, order=self.order)
 
     @cached_property
@@ -59,14 +59,15 @@ class PlannedGroup:
 
     @property
     def is_padded_otherwise(self) -> bool:
-        """Whether there is more than 5% padding, but for the alignment or many ranks."""
+        """Whether there is more than 5% padding that blocks do not cause."""
         return self.layout.padding_ratio > PADDING_LIMIT and not self.is_forced
 
     def message_bytes(self, raw_dtype: Dtype, *, reduces: bool) -> int | None:
-        """Of what one rank sends another in a gather or reduction; None: its part as it is.
+        """Return the size of the 8-bit message from one rank to another. None: nothing is encoded.
 
         Args:
-            raw_dtype: in which travels what is not coded.
+            raw_dtype: dtype of the tensors that are not encoded.
+            reduces: for a reduce-scatter; else for an all-gather.
         """
         codings = [self.codes.of(tensor, self.group)[reduces] for tensor in self.group.tensors]
         if not any(codings):
@@ -80,12 +81,12 @@ class PlannedGroup:
 
     @cached_property
     def fsdp2_shard_elements(self) -> int:
-        """Elements per rank that FSDP2 pays for this group."""
+        """Elements in the shard of FSDP2 for this group."""
         return fsdp2_shard_size(self.layout.specs, self.layout.num_shards)
 
     @cached_property
     def megatron_shard_elements(self) -> int:
-        """Elements per rank that Megatron-FSDP v2 pays for this group."""
+        """Elements in the shard of Megatron-FSDP v2 for this group."""
         return megatron_shard_size(self.layout.specs, self.layout.num_shards)
 
 
@@ -100,17 +101,17 @@ def lay_out_model(
     """Plan each different group once, in order of first appearance.
 
     Args:
-        model: what to plan.
-        num_shards: ranks that one copy of the model is sharded over.
-        rules: the blocks.
-        order: "auto" or "definition", as of the planner.
-        track: is given the work and passes it on; shows a progress bar, for example.
-        codes: of what travels in 8 bits.
+        model: the model to plan.
+        num_shards: number of ranks that one copy of the model is sharded over.
+        rules: give the blocks.
+        order: "auto" or "definition", for the planner.
+        track: wraps the iterator over the groups, for example to show a progress bar.
+        codes: what is sent in 8 bits.
 
     Cost: up to 0.05 s for a group of hundreds of tensors.
 
     Raises:
-        InputError: ``rules`` cut blocks of ``codes``.
+        InputError: ``rules`` allow splits within blocks of ``codes``.
     """
     work = [(unit, group) for unit in model.units for group in unit.groups]
     planned = []

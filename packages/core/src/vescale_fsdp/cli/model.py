@@ -1,10 +1,10 @@
-"""What a plan needs to know of a model: units, their groups, and the tensors in them.
+"""Describes a model for a plan: units, their groups, and the tensors in them. No torch, no data.
 
-A unit is what one call of ``fully_shard`` takes, a group the tensors of a unit that share a
-buffer (one dtype, all trainable or all frozen). Equal units are held once::
+A unit has the parameters of one call of ``fully_shard``. A group has the tensors of a unit that
+share a buffer (one dtype, all trainable or all frozen). Equal units are stored once::
 
-    units   (root, model.layers.0-2, model.layers.3-60)       each different one, with its count
-    order   (0, 1, 1, 1, 2, 2, ..., 2)                        as they run
+    units   (root, model.layers.0-2, model.layers.3-60)       the different units
+    order   (0, 1, 1, 1, 2, 2, ..., 2)                        indices of units, in forward order
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 def parse_dtype(text: str, option: str) -> Dtype:
-    """``fp32``, ``bf16``, ... or torch's name of it; InputError if it is none of them."""
+    """Parse ``fp32``, ``bf16``, ... or torch's name of a dtype. Raises InputError."""
     for short, dtype in _DTYPES.items():
         if text.removeprefix("torch.") in (short, dtype.name):
             return dtype
@@ -50,7 +50,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    is_hidden: bool = False  # a matrix of a hidden layer: no embedding, head, norm or convolution
+    is_hidden: bool = False  # a matrix of a hidden layer; not an embedding, head, norm, convolution
 
     @property
     def numel(self) -> int:
@@ -68,7 +68,7 @@ class Group:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors together."""
+        """Number of elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
@@ -82,7 +82,7 @@ class Unit:
     count: int
 
     def title_of(self, group: Group) -> str:
-        """The group's name in tables and pictures."""
+        """Return the group's name in tables and pictures."""
         if len(self.groups) == 1:
             return self.title
         return f"{self.title}, {group.dtype.name}{'' if group.trainable else ', frozen'}"
@@ -90,32 +90,32 @@ class Unit:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as the planner sees it: no modules, no data."""
+    """The units of a model and their order."""
 
     name: str
-    units: tuple[Unit, ...]  # different ones, in order of first appearance; the root first
+    units: tuple[Unit, ...]  # the different units, in order of first appearance; the root first
     order: tuple[int, ...]  # indices into units, in the order in which forward runs them
 
     @property
     def num_units(self) -> int:
-        """Units that have parameters of their own."""
+        """Number of units that have parameters of their own."""
         return sum(unit.count for unit in self.units if unit.groups)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all tensors of all units."""
+        """Number of elements of all tensors of all units."""
         return sum(unit.count * sum(group.numel for group in unit.groups) for unit in self.units)
 
 
 def make_model(
     name: str, root: Sequence[Group], others: Iterable[tuple[str, Sequence[Group]]]
 ) -> Model:
-    """Fold equal units into one.
+    """Make a model; equal units are stored once.
 
     Args:
-        name: of the model.
-        root: groups of what is in no other unit; may be empty.
-        others: name and groups of each other unit, in the order in which they run.
+        name: the model's name.
+        root: groups of the root; may be empty.
+        others: name and groups of each other unit, in forward order.
     """
     names: dict[tuple[Group, ...], list[str]] = {}
     keys = []
@@ -132,10 +132,10 @@ def make_model(
 
 
 def joined(names: Sequence[str]) -> str:
-    """One name for several: ``h.0-2,5`` for ``h.0``, ``h.1``, ``h.2`` and ``h.5``.
+    """Join names: ``h.0-2,5`` for ``h.0``, ``h.1``, ``h.2`` and ``h.5``.
 
-    Where they differ in more than one number, or have more than three gaps, the first one and
-    how many there are.
+    If they differ in more than one number, or have more than three gaps, the result is the first
+    name and the number of the others.
     """
     distinct = list(dict.fromkeys(names))
     if len(distinct) == 1:
@@ -156,12 +156,12 @@ def joined(names: Sequence[str]) -> str:
 
 
 def kinds(names: Iterable[str]) -> list[str]:
-    """Each name with the numbers between its dots as ``*``: ``experts.7.up``, ``experts.*.up``."""
+    """Replace the numbers in each name by ``*``: ``experts.7.up`` becomes ``experts.*.up``."""
     return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """``[0, 1, 2, 5]`` as ``["0-2", "5"]``."""
+    """Return the ranges of sorted numbers: ``["0-2", "5"]`` for ``[0, 1, 2, 5]``."""
     found = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

@@ -1,5 +1,8 @@
-"""From a function or a config of ``transformers`` to a module on the meta device, and from there to
-units and groups, as ``fully_shard`` would make them. No weights, no network."""
+"""Builds a module on the meta device, and finds the units and groups that ``fully_shard`` makes.
+
+The module comes from the user's function or from a config of ``transformers``. No weights are made,
+and nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ from vescale_fsdp.cli.model import Dtype, Group, Model, Tensor, make_model
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.engine import Roles
 
-_ROOT = -1  # among the indices of blocks
+_ROOT = -1  # stands for the root where others have the index of a block
 
-_MOST_LETTERS = 320  # of another's message
+_MOST_LETTERS = 320  # of the message of an exception
 
-# Code whose line numbers tell a user nothing: ours, libraries, and Python's own.
+# Folders whose code is not the user's: ours, libraries, and Python's own.
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *{path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib"))},
 )
 
-# The first of these that knows a config builds it, unless the config names a class itself.
+# The first of these that accepts a config builds it, unless the config names a class.
 _TASKS = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),  # not for those with an encoder
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
@@ -47,7 +50,9 @@ _TASKS = (
 
 
 def build(module_name: str, function_name: str) -> nn.Module:
-    """Call a function of an importable module, on the meta device; here may be its module.
+    """Call a function of an importable module on the meta device.
+
+    The module may be in the current directory.
 
     Raises:
         InputError: it cannot be imported or found, it raises, or it returns no module.
@@ -56,7 +61,7 @@ def build(module_name: str, function_name: str) -> nn.Module:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        with redirect_stdout(sys.stderr):  # what it prints is not the plan
+        with redirect_stdout(sys.stderr):  # keep its output out of the plan's
             function = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # it is the user's code
         raise InputError(f"{name}: cannot import {module_name!r}: {reason(error)}") from error
@@ -77,9 +82,9 @@ def build(module_name: str, function_name: str) -> nn.Module:
 
 
 def reason(error: BaseException) -> str:
-    """Type and message of an exception in one line, and where in the user's code it came from."""
+    """Return type and message of an exception in one line, with the line in the user's code."""
     message = " ".join(str(error).split())
-    if len(message) > _MOST_LETTERS:  # the cause is at the beginning or at the end
+    if len(message) > _MOST_LETTERS:  # keep beginning and end, where the cause is named
         half = _MOST_LETTERS // 2
         message = f"{message[:half].rstrip()} ... {message[-half:].lstrip()}"
     frames = [
@@ -92,9 +97,9 @@ def reason(error: BaseException) -> str:
 
 
 def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> Model:
-    """Units and groups of a module: its repeated blocks, and the root with what is left.
+    """Find units and groups of a module: its repeated blocks are units, the rest is the root.
 
-    A parameter that several units use is the root's. ``param_dtype`` replaces the dtype of
+    A parameter that several units use belongs to the root. ``param_dtype`` replaces the dtype of
     floating-point parameters, as ``module.to(dtype)`` would.
 
     Raises:
@@ -127,8 +132,8 @@ def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> 
 
 
 def _owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
-    """The index of the block that each parameter, by identity, is in; `_ROOT` if not in one."""
-    homes: dict[int, set[int]] = {}  # of modules: a shared one is in several blocks
+    """Return for each ``id(param)`` the index of its block; `_ROOT` if in none or several."""
+    homes: dict[int, set[int]] = {}  # blocks of each module; a shared module is in several
     for index, block in enumerate(blocks):
         for child in block.modules():
             homes.setdefault(id(child), set()).add(index)
@@ -150,10 +155,10 @@ def _owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
 def _groups(
     params: Iterable[tuple[str, nn.Parameter, bool]], param_dtype: Dtype | None
 ) -> list[Group]:
-    """One group per dtype and trainability, in order of first appearance.
+    """Return one group for each dtype and ``requires_grad``, in order of first appearance.
 
     Args:
-        params: name, parameter, and whether it is a matrix of a hidden layer.
+        params: for each its name, the parameter, and whether it is a matrix of a hidden layer.
     """
     found: dict[tuple[Dtype, bool], list[Tensor]] = {}
     for name, param, is_hidden in params:
@@ -167,7 +172,7 @@ def _groups(
 
 
 def model_of_architecture(name: str, dtype: Dtype) -> Model:
-    """The architecture ``name`` with its default config, such as ``llama``."""
+    """Return the model of an architecture, such as ``llama``, with its default config."""
     transformers = _transformers(f"{name!r} is not a file or a module:function. To look it up")
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
@@ -181,7 +186,7 @@ def model_of_architecture(name: str, dtype: Dtype) -> Model:
 
 
 def model_of_config(content: dict[str, Any], path: str, dtype: Dtype) -> Model:
-    """The model of a ``config.json``."""
+    """Return the model of a ``config.json``."""
     transformers = _transformers(f"to build the model of {path}")
     model_type = content["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
@@ -197,7 +202,7 @@ def _transformers(why: str) -> ModuleType:
         raise InputError(f"{why} transformers is needed: pip install transformers")
     transformers = importlib.import_module(
         "transformers"
-    )  # by name: mypy would read it all, for 20 s
+    )  # by name, because mypy would need 20 s to read transformers
     transformers.logging.set_verbosity_error()
     return transformers
 
@@ -208,7 +213,7 @@ def _model_of_config(
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(content)
         module = _build(transformers, config)
-    except Exception as error:  # any error of a library with 800 architectures
+    except Exception as error:  # transformers may raise anything
         raise InputError(f"transformers cannot build {name}: {reason(error)}") from error
     return model_of_module(module, name, dtype)
 

@@ -1,8 +1,8 @@
-"""The buffers of a plan as a picture: ranks as rows, tensors coloured, padding black.
+"""Draws the buffers of a plan: ranks are rows, tensors are coloured, padding is black.
 
-Both take what ``--json`` has: ``svg`` draws the groups one below the other, ``html`` puts the same
-rows into `picture.html`, a page that loads nothing, answers to the mouse and shows a few ranks
-large. Tensors of a kind (``experts.*.up_proj``) have one colour, in two shades in turn.
+`svg` and `html` take the JSON of a plan. `svg` draws the groups one below the other. `html` puts
+the same rows into `picture.html`, a page that loads nothing, reacts to the mouse and can enlarge a
+few ranks. Tensors of a kind (``experts.*.up_proj``) have one colour in two alternating shades.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from vescale_fsdp.cli.model import kinds
 from vescale_fsdp.cli.text import count, percent, several
 
-_MOST_GROUPS = 16  # nobody looks at the pictures of hundreds
-_MOST_KINDS = 24  # lines of a legend
+_MOST_GROUPS = 16  # limit for the groups to draw
+_MOST_KINDS = 24  # limit for the lines of a legend
 _WIDTH, _LEFT, _LINE = 960, 64, 18  # pixels
-_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # by XML
+_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#57606a}.head{font-weight:600;fill:#1f2328}"
     ".bg{fill:#fff}.pad{fill:#000;stroke:#000}"
@@ -33,7 +33,10 @@ _STYLE = (
 
 
 def svg(plan: Mapping[str, Any]) -> str:
-    """The largest groups of a plan as one SVG document in ASCII. O(tensors), however many ranks."""
+    """Draw the largest groups of a plan as one SVG document in ASCII.
+
+    Its length grows with the number of tensors, not of ranks.
+    """
     groups, colours, title = _prepare(plan)
     ranks = plan["settings"]["num_shards"]
     parts, y = [f'<text class="head" x="20" y="30">{_clean(title)}</text>'], 56.0
@@ -72,7 +75,7 @@ def svg(plan: Mapping[str, Any]) -> str:
 
 
 def html(plan: Mapping[str, Any]) -> str:
-    """A page with the figures of a plan and the rows of its largest groups, in ASCII."""
+    """Return an HTML page in ASCII: the figures of a plan, and the rows of its largest groups."""
     groups, colours, title = _prepare(plan)
     data = json.dumps({**plan, "title": title, "groups": groups})
     page = files(__package__).joinpath("picture.html").read_text(encoding="utf-8")
@@ -86,7 +89,7 @@ def html(plan: Mapping[str, Any]) -> str:
 
 
 def _prepare(plan: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str, str]:
-    """The groups to draw, with what is drawn; the style of the colours; the title of all."""
+    """Return the groups to draw with their rows, the CSS of the colours, and the title."""
     ranks, shown = plan["settings"]["num_shards"], list(plan["groups"])
     title = f"{plan['model']['name']} on {several(ranks, 'rank')}"
     if len(shown) > _MOST_GROUPS:
@@ -118,7 +121,7 @@ def _prepared(group: Mapping[str, Any], ranks: int, order: Mapping[str, int]) ->
 
 
 def _legend(group: Mapping[str, Any], order: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Class of the colour, and text: padding, then kinds, those with most elements first."""
+    """Return CSS class and text of each line: padding, then kinds, the largest first."""
     found: dict[str, list[int]] = {}
     for kind, tensor in zip(_kinds(group), group["tensors"], strict=True):
         found.setdefault(kind, []).append(math.prod(tensor["shape"]))
@@ -132,7 +135,7 @@ def _legend(group: Mapping[str, Any], order: Mapping[str, int]) -> list[tuple[st
 
 
 def _rows(group: Mapping[str, Any], ranks: int, order: Mapping[str, int]) -> str:
-    """A path for each tensor and each run of padding; a row is 1 high and 1,000 wide."""
+    """Return a path for each tensor and each run of padding. A row is 1 high and 1,000 wide."""
     size, position, parts, seen = group["shard_elements"], 0, [], dict.fromkeys(order, 0)
     named = [
         (tensor["offset_elements"], math.prod(tensor["shape"]), kind, tensor)
@@ -152,7 +155,7 @@ def _rows(group: Mapping[str, Any], ranks: int, order: Mapping[str, int]) -> str
 
 
 def _path(class_: str, start: int, stop: int, size: int, title: str) -> str:
-    """[start, stop) of the buffer: the end of a row, whole rows, and the start of one."""
+    """Return the path of [start, stop) of the buffer: end of a row, whole rows, start of a row."""
     if start == stop:
         return ""
     (first, begin), (last, end) = divmod(start, size), divmod(stop, size)
@@ -179,6 +182,6 @@ def _kinds(group: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _clean(text: str) -> str:
-    """``text`` fit for XML and HTML, in ASCII."""
+    """Escape ``text`` for XML and HTML, in ASCII."""
     allowed = entities.escape(_FORBIDDEN.sub("\ufffd", text))
     return allowed.encode("ascii", "xmlcharrefreplace").decode("ascii")

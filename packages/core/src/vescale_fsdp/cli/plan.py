@@ -1,4 +1,4 @@
-"""``vescale-fsdp plan``: its options, and what it does with them."""
+"""``vescale-fsdp plan``: its options, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def plan(
     files = {"--json": json_file, "--html": html, "--svg": svg}
     _refuse_same(files)
     dtype = None if shard_dtype is None else parse_dtype(shard_dtype, "--param-dtype")
-    # Imported here: --help, and a mistake in an option, need not wait for it.
+    # Imported here, so that --help and errors in options are fast.
     from vescale_fsdp.cli.report import make_report
     from vescale_fsdp.cli.sources import load
     from vescale_fsdp.cli.tables import print_report
@@ -185,7 +185,7 @@ def plan(
 
 
 def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
-    """The value of an option that may be given by its former name."""
+    """Return the value of an option that also has a former name."""
     if old is None:
         return new
     if new is not None:
@@ -203,7 +203,7 @@ def _code(text: str | None, option: str, dtypes: tuple[str, ...]) -> Code | None
 
 
 def _refuse_same(files: Mapping[str, str | None]) -> None:
-    """Two outputs in one file would be one, or a mixture."""
+    """Raise InputError if two outputs have the same file."""
     taken: dict[Path, str] = {}
     for option, file in files.items():
         if file is None:
@@ -224,7 +224,7 @@ def _warn_of_unmatched(report: Report) -> None:
 
 
 def _write(report: Report, files: Mapping[str, str | None]) -> None:
-    """What goes to files, and to stdout where one is ``-``."""
+    """Write the outputs to their files; ``-`` is stdout."""
     from vescale_fsdp.cli import picture
     from vescale_fsdp.cli.report import as_json
 

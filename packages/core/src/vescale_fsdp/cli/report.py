@@ -23,41 +23,42 @@ from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.planner import Advice
 
-# Group sizes that are tried, from the one that suits all groups by themselves downwards.
+# How many numbers of ranks are tried, from the largest that the advice for each group allows.
 _MAX_SIZES = 8
 
-# Smaller blocks may pad another group, whose names fit the same patterns; then it has its turn.
+# Smaller blocks may pad another group whose names match the same patterns. The next round makes
+# rules for that group.
 _MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Options that change the plan, and the figures they give."""
+    """Options with less padding, and the figures of the plan with them."""
 
-    options: tuple[str, ...]  # as on the command line, to be added to those that were given
+    options: tuple[str, ...]  # to add to the command line
     figures: Figures
-    is_enough: bool  # no group is padded by its blocks any more
+    is_enough: bool  # blocks force more than 5% padding on no group
     is_below_row: bool = False  # blocks of some tensors are smaller than a row
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What the planner says of the groups that blocks pad, the worst first."""
+    """The groups that blocks pad, those with most padding first, and options with less padding."""
 
-    causes: tuple[tuple[str, str], ...]  # name of the group, and a sentence
+    causes: tuple[tuple[str, str], ...]  # name of the group, and the planner's advice
     alternatives: tuple[Alternative, ...]
 
 
 def suggest(
     model: Model, planned: Sequence[PlannedGroup], settings: Settings, rules: Sequence[str]
 ) -> Suggestion | None:
-    """Options that pad less, or None where no blocks force more than 5% on a group.
+    """Return options with less padding. None: blocks force more than 5% padding on no group.
 
     Args:
-        model: what was planned.
-        planned: its groups.
+        model: the model.
+        planned: its groups with their layouts.
         settings: of the plan.
-        rules: the texts of ``--granularity``.
+        rules: of ``--granularity``.
     """
     padded = [(each, each.advice) for each in planned if each.advice is not None]
     if not padded:
@@ -76,11 +77,11 @@ def suggest(
 def _fewer_ranks(
     model: Model, all_advice: Sequence[Advice], settings: Settings, rules: Sequence[str]
 ) -> Alternative | None:
-    """The largest group size found that suits all groups."""
+    """Find the largest number of ranks to shard over with which blocks pad no group."""
     wanted = [advice.num_shards for advice in all_advice]
     sizes = [size for size in wanted if size is not None and settings.num_shards % size == 0]
     if len(sizes) < len(wanted):
-        return None  # there is none for one of them
+        return None  # for one group there is no such number
     divisors = [size for size in range(min(sizes), 1, -1) if settings.num_shards % size == 0]
     for size in divisors[:_MAX_SIZES]:
         planned = lay_out_model(
@@ -97,7 +98,7 @@ def _fewer_ranks(
 def _smaller_blocks(
     model: Model, planned: Sequence[PlannedGroup], settings: Settings, rules: Sequence[str]
 ) -> Alternative | None:
-    """Rules for all groups, and for those that they pad in turn."""
+    """Find rules with smaller blocks for all padded groups."""
     specs: dict[str, tuple[str, int]] = {}
     is_below_row = False
     for _ in range(_MAX_ROUNDS):
@@ -116,7 +117,7 @@ def _smaller_blocks(
             planned = lay_out_model(
                 model, settings.num_shards, blocks, settings.order, codes=settings.codes
             )
-        except InputError:  # smaller blocks would cut those that travel in 8 bits
+        except InputError:  # they would split blocks that are sent in 8 bits
             return None
     return Alternative(
         tuple(part for rule in added for part in ("--granularity", rule)),
@@ -127,9 +128,9 @@ def _smaller_blocks(
 
 
 def _add_specs(specs: dict[str, tuple[str, int]], each: PlannedGroup, advice: Advice) -> None:
-    """One spec per kind of tensor: names that differ in their numbers only are one kind.
+    """Add a rule for each kind of tensor. Names of one kind differ only in their numbers.
 
-    Where a kind has several blocks, the smallest is taken, in elements before rows.
+    If a kind has several blocks, the smallest is used; blocks in elements before those in rows.
     """
     shapes = {tensor.name: tensor.shape for tensor in each.group.tensors}
     patterns = kinds(glob.escape(name) for name, _ in advice.granularity)
@@ -141,7 +142,7 @@ def _add_specs(specs: dict[str, tuple[str, int]], each: PlannedGroup, advice: Ad
 
 
 OURS, FSDP2, MEGATRON = "veScale-FSDP", "FSDP2", "Megatron-FSDP v2"
-SCHEMA_VERSION = 1  # raised when a name goes or changes its meaning, not when one is added
+SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added
 
 _KEYS = {OURS: "vescale_fsdp", FSDP2: "fsdp2", MEGATRON: "megatron_fsdp_v2"}
 
@@ -152,19 +153,19 @@ class Report:
 
     model: Model
     settings: Settings
-    rules: tuple[str, ...]  # texts of --granularity
-    unmatched_rules: tuple[str, ...]  # those that fit no tensor
+    rules: tuple[str, ...]  # of --granularity
+    unmatched_rules: tuple[str, ...]  # rules that match no tensor
     planned: tuple[PlannedGroup, ...]
     figures: dict[str, Figures]  # by layout, ours first
     suggestion: Suggestion | None
 
 
 def make_report(model: Model, settings: Settings, rules: Sequence[str], track: Track) -> Report:
-    """Plan a model and count what it costs.
+    """Plan a model, and compute its costs.
 
     Raises:
-        InputError: a rule of granularity is none.
-        PlanError: two tensors of a group have one name.
+        InputError: a rule of granularity is invalid.
+        PlanError: two tensors of a group have the same name.
     """
     blocks = BlockRules(rules)
     planned = lay_out_model(
@@ -189,7 +190,7 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The whole report, in types that JSON has."""
+    """Return the whole report as JSON."""
     settings, model = report.settings, report.model
     gather, reduce = (
         None if code is None else str(code)

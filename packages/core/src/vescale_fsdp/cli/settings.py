@@ -1,8 +1,8 @@
-"""What a plan is asked for, parsed and checked: ranks, dtypes, wire, blocks, 8-bit codes.
+"""Parses and checks the options of a plan: ranks, dtypes, network, blocks, 8-bit codes.
 
-``--granularity`` is a list of rules, ``SPEC`` (for matrices: tensors of two or more dimensions) or
+``--granularity`` is a list of rules: ``SPEC`` (for matrices: tensors of two or more dimensions) or
 ``PATTERN=SPEC`` (for tensors whose name in their unit matches the shell pattern). The last rule
-that fits a tensor holds; where none does, it may be split anywhere.
+that matches a tensor is used. A tensor without a rule may be split anywhere.
 
 ``--gather-codec`` and ``--reduce-codec`` are ``int8``, ``int8:32x32``, ``e4m3:256``: the dtype of
 the codes, then the block, rows x columns of a tile or consecutive elements.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["nccl", "gloo"]
 
-_MOST_RANKS = 1 << 20  # states are counted rank by rank
+_MOST_RANKS = 1 << 20  # a limit, because states are counted for each rank
 _CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
 _SPECS = "elements:256, rows:128, tile:32x32 or whole, after an optional PATTERN="
 _SPEC = re.compile(r"elements:(\d+)|rows:(\d+)|tile:(\d+)x(\d+)|whole")
@@ -36,7 +36,7 @@ _Block = Callable[[Sequence[int]], int]  # from the shape to the block, in eleme
 
 @dataclass(frozen=True)
 class Code:
-    """The dtype of codes, and what shares a scale."""
+    """The dtype of the codes, and the block of elements that share a scale."""
 
     dtype: Literal["int8", "e4m3"]
     block: int | tuple[int, int]
@@ -46,20 +46,20 @@ class Code:
         return f"{self.dtype}:{size}"
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has as many elements as a block."""
+        """Whether a tensor has at least as many elements as a block."""
         numel = math.prod(self.block) if isinstance(self.block, tuple) else self.block
         return tensor.numel >= numel
 
 
 @dataclass(frozen=True)
 class Codes:
-    """How weights and gradients are sent; None: as they are."""
+    """The 8-bit codes of weights (gather) and gradients (reduce). None: not encoded."""
 
     gather: Code | None = None
     reduce: Code | None = None
 
     def of(self, tensor: Tensor, group: Group) -> tuple[Coding | None, Coding | None]:
-        """How one tensor travels in gathers and in reductions, by the rules of the engine."""
+        """Return the coding of one tensor in all-gather and in reduce-scatter, as in the engine."""
         if (self.gather is None and self.reduce is None) or not group.dtype.floating:
             return None, None
         from vescale_fsdp.dbuffer import Coding  # loads torch
@@ -74,15 +74,15 @@ class Codes:
         return coding(self.gather, tensor.is_hidden), coding(self.reduce, is_matrix(tensor.shape))
 
     def spec(self, tensor: Tensor, group: Group, asked: int | None) -> TensorSpec:
-        """A tensor for the planner, with a block that keeps those of its codes whole.
+        """Return a tensor for the planner. Its block does not split blocks of its codes.
 
         Args:
-            asked: the block of ``--granularity``; None: it asks for nothing.
+            asked: the block of ``--granularity``. None: it has no rule for this tensor.
 
         Raises:
-            InputError: ``--granularity`` lets cuts go through them.
+            InputError: ``--granularity`` allows splits within blocks of the codes.
         """
-        from vescale_fsdp.planner import TensorSpec  # --help need not wait for it
+        from vescale_fsdp.planner import TensorSpec  # here, so that --help is fast
 
         gather, reduce = self.of(tensor, group)
         if gather is None and reduce is None:
@@ -108,8 +108,8 @@ class Settings:
     """The options of one plan."""
 
     num_ranks: int
-    num_replicas: int = 1  # HSDP: groups of num_ranks / num_replicas
-    compute_dtype: Dtype = BF16  # of what is gathered, and of gradients
+    num_replicas: int = 1  # HSDP: num_ranks / num_replicas ranks shard one copy of the model
+    compute_dtype: Dtype = BF16  # of unsharded parameters and of gradients
     reduce_dtype: Dtype = FP32  # in which gradients are summed
     optimizer: str = "adamw"
     reshard: bool | None = None  # reshard_after_forward of all units; None: all but the root
@@ -132,15 +132,15 @@ class Settings:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that one copy of the model is sharded over."""
+        """Number of ranks that one copy of the model is sharded over."""
         return self.num_ranks // self.num_replicas
 
 
 class BlockRules:
-    """The rules of one command line; InputError if one is none."""
+    """The rules of ``--granularity``. Raises InputError if one is invalid."""
 
     def __init__(self, rules: Sequence[str]) -> None:
-        self._rules: list[tuple[str | None, _Block]] = []  # without a pattern: for matrices
+        self._rules: list[tuple[str | None, _Block]] = []  # pattern None: for matrices
         for rule in rules:
             pattern, equals, spec = rule.rpartition("=")
             if equals and not pattern:
@@ -150,7 +150,7 @@ class BlockRules:
         self._texts = list(rules)
 
     def block(self, tensor: Tensor) -> int | None:
-        """The block of a tensor, in elements; None if no rule fits it."""
+        """Return the block of a tensor in elements. None: no rule matches it."""
         found = None
         for index, (pattern, block) in enumerate(self._rules):
             if pattern is None:
@@ -163,7 +163,7 @@ class BlockRules:
         return found
 
     def unmatched(self) -> list[str]:
-        """The rules that fitted no tensor so far: most likely a pattern with a mistake."""
+        """Return the rules that have matched no tensor so far. Their pattern may be wrong."""
         return [text for text, hit in zip(self._texts, self._hits, strict=True) if not hit]
 
 
@@ -171,7 +171,7 @@ def _block(spec: str, rule: str) -> _Block:
     found = _SPEC.fullmatch(spec)
     if not found:
         raise InputError(f"--granularity {rule!r}: {spec!r} is none of {_SPECS}")
-    from vescale_fsdp import Granularity  # the engine's own rule; it loads torch
+    from vescale_fsdp import Granularity  # loads torch
 
     elements, rows, tile_rows, tile_columns = (int(n) if n else None for n in found.groups())
     try:
@@ -189,7 +189,12 @@ def _block(spec: str, rule: str) -> _Block:
 def parse_code(
     text: str, option: str, dtypes: tuple[str, ...], block: int | tuple[int, int]
 ) -> Code:
-    """A code as it is written on the command line: of these dtypes, with this block if none is."""
+    """Parse a code of the command line.
+
+    Args:
+        dtypes: the dtypes that are allowed.
+        block: the default block.
+    """
     found = _CODE.fullmatch(text)
     if not found or found["dtype"] not in dtypes:
         raise InputError(
@@ -209,13 +214,12 @@ _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of ``400Gbit``, ``1Gbit``, ``50GB``; powers of ten.
+    """Parse ``400Gbit``, ``1Gbit`` or ``50GB`` to bytes per second. Prefixes are powers of ten.
 
-    Case matters in one letter only: ``b`` is a bit, ``B`` a byte. In ``50gb``, where nothing
-    shows that it was meant, neither is taken.
+    Case matters only for ``b`` (bit) and ``B`` (byte). ``50gb`` could mean both and is refused.
 
     Raises:
-        InputError: it is no number with a unit, it is zero, or it may mean bits or bytes.
+        InputError: it is not a number with a unit, it is zero, or it may mean bits or bytes.
     """
     found = _BANDWIDTH.fullmatch(text.strip())
     if not found or not float(found["number"]):

@@ -1,14 +1,14 @@
-"""What MODEL on the command line means: a file, a function that builds a model, or a name.
+"""Loads the MODEL of the command line: a file, a function that builds a model, or a name.
 
-The shapes file is a model as JSON, for models that nobody has built::
+A shapes file describes a model in JSON, if there is no code for it::
 
     {"model": "tiny", "groups": [
         {"name": "layer", "count": 2, "tensors": [["attn.weight", [64, 64]], ["norm", [64]]]},
         {"name": "root", "tensors": [["embed.weight", [1000, 64]]]}]}
 
-Each group is a unit of its own, ``count`` times (default 1), in the order in which they run. The
-one named ``root`` is the root. ``total_params``, if it is there, is checked; a ``note`` is for
-people. Other keys are refused.
+Each group is a separate unit that occurs ``count`` times (default 1). They are in forward order.
+The one named ``root`` is the root. ``total_params`` is optional and checked. A ``note`` is ignored.
+Other keys are refused.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _KINDS = (
 _KEYS = ("model", "note", "total_params", "groups")
 _GROUP_KEYS = ("name", "count", "tensors")
 
-# As in `engine.roles`, which loads torch.
+# The same words as in `engine.roles`, which loads torch.
 HEADS = frozenset(("classifier", "head", "lm_head", "logits", "output", "score", "unembed"))
-_OTHERS = ("emb", "position", "conv")  # what words of embeddings and convolutions begin with
+_OTHERS = ("emb", "position", "conv")  # beginnings of words for embeddings and convolutions
 
-_MOST_UNITS = 100_000  # of one kind: a step is followed unit by unit
+_MOST_UNITS = 100_000  # limit for one kind, because each unit of a step is simulated
 
 
 def load(text: str, param_dtype: Dtype | None) -> Model:
-    """The model that ``text`` names. Nothing is downloaded, no weights are read or made.
+    """Return the model that ``text`` names. Nothing is downloaded, no weights are read or made.
 
     Args:
-        text: the path of a shapes file, of a ``config.json`` of transformers or of the folder
-            that has one; or ``module:function``, called without arguments; or the name of an
-            architecture of the installed transformers.
-        param_dtype: of the shards, for parameters of a floating-point dtype. None: that of the
-            parameters that a function has built, and fp32 for everything else.
+        text: the path of a shapes file, of a ``config.json`` of transformers or of its folder; or
+            ``module:function``, called without arguments; or the name of an architecture of the
+            installed transformers.
+        param_dtype: dtype of the shards of floating-point parameters. None: their own dtype if a
+            function built them, else fp32.
 
     Raises:
-        InputError: there is no such thing, or no model can be made of it.
+        InputError: it does not exist, or no model can be made of it.
     """
     dtype = param_dtype or parse_dtype("fp32", "--param-dtype")
     path = Path(text)
@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} has a {type(content).__name__}, expected a JSON object")
@@ -93,7 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_shapes(content: dict[str, Any], path: str, dtype: Dtype) -> Model:
-    """The model that a shapes file describes; ``dtype`` is that of all tensors."""
+    """Return the model of a shapes file. ``dtype`` is the dtype of all tensors."""
     _refuse_others(content, _KEYS, path)
     entries = content["groups"]
     if not isinstance(entries, list) or not entries:
@@ -157,7 +157,7 @@ def _tensor(item: Any, where: str, is_root: bool) -> Tensor:
 
 
 def _is_hidden(name: str, shape: tuple[int, ...], is_root: bool) -> bool:
-    """As far as names tell; the engine sees modules too."""
+    """Whether it is a matrix of a hidden layer, by its name. (The engine also sees the module.)"""
     parts = name.lower().split(".")
     words = [word for part in parts for word in part.split("_")]
     is_head = is_root and not HEADS.isdisjoint(parts)

@@ -26,14 +26,14 @@ from vescale_fsdp.cli.text import (
 )
 from vescale_fsdp.cli.timeline import KINDS
 
-_MOST_LINES = 4  # of one kind, about different groups
+_MOST_LINES = 4  # limit for lines of one kind
 
-# A row of the table of figures: label, value, and how it is written.
+# A row of the table of figures: label, function for the value, function for its text.
 _Row = tuple[str, Callable[[Figures], float], Callable[[float], str]]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a header, the groups, the figures per rank, and what would be better."""
+    """Print a header, the groups, the figures per rank, and suggestions."""
     _print_header(report, console)
     console.print()
     columns = ("group", "units", "tensors", "elements", "per rank", "padding", "order")
@@ -101,7 +101,7 @@ def _group_row(each: PlannedGroup) -> Sequence[str]:
 
 
 def _print_padded(planned: Sequence[PlannedGroup], console: Console) -> None:
-    """Why groups are padded by more than 5%."""
+    """Print why groups have more than 5% padding."""
     forced = [each for each in planned if each.is_forced]
     for each in forced[:_MOST_LINES]:
         assert each.advice is not None, "there is advice where blocks force padding"
@@ -126,7 +126,7 @@ def _print_padded(planned: Sequence[PlannedGroup], console: Console) -> None:
 
 
 def _print_tiles(report: Report, console: Console) -> None:
-    """A way out, where tiles of codes may be what pads."""
+    """Print a suggestion if tiles of codes may cause the padding."""
     codes = report.settings.codes
     tiles = [
         each for each in (codes.gather, codes.reduce) if each and isinstance(each.block, tuple)
@@ -156,7 +156,7 @@ def _print_scalars(report: Report, console: Console) -> None:
 
 
 def _counted_kinds(names: Sequence[str]) -> list[str]:
-    """Names that differ in their numbers only as one: ``experts.*.up (256)``."""
+    """Join names that differ only in their numbers: ``experts.*.up (256)``."""
     return [f"{kind} ({n})" if n > 1 else kind for kind, n in Counter(kinds(names)).items()]
 
 
@@ -206,7 +206,7 @@ def _print_suggestion(report: Report, console: Console) -> None:
     for number, each in enumerate(suggestion.alternatives, start=1):
         pairs = zip(each.options[::2], each.options[1::2], strict=True)
         text = " \\\n    ".join(shlex.join(pair) for pair in pairs)
-        # As it is: a line broken at a blank could not be pasted.
+        # Not wrapped, so that users can copy it.
         console.print(f"({number}) {text}", highlight=False, markup=False, soft_wrap=True)
         rows.append((f"with ({number})", each.figures))
     _print_cautions(suggestion, ours, console)
@@ -226,7 +226,7 @@ def _summary(figures: Figures) -> Sequence[str]:
 
 
 def _print_cautions(suggestion: Suggestion, ours: Figures, console: Console) -> None:
-    """What a user should know before following a suggestion."""
+    """Print the drawbacks of the suggestions."""
     for number, each in enumerate(suggestion.alternatives, start=1):
         if each.is_below_row:
             line(console, f"({number}): some of these blocks are smaller than a row.")

@@ -1,4 +1,4 @@
-"""Words for people: amounts with three digits and a unit, tables, bars of progress, bad input."""
+"""Formats output: amounts with three digits and a unit, tables, progress bars, errors of input."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 class InputError(Exception):
-    """Bad input. ``main`` prints the message as one line on stderr and ends with exit code 2."""
+    """Bad input. ``main`` prints the message as one line on stderr and returns exit code 2."""
 
 
 def count(number: float) -> str:
-    """Elements or parameters: 3_232_931_520 is "3.23 bn". Not B, which is bytes here."""
+    """Format a number of elements: "3.23 bn" for 3_232_931_520. Not "B", which means bytes here."""
     return _scaled(number, 1000, ("", "K", "M", "bn", "tn"))
 
 
 def several(number: int, noun: str) -> str:
-    """``1 unit``, ``37 units``."""
+    """Format a number with a noun: ``1 unit``, ``37 units``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def plain(text: str) -> str:
-    """``text`` without what would steer a terminal, or break a line: each as ``\\x1b`` is."""
+    """Escape control characters and line breaks in ``text``, as in ``\\x1b``."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
         for letter in text
@@ -41,17 +41,17 @@ def plain(text: str) -> str:
 
 
 def bits_per_s(bytes_per_s: float) -> str:
-    """50e9 is "400 Gbit/s"."""
+    """Format bytes per second as bits: "400 Gbit/s" for 50e9."""
     return _scaled(8 * bytes_per_s, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def binary(num_bytes: float) -> str:
-    """In powers of 1,024: 2**31 is "2.00 GiB"."""
+    """Format bytes in powers of 1,024: "2.00 GiB" for 2**31."""
     return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def duration(seconds: float) -> str:
-    """In seconds, or milli- or microseconds where that reads better."""
+    """Format seconds; short ones as milliseconds or microseconds."""
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 0.9995:
             return f"{_digits(seconds * scale)} {unit}"
@@ -59,14 +59,14 @@ def duration(seconds: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """0.0574 is "5.74%"; from 1,000% on as a multiple, 77.1 is "77.1x"."""
+    """Format a ratio: "5.74%" for 0.0574; from 1,000% on as a multiple, "77.1x" for 77.1."""
     return f"{_digits(ratio)}x" if ratio >= 10 else f"{_digits(100 * ratio)}%"
 
 
 def difference(value: float, base: float) -> str:
-    """By how much ``value`` is above (+) or below (-) ``base``; 0 where that is nothing.
+    """Format how much ``value`` is above (+) or below (-) ``base``, in percent.
 
-    From ten times ``base`` on as a multiple: 785 and 10 are "78.5x".
+    From ten times ``base`` on it is a multiple: "78.5x" for 785 and 10.
     """
     if not base:
         return ""
@@ -86,29 +86,29 @@ def _scaled(number: float, step: int, units: Sequence[str]) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three of them, where there are."""
+    """Format a number with three digits."""
     return f"{number:,.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def color_system() -> Literal["auto"] | None:
-    """For rich: with NO_COLOR, nothing is bold or dim either."""
+    """Return the color system for rich. With NO_COLOR, text is not bold or dim either."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where to print: without colours if it is no terminal."""
+    """Return a console for stdout or stderr, without colours if it is not a terminal."""
     from rich.console import Console
 
     return Console(stderr=stderr, color_system=color_system())
 
 
 def line(console: Console, words: str, style: str | None = None) -> None:
-    """Print words that may come from a file: they are no markup, and steer no terminal."""
+    """Print text that may come from a file. Markup and control characters have no effect."""
     console.print(plain(words), style=style, highlight=False, markup=False)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The first column to the left, the others to the right. What is too long takes more lines."""
+    """Make a table. The first column is left-aligned, the others right. Long cells are wrapped."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -124,7 +124,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def track(items: Sequence[T], label: str) -> Iterator[T]:
-    """The items one by one; a bar on stderr from the second second on, if it is a terminal."""
+    """Yield the items. After one second, show a progress bar on stderr if it is a terminal."""
     from rich.progress import Progress
 
     with _progress(label, Progress.get_default_columns) as update:
@@ -136,7 +136,7 @@ def track(items: Sequence[T], label: str) -> Iterator[T]:
 
 @contextmanager
 def track_bytes(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what is to be told the bytes so far and of all; shown as `track` does."""
+    """Yield a callback for bytes done and in total. It shows a progress bar as `track` does."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     def columns() -> tuple[Any, ...]:

@@ -1,44 +1,49 @@
-"""The memory of one training step on one rank, event by event, in bytes.
+"""Simulates the memory of one training step on one rank, in bytes.
 
-The engine's own core (`vescale_fsdp.program`) runs the step, on units and groups that count bytes,
-as ``engine/reduce`` and ``dbuffer/collectives`` need them. Here with the default ``in_flight=2``:
-F is a unit's unsharded parameters, m shards in the compute dtype; M its gradients as autograd makes
-them, one after the other; G the buffer that they are copied to when the unit is complete (on NCCL
-in the reduce dtype); R what its reduction needs on top: on gloo a buffer of G's size to receive in
-(less this rank's part, where it is long), on NCCL nothing; g its reduced gradient, one shard, which
-stays as ``.grad``. For a root ``r`` and blocks 1 to 4::
+The engine's scheduler (`vescale_fsdp.program`) runs the step on units and groups that only count
+bytes, as many as ``engine/reduce`` and ``dbuffer/collectives`` need. The letters mean:
 
-    forward of r    F_r F_1                                the root first, and a gather ahead
+* F: a unit's unsharded parameters, m shards in the compute dtype
+* M: its gradients from autograd, which come one after the other
+* G: the buffer that M is copied to when all gradients of the unit are there (on NCCL in the reduce
+  dtype)
+* R: what the reduce-scatter needs in addition: on gloo a receive buffer of G's size (without this
+  rank's part, if that is long), on NCCL nothing
+* g: the reduced gradient, one shard, which stays as ``.grad``
+
+Example with the default ``in_flight=2``, a root ``r`` and blocks 1 to 4::
+
+    forward of r    F_r F_1                                the root first, with one prefetch
     forward of 1    F_r F_1 F_2
     forward of 2    F_r F_2 F_3                            F_1 was freed after its forward
     forward of 4    F_r F_4
     backward of r   F_r F_4      M_r                       M_r lives until the end
     backward of 4   F_r F_4 F_3  M_r M_4
       its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
-    backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduction of 4 is under way
-      from half on  F_r F_3 F_2  M_r g_4 M_3               it is complete: now the all-gather
+    backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduce-scatter of 4 runs
+      second half   F_r F_3 F_2  M_r g_4 M_3               it has ended: now the prefetch of 2
       its end       F_r F_2      M_r g_4 M_3 G_3
-    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         nothing is left to gather
+    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         no unit left to prefetch
     end                          g_4 g_3 g_2 G_1 R_1 M_r G_r, then R_r in place of M_r
     after           g_4 g_3 g_2 g_1 g_r
 
-With ``in_flight=3`` F_4 stays from the forward of 4 on, and so on.
+With ``in_flight=3``, F_4 stays after the forward of 4, and so on.
 
-On NCCL all-gathers and reductions do not alternate: F_2 is there from the start of the backward of
-3, and G_4 and R_4 until its end; nor do they where one tensor is more than half of a unit.
-Gradients of a unit come in the reverse of the order in which its tensors are defined.
+On NCCL, all-gather and reduce-scatter do not alternate: F_2 exists from the start of the backward
+of 3, and G_4 and R_4 until its end. The same holds if one tensor is more than half of a unit. The
+gradients of a unit come in the reverse order of its tensors.
 
-What is sent in 8 bits (M ranks send messages of c bytes) has M c in the place of F until it is
-used, and both for the moment of decoding; c more stays from forward to backward, to be sent again.
-Its reduction has 2 M c (less one c, where it is long) in the place of G and R.
+In 8 bits, each of m ranks sends a message of c bytes. m c bytes replace F until the unit is used;
+both exist during decoding. Another c bytes stay from forward to backward, to be sent again. The
+reduce-scatter has 2 m c bytes (minus one c, if it is long) instead of G and R.
 
-All the time there are the shards and the optimizer's states. What a root has ahead of its blocks
-(an embedding) gets its gradient last; here all of M_r is there from the start, as nothing says
-which tensors these are. So the peak is a little too high where the blocks make it.
+Shards and optimizer states exist all the time. A root's tensors that run before the blocks (an
+embedding) get their gradients last. The simulation does not know which tensors these are, and
+counts all of M_r from the start, so the peak is a little too high if it is in a block's backward.
 
-Not counted: activations; what the optimizer needs for a moment; memory that an allocator or a
-communication library keeps for itself; gradients that autograd holds back because a tied weight is
-used elsewhere too.
+Not counted: activations, temporary memory of the optimizer, memory that an allocator or a
+communication library caches, and gradients that autograd keeps because a tied weight is also used
+elsewhere.
 """
 
 from __future__ import annotations
@@ -60,69 +65,70 @@ KEPT = "messages for backward"
 MADE = "gradients"
 KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
-# As in `dbuffer.transport`, which loads torch: from there on a rank's own part stays where it is.
+# As in `dbuffer.transport`, which loads torch: a rank's own part of at least this size is not
+# copied to the receive buffer.
 SHORTEST_EXCHANGE = 1 << 13
 
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Sizes and dtypes of one group, per rank."""
+    """Sizes and dtypes of one group on one rank."""
 
     shard_elements: int
     num_shards: int
-    tensors: tuple[int, ...]  # elements of each, in the order of their definition
+    tensors: tuple[int, ...]  # elements of each tensor, in the order of definition
     shard_dtype: Dtype
     compute_dtype: Dtype
     reduce_dtype: Dtype
     trainable: bool
-    gather_message: int | None = None  # bytes of codes that a rank sends; None: its part as it is
-    reduce_message: int | None = None  # and to each rank, of its gradients
+    gather_message: int | None = None  # bytes that a rank sends in 8 bits; None: not encoded
+    reduce_message: int | None = None  # the same for gradients, to each rank
 
     @property
     def gathered_message(self) -> int:
-        """Bytes that a rank brings to a gather."""
+        """Bytes that a rank contributes to an all-gather."""
         if self.gather_message is not None:
             return self.gather_message
         return self.shard_elements * self.compute_dtype.itemsize
 
     @property
     def elements(self) -> int:
-        """Elements of its tensors, without gaps."""
+        """Elements of its tensors, without padding."""
         return sum(self.tensors)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
+        """Bytes of the unsharded parameters."""
         return self.shard_elements * self.num_shards * self.compute_dtype.itemsize
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the gradients that autograd makes."""
+        """Bytes of the gradients from autograd."""
         return self.elements * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of the shard; of its gradient too."""
+        """Bytes of the shard, and also of its gradient."""
         return self.shard_elements * self.shard_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit of a model, in a place of the order in which forward runs them."""
+    """One unit at its position in forward order."""
 
     title: str
     groups: tuple[GroupMemory, ...]
     is_root: bool
-    keeps: bool  # its gathered parameters stay from forward to backward
+    keeps: bool  # it stays unsharded from forward to backward
 
     @property
     def trainable(self) -> bool:
-        """Whether any of its parameters wants a gradient."""
+        """Whether any of its parameters requires a gradient."""
         return any(group.trainable for group in self.groups)
 
 
 class Peak(NamedTuple):
-    """The moment with the most bytes in buffers that come and go within a step."""
+    """The highest memory of buffers that are allocated and freed within a step."""
 
     num_bytes: int
     when: str  # such as "the backward of model.layers.0-31"
@@ -130,30 +136,29 @@ class Peak(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step needs."""
+    """The result of a simulated step."""
 
     peak: Peak
-    forward_gathers: list[int]  # indices of units, in the order of their gathers
+    forward_gathers: list[int]  # indices of units, in the order of their all-gathers
     backward_gathers: list[int]
 
 
 def run_step(
     units: Sequence[UnitMemory], backend: Backend, *, num_replicas: int = 1, in_flight: int = 2
 ) -> Step:
-    """The gathers of one step, and the peak of the buffers that come and go in it.
+    """Simulate one step. Returns its all-gathers and its peak.
 
     Args:
-        units: in the order in which forward runs them, the root first (without groups, if it
-            has no parameters of its own).
+        units: in forward order, the root first (without groups if it has no parameters).
         backend: "gloo" reduces by all-to-all, "nccl" by reduce-scatter.
-        num_replicas: of HSDP; reduced gradients are summed over them, in place.
-        in_flight: as of ``fully_shard``.
+        num_replicas: of HSDP. Reduced gradients are summed over them, in place.
+        in_flight: as in ``fully_shard``.
     """
     return _Model(units, backend, num_replicas, in_flight).step()
 
 
 class _Account:
-    """Bytes that are there now, by kind, and the most there were."""
+    """The allocated bytes by kind, and the peak."""
 
     def __init__(self) -> None:
         self._live: Counter[str] = Counter()
@@ -178,13 +183,13 @@ class _Account:
 
 
 class _Call:
-    """A forward, as the graph holds it."""
+    """Stands for a forward in the autograd graph."""
 
     pass_number = 0
 
 
 class _Unit(Residency):
-    """A unit's parameters, as bytes."""
+    """A unit. Counts the bytes of its parameters."""
 
     version = 0
     is_stale = has_streams = trainable = all_trainable = False  # the last three: see __init__
@@ -214,7 +219,7 @@ class _Unit(Residency):
                 self._account.add(GATHERED, group.gathered_message * group.num_shards)
 
     def wait_for_unshard(self) -> None:
-        """The messages become parameters."""
+        """Decode the messages to parameters."""
         if not self._is_decoded:
             self._is_decoded = True
             for group in self.memory.groups:
@@ -239,7 +244,7 @@ class _Unit(Residency):
 
 
 class _Group(Reduction):
-    """A group's gradients, as bytes."""
+    """A group. Counts the bytes of its gradients."""
 
     has_gradients = False
 
@@ -248,8 +253,8 @@ class _Group(Reduction):
         self._account = model.account
         message, shards = group.reduce_message, group.num_shards
         self._sum_bytes = group.shard_elements * group.reduce_dtype.itemsize
-        # On NCCL they are cast as they are copied. One rank alone has nothing to sum there: what
-        # was collected becomes ``.grad`` as it is.
+        # On NCCL gradients are cast when they are copied. With one rank there is nothing to sum,
+        # and the copy becomes ``.grad``.
         self._local_bytes = group.full_bytes if model.by_all_to_all else self._sum_bytes * shards
         self._hands_over = not model.by_all_to_all and shards == 1
         self._sums_at_end = shards > 1 and (model.by_all_to_all or message is not None)
@@ -278,7 +283,7 @@ class _Group(Reduction):
             account.add(REDUCED, self._sum_bytes)
         if group.reduce_message is None:
             account.drop(LOCAL, self._local_bytes)
-        else:  # what one rank has sent, decoded in fp32
+        else:  # the message of one rank, decoded in fp32
             account.add(REDUCING, 4 * group.shard_elements)
             account.drop(REDUCING, 4 * group.shard_elements)
         account.drop(REDUCING, self._scratch_bytes)
@@ -302,14 +307,14 @@ def _received_bytes(sent: int, num_shards: int) -> int:
 
 
 class _Model(Executor):
-    """Runs a step of a model, unit by unit, with one rank that stands for all."""
+    """Runs the step of a model on one simulated rank."""
 
     def __init__(
         self, memories: Sequence[UnitMemory], backend: Backend, num_replicas: int, in_flight: int
     ) -> None:
         self.by_all_to_all, self.num_replicas = backend == "gloo", num_replicas
         self.account = _Account()
-        self.summing: list[_Group] = []  # over replicas, until the end
+        self.summing: list[_Group] = []  # groups that are summed over replicas until the end
         has_streams = not self.by_all_to_all
         self._units = [_Unit(each, self.account, has_streams=has_streams) for each in memories]
         pairs = [(unit, group) for unit in self._units for group in unit.memory.groups]
@@ -327,11 +332,14 @@ class _Model(Executor):
         )
         self._in_flight = in_flight
         trained = [index for index, unit in enumerate(self._units) if unit.trainable]
-        # Frozen units ahead of the first trainable one see no gradient.
+        # Backward does not reach frozen units before the first trainable one.
         self._first = max(trained[0], 1) if trained else len(memories)
 
     def step(self) -> Step:
-        """A step; the second where the first finds out which units stay for its backward."""
+        """Simulate a step. With ``in_flight`` of 3 or more it is the second.
+
+        In the first, the scheduler finds out which units stay unsharded for backward.
+        """
         for _ in range(1 if self._in_flight < 3 else 2):
             self.account.begin_step()
             calls = self._forward()
@@ -356,7 +364,7 @@ class _Model(Executor):
         self._passes.after_forward(unit, is_closed=self._is_late(unit), is_visited=comes_back)
 
     def _is_late(self, unit: _Unit) -> bool:
-        """Whether its inputs need no gradient, so that only the end completes it."""
+        """Whether its inputs require no gradient, so that it is complete at the end of backward."""
         root = self._units[0]
         return unit is root or (unit.index <= self._first and not root.trainable)
 
@@ -377,7 +385,7 @@ class _Model(Executor):
         self.account.when = "the end of the backward"
         self._passes.end_backward()
 
-    # As an executor: every rank is like this one.
+    # Methods of an executor. All ranks are assumed to be equal.
 
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
         return mine

@@ -1,23 +1,23 @@
-"""The codec of blocks in two Triton kernels: one launch writes or reads any number of messages.
+"""The block codec as two Triton kernels. One launch encodes or decodes any number of messages.
 
-Imported only where it is used (see `codec_launches`); nothing else of ours needs Triton. A program
-of a launch finds its row of the table, and handles a few whole blocks of that piece, or a few
-numbers of a piece that is not coded::
+This module is imported only when it is used (see `codec_launches`); no other module needs Triton. A
+program of a launch finds its row in the table, and handles a few complete blocks of this piece, or
+some numbers of a piece that is not encoded::
 
     programs    0   1   2   3   4   5   6   7            rank 0: a, a gap; rank 1: a, b
     piece_of    0   0   0   1   2   2   3   3            rows of the table
 
-Codes, scales and numbers have the bits of `eight_bits`. What makes them equal:
+Codes, scales and numbers are bitwise those of `eight_bits`, for these reasons:
 
-* Divisions are ``div_rn``, of one rounding; ``/`` is approximate in Triton.
-* The largest magnitude is found among bits, as integers: there NaN > infinity > all others, and it
-  is the same in any order.
-* Numbers are rounded to whole ones, ties to even, by an addition: beside 1.5 * 2**23 the unit in
-  the last place of float32 is 1. To e4m3, and to bfloat16, they are rounded in integers. So it is
-  the same on devices that have no such conversion, and in the interpreter, which truncates.
-* A product that is added to something is rounded before: `OPTIONS` forbids to fuse the two.
+* Divisions use ``div_rn``, which rounds correctly; ``/`` is approximate in Triton.
+* The largest magnitude is found with the bits as integers. There NaN > infinity > all others, and
+  the result does not depend on the order.
+* Numbers are rounded to integers, ties to even, by adding 1.5 * 2**23, where the last place of
+  float32 is 1. For e4m3 and bfloat16 they are rounded with integer operations. So results are the
+  same on devices without these conversions, and in the interpreter, which truncates.
+* A product is rounded before it is added to something: `OPTIONS` disables fused multiply-add.
 
-Which NaN one is, is not promised: torch's own operators write different ones on a CPU and on CUDA.
+The bits of a NaN may differ; torch's own operators write different ones on a CPU and on CUDA.
 """
 
 from __future__ import annotations

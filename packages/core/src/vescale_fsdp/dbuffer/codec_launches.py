@@ -1,13 +1,12 @@
-"""Launches of the kernels of `codec_kernels`, and whether a device has them.
+"""Launches the kernels of `codec_kernels`, and decides whether a device uses them.
 
-They find their work in a table of `codec_tables`. A launch goes to the current device.
+The kernels get a table of `codec_tables`. A launch uses the current device.
 
-``VESCALE_FSDP_CODEC=auto|torch|triton`` chooses who writes and reads the messages of a
-`BlockCodec`, when it first sees a device: ``auto`` (the default) takes the kernels on CUDA, where
-Triton can be imported and the kernels have passed a small test on that device; ``torch`` never
-takes them; ``triton`` always does. On a CPU they run in Triton's interpreter only
-(``TRITON_INTERPRET=1``), for tests. The bits are the same either way, so ranks may choose
-differently.
+``VESCALE_FSDP_CODEC=auto|torch|triton`` chooses how a `BlockCodec` encodes and decodes messages. It
+is read at the first use of a device. ``auto`` (the default) uses the kernels on CUDA if Triton can
+be imported and the kernels pass a small test on the device; ``torch`` never uses them; ``triton``
+always does. On a CPU they run only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests. The
+results are bitwise equal, so ranks may choose differently.
 """
 
 from __future__ import annotations

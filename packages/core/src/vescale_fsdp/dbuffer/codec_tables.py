@@ -1,9 +1,9 @@
-"""Tables of pieces on a device, from which one launch writes or reads many messages of blocks.
+"""Tables for the kernels of `codec_kernels`, so that one launch handles many messages.
 
-With torch's operators a message costs a dozen of them for each tensor that a rank has a part of;
-those of 64 ranks keep the host busy for milliseconds. The kernels of `codec_kernels` find their
-work in a table instead. It has a row for each piece and each gap, rank by rank, and a list of which
-row each program of a launch handles: 4 bytes for every 2,048 numbers.
+With torch's operators, a message needs a dozen of them for each tensor of which a rank has a part;
+for 64 ranks this takes milliseconds of host time. The kernels read a table on the device instead.
+It has a row for each piece and each gap, rank by rank. A second list has the row of each program of
+a launch: 4 bytes for every 2,048 numbers.
 """
 
 from __future__ import annotations

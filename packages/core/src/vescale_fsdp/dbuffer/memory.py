@@ -1,31 +1,30 @@
-"""Memory that comes and goes under addresses that stay.
+"""Buffers whose memory is allocated and freed while their Storage object stays the same.
 
-The full buffers of a group exist for a moment in every step. A `Region` is one Storage object
-for life, with memory under it only while it is needed, so that views of it can be made once and
-saved by autograd.
+The full buffers of a group are needed only for a short part of every step. A `Region` is one
+Storage object that has memory only during that part. So its views are made once, and autograd can
+save them.
 
-* On an accelerator its size goes to 0 and back; the caching allocator makes that cheap.
-* On Linux CPUs it is a private mapping (`Mapped`). Through malloc the same buffers would fragment
-  the heap without bound: glibc serves them from the heap as soon as one of them was freed, and the
-  aligned requests of torch do not fit the holes that they leave.
-  What is smaller than 16 KiB keeps its pages: to move them costs more than to copy it.
-* Elsewhere the size goes to 0 and back through malloc.
-* With ``VESCALE_FSDP_CHECK_MEMORY=1`` nothing is freed: what is released is filled with NaN (bytes
-  of ones), so that whoever reads it shows.
+* On an accelerator the storage is resized to 0 and back; the caching allocator makes that cheap.
+* On Linux CPUs it is a private mapping (`Mapped`). With malloc the same buffers would fragment the
+  heap without limit: glibc allocates them on the heap once one of them was freed, and torch's
+  aligned requests do not fit the freed blocks. Regions below 16 KiB keep their pages, because
+  moving pages costs more than copying so little.
+* On other systems the storage is resized to 0 and back with malloc.
+* With ``VESCALE_FSDP_CHECK_MEMORY=1`` nothing is freed. A released region is filled with NaN
+  (bytes of ones), so that an error is visible if code reads it.
 
-A model's blocks have full buffers of one size, of which a few are there at a time. Fresh pages are
-cleared by the kernel and mapped one fault at a time, which took a quarter of the processor time of
-a step (docs/design/performance.md). So a mapped region that is released keeps its pages until
-another one of its size needs some, and gives them to it: ``mremap`` moves them under the other's
-address::
+The blocks of a model have full buffers of the same size, and only a few exist at a time. The kernel
+clears new pages and maps each at a page fault, which took a quarter of the processor time of a step
+(docs/design/performance.md). So a released mapped region keeps its pages until another region of
+its size needs memory. Then ``mremap`` moves them to the address of the other region::
 
     block 0   | pages |  --released-->  | pages |  --moved-->  |       |
-    block 2   |       |                 |       |              | pages |  with what they held
+    block 2   |       |                 |       |              | pages |  with their old contents
 
-They go back to the system when a region needs memory and no spare pages fit it, so that there are
-never more pages than were needed at once, and at `hand_back`.
+Spare pages are freed when a region needs memory and none of them fit, so that there are never more
+pages than were needed at once; and by `hand_back`.
 
-A `SlabPool` lends scratch memory that nobody has saved views of, such as gradients being reduced.
+A `SlabPool` has temporary memory without saved views, for example for gradients during a reduction.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Mapped:
         self._ranges = [each for each in ((0, whole), (whole, rest)) if each[1]]
 
     def materialize(self) -> None:
-        """Put memory under the storage, uninitialised. Does nothing if it is there."""
+        """Allocate memory, uninitialised. Does nothing if there is memory."""
         if self.is_materialized:
             return
         self.is_materialized = True
@@ -101,14 +100,14 @@ class Mapped:
             _hand_back()
 
     def release(self) -> None:
-        """Let the memory go. Does nothing if it is gone."""
+        """Free the memory. Does nothing if there is none."""
         if self.is_materialized:
             self.is_materialized = False
             with _lock:
                 _spare[self._address] = weakref.ref(self)
 
     def touch(self) -> None:
-        """Map its pages, all in one call, if they are small: cheaper than one fault for each."""
+        """Map all small pages in one call, which costs less than one page fault for each."""
         if self.num_bytes < _HUGE_PAGE:
             with contextlib.suppress(OSError):  # Linux 5.14
                 self._mapping.madvise(_MADV_POPULATE_WRITE)
@@ -125,7 +124,7 @@ class Mapped:
 
 
 def hand_back() -> None:
-    """Give the spare pages of all regions back to the system."""
+    """Free the spare pages of all regions."""
     with _lock:
         _hand_back()
 
@@ -148,17 +147,17 @@ _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
 
 class Region(Protocol):
-    """Memory under one Storage object, there or not."""
+    """One Storage object, with or without memory."""
 
     storage: torch.UntypedStorage
     num_bytes: int
     is_materialized: bool
 
     def materialize(self) -> None:
-        """Put memory under the storage, uninitialised. Does nothing if it is there."""
+        """Allocate memory, uninitialised. Does nothing if there is memory."""
 
     def release(self) -> None:
-        """Take the memory away. Does nothing if it is gone."""
+        """Free the memory. Does nothing if there is none."""
 
 
 def _is_mapped(device: torch.device) -> bool:
@@ -166,7 +165,7 @@ def _is_mapped(device: torch.device) -> bool:
 
 
 def make_region(num_bytes: int, device: torch.device) -> Region:
-    """A region on ``device``, without memory at first."""
+    """Make a region on ``device``. It has no memory yet."""
     if is_checked():
         return _Poisoned(num_bytes, device)
     if _is_mapped(device) and num_bytes:
@@ -175,7 +174,7 @@ def make_region(num_bytes: int, device: torch.device) -> Region:
 
 
 class _Kept(Mapped):
-    """So small that it keeps its pages."""
+    """A small region, which keeps its pages."""
 
     def materialize(self) -> None:
         self.is_materialized = True
@@ -185,7 +184,7 @@ class _Kept(Mapped):
 
 
 class _Resized:
-    """The storage's size goes to 0 and back."""
+    """A region whose storage is resized to 0 and back."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -205,7 +204,7 @@ class _Resized:
 
 
 class _Poisoned:
-    """Keeps its memory, and holds NaN where another region would have none."""
+    """A region that keeps its memory, filled with NaN when another region would have none."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
@@ -229,9 +228,9 @@ def is_checked() -> bool:
 
 
 def mapped_empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat, uninitialised tensor whose memory goes back to the system when it dies.
+    """Return a flat, uninitialised tensor whose memory returns to the system when it is deleted.
 
-    For what is written at once: its memory is there when this returns.
+    Its pages are mapped here, for data that is written at once.
     """
     num_bytes = num_elements * dtype.itemsize
     if not _is_mapped(device) or not num_bytes or is_checked():
@@ -243,13 +242,13 @@ def mapped_empty(num_elements: int, dtype: torch.dtype, device: torch.device) ->
 
 
 class SlabPool:
-    """Scratch memory on one device that is lent, given back, and lent again.
+    """A pool of temporary tensors (slabs) on one device.
 
-    It holds as many slabs as were out at the same time; those that are in have no memory. On an
-    accelerator it leaves all to the caching allocator.
+    It has as many slabs as were in use at the same time. Unused slabs have no memory. On an
+    accelerator it uses the caching allocator instead.
 
     Attributes:
-        lane: the stream on which what it lends is allocated, written to and freed.
+        lane: the stream on which slabs are allocated, written to and freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -260,7 +259,7 @@ class SlabPool:
         self._num_trims = 0
 
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat, uninitialised tensor. Give it back with `give`."""
+        """Return a flat, uninitialised tensor. Return it to the pool with `give`."""
         num_bytes = num_elements * dtype.itemsize
         if devices.has_streams(self.device) or num_bytes == 0:
             return torch.empty(num_elements, dtype=dtype, device=self.device)
@@ -278,21 +277,21 @@ class SlabPool:
         return slab.set_(region.storage, 0, (num_elements,), (1,))
 
     def give(self, slab: torch.Tensor) -> None:
-        """Take back what `take` has lent. Nobody may use it any more."""
+        """Return a slab to the pool. It must not be used any more."""
         region = self._lent.pop(slab.untyped_storage()._cdata, None)
         if region is not None:
             region.release()
             self._idle.append(region)
 
     def trim(self) -> None:
-        """Hand free memory of the heap back to the system, every so often. Once per step."""
+        """Free unused heap memory at every 16th call. Call it once per step."""
         self._num_trims += 1
         if self.device.type == "cpu" and self._num_trims % _STEPS_PER_HEAP_TRIM == 0:
             _trim_heap()
 
 
 def on_lane(method: Callable[P, R]) -> Callable[P, R]:
-    """Have a method of an object with a ``pool`` queue its work on the stream that owns memory."""
+    """Make a method of an object with a ``pool`` run on the stream that owns the pool's memory."""
 
     @functools.wraps(method)
     def queued(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -307,11 +306,11 @@ def on_lane(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _trim_heap() -> None:
-    """Have glibc give back free pages inside of its heap (elsewhere: nothing).
+    """Make glibc return free pages of its heap to the system. Does nothing with other libraries.
 
-    Torch asks for aligned memory, and glibc 2.36 caches the slivers that it cuts off for that; a
-    cached sliver keeps the free memory around it apart. What a step frees then does not fit the
-    next one, and the heap's resident part grew by some MB in every step.
+    For torch's aligned requests glibc 2.36 splits off small blocks and caches them. A cached block
+    keeps the free memory around it from being joined. Then the memory that a step frees does not
+    fit the next step, and the heap's resident size grew by some MB in every step.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

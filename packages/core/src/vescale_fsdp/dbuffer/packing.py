@@ -1,16 +1,16 @@
-"""Packing: where gradients lie in a buffer that has no place for the frozen ones.
+"""Packing: the layout of a gradient buffer without space for frozen parameters.
 
-The places of parameters do not depend on which are frozen. Three tensors on two ranks, b is
-frozen::
+The layout of parameters does not depend on which are frozen. Example with three tensors on two
+ranks, b is frozen::
 
                    0               S               2S
     parameters     | a a a a a b b | b b b c c c c |
                    0           S'          2S'
     gradients      | a a a a a . | c c c c . . |            `.` is a gap, and zero
 
-The section of a rank keeps what the rank has of the others, in order and from its start. So a
-tensor that is split may have several stretches of the buffer; blocks that were whole stay whole.
-With nothing frozen, or where that spares nothing, gradients lie as their parameters do.
+The section of a rank has that rank's elements of the other tensors, in order and from its start. So
+a tensor that is split may have several stretches in the buffer; blocks are not split. If nothing is
+frozen, or if nothing is saved, gradients have the layout of their parameters.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ _CUT, _COPIED, _OWN_SUM = _Kept.CUT, _Kept.COPIED, _Kept.OWN_SUM
 
 @dataclass(frozen=True)
 class Row:
-    """One way to shard; a column has one entry per axis, outer first."""
+    """A row of the table. A column has one entry per axis, the outer one first."""
 
     parameters: tuple[_Kept, ...]
     gradients: tuple[_Kept, ...]
@@ -262,22 +262,22 @@ class Row:
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether parameters are released between forward and backward."""
+        """Whether parameters are resharded between forward and backward."""
         return self.parameters[-1] is _CUT
 
     @property
     def cuts_gradients(self) -> bool:
-        """Whether each backward reduces, also one that is not synchronized."""
+        """Whether each backward reduces gradients, also those of micro-batches."""
         return self.gradients[-1] is _CUT
 
     @property
     def cuts_states(self) -> bool:
-        """Whether the optimizer's states are cut at all."""
+        """Whether optimizer states are sharded."""
         return self.optimizer[-1] is _CUT
 
     @property
     def cuts_states_outside(self) -> bool:
-        """Whether the optimizer's states are cut over the outer axis too."""
+        """Whether optimizer states are sharded over the outer axis too."""
         return self.num_axes == 2 and self.optimizer[0] is _CUT
 
 
@@ -301,10 +301,10 @@ def row_of(
     accumulate: str | None,
     reshard_after_forward: bool | int | None,
 ) -> Row:
-    """The row that arguments of ``fully_shard`` name.
+    """Return the row for the arguments of ``fully_shard``.
 
     Raises:
-        ValueError: there is no such row, it is for another number of axes, or the other two
+        ValueError: there is no such row, it needs another number of axes, or the other two
             arguments contradict it.
     """
     if sharding is None:

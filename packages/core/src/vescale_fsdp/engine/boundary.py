@@ -5,19 +5,18 @@
     inputs --> [PostBackward] --> the unit's own graph --> [PreBackward] --> outputs
 
 Backward runs from right to left. When all gradients of the outputs are there, `PreBackward`
-lets the unit gather its parameters; when all gradients of the inputs are there, nothing in the
-unit is left to run, and `PostBackward` lets it reduce its gradients.
+unshards the unit's parameters. When all gradients of the inputs are there, the unit's backward has
+ended, and `PostBackward` reduces its gradients.
 
-One node for all tensors (and not a hook on each) means: once per call, and after the last
-consumer. `PreBackward` returns aliases, so that an in-place operation on a unit's output works
-as it does without us. `PostBackward` returns its inputs as they are: an in-place operation on an
-input that the caller still uses would be wrong without a word, so torch's error is wanted.
+Each is one node for all tensors, and not a hook on each tensor. So it runs once per call, and after
+the last consumer. `PreBackward` returns aliases, so that in-place operations on a unit's output
+work. `PostBackward` returns its inputs themselves: an in-place operation on an input that the
+caller still uses would give wrong results silently, but this way torch raises.
 
-In forward mode (dual tensors) tangents pass as their primal values do.
+In forward mode (dual tensors), tangents pass through as their primal values.
 
 Tensors are found in lists, tuples, named tuples, dictionaries and their subclasses
-(``ModelOutput``), and dataclasses. A container is copied only if a tensor in it is replaced; all
-else is returned as it is.
+(``ModelOutput``), and dataclasses. A container is copied only if a tensor in it is replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from vescale_fsdp import compat
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``fn`` applied to each tensor in it."""
+    """Return ``value`` with ``fn`` applied to each tensor in it."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, list | tuple | set | frozenset):
@@ -52,7 +51,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` that require a gradient, each once, in order of appearance."""
+    """Return the tensors in ``value`` that require a gradient, each once, in order."""
     found: dict[int, torch.Tensor] = {}
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +64,7 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
 
 
 def replace_tensors(value: Any, old: list[torch.Tensor], new: tuple[torch.Tensor, ...]) -> Any:
-    """``value`` with each tensor of ``old`` replaced by its partner in ``new``."""
+    """Return ``value`` with each tensor of ``old`` replaced by the one at its index in ``new``."""
     partner = {id(before): after for before, after in zip(old, new, strict=True)}
     return map_tensors(lambda tensor: partner.get(id(tensor), tensor), value)
 
@@ -94,10 +93,10 @@ def _with_fields(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 class Call(ABC):
-    """One forward of a unit that a backward may come back to.
+    """One forward of a unit that a backward may reach.
 
-    Held by the graph alone: when the graph is freed without a backward, the call is gone too,
-    and nobody waits for it.
+    Only the graph refers to it. If the graph is freed without a backward, the call is freed too, so
+    the engine does not wait for it.
 
     Args:
         fqn: of the unit, for errors.
@@ -109,15 +108,15 @@ class Call(ABC):
 
     @abstractmethod
     def pre_backward(self) -> None:
-        """A gradient has reached the outputs."""
+        """Called when backward has reached the outputs."""
 
     @abstractmethod
     def post_backward(self) -> None:
-        """The gradients of the inputs are there: nothing in the call is left to run."""
+        """Called when all gradients of the inputs are there: the call's backward has ended."""
 
 
 def enter(call: Call, value: Any) -> Any:
-    """Pass the tensors among a unit's inputs through the boundary; returns the value."""
+    """Pass the tensors in a unit's inputs through the boundary. Returns the value."""
     tensors = tensors_requiring_grad(value)
     call.takes_gradients = bool(tensors)
     if not tensors:
@@ -133,9 +132,9 @@ def enter(call: Call, value: Any) -> Any:
 
 
 def leave(call: Call, value: Any) -> tuple[Any, bool]:
-    """Pass the tensors among a unit's outputs through the boundary.
+    """Pass the tensors in a unit's outputs through the boundary.
 
-    Returns the value, and whether there was any tensor that a backward can come through.
+    Returns the value, and whether a backward can reach any of its tensors.
     """
     tensors = tensors_requiring_grad(value)
     if not tensors:

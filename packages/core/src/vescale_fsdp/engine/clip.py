@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, sharded and plain ones together.
+"""Clips gradients by their total norm, sharded and plain ones together.
 
-The gradients of a group follow each other in memory: they are views of one reduced shard. They are
-joined to one flat tensor, so that a kernel for all of them reads the shard once, where 1,500 small
-ones would each cost a few microseconds of the host.
+The gradients of a group are views of one reduced shard, one after the other in memory. They are
+joined to one flat tensor without a copy, so that one kernel reads the shard once. A kernel for each
+of 1,500 small gradients would cost a few microseconds of host time each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
 
 def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same elements in few tensors, which are views of those given. Empty ones are left out.
+    """Return views of the same elements in fewer tensors, without empty ones.
 
-    Contiguous tensors of one dtype are joined where one begins at the address at which another
-    ends. A gap is never joined over: it may belong to somebody else.
+    Contiguous tensors of one dtype are joined if one begins at the address at which another ends.
+    Gaps are never included, because other tensors may be there.
 
     Cost: about a microsecond of host time for each tensor; no kernel.
     """
@@ -127,7 +127,7 @@ def _named(
 
 
 def _by_kind(grads: list[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
-    """What this rank holds of the gradients, in few tensors."""
+    """Return this rank's parts of the gradients, joined to few tensors, by axes and device."""
     known: dict[tuple[object, ...], _Axes] = {}  # for a mesh and the types of placements on it
     by_kind: dict[_Kind, list[torch.Tensor]] = {}
     for grad in grads:
@@ -142,7 +142,7 @@ def _by_kind(grads: list[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
 
 
 def _widest(grads: list[torch.Tensor]) -> torch.dtype:
-    """In which to sum the norm: the same on all ranks, whatever each has of the gradients."""
+    """Return the dtype to sum the norm in. It is the same on all ranks."""
     has_double = any(grad.dtype == torch.float64 for grad in grads)
     return torch.float64 if has_double else torch.float32
 
@@ -150,7 +150,7 @@ def _widest(grads: list[torch.Tensor]) -> torch.dtype:
 def _total_norm(
     by_kind: dict[_Kind, list[torch.Tensor]], order: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The norm over all elements of all gradients, each counted once."""
+    """Return the norm over all elements of all gradients, each counted once."""
     totals = [_norm_over(parts, axes, order, dtype) for (axes, _), parts in by_kind.items()]
     together = torch.stack([total.to(totals[0].device) for total in totals])
     norm: torch.Tensor = torch.linalg.vector_norm(together, order)
@@ -158,7 +158,7 @@ def _total_norm(
 
 
 def _axes_of(grad: torch.Tensor) -> _Axes:
-    """The groups over which a gradient is cut. Over others it is replicated, and counts once."""
+    """Return the process groups over which a gradient is sharded. Replicas are counted once."""
     if not isinstance(grad, DTensor):
         return ()
     cuts = RaggedShard | Shard | compat.StridedShard

@@ -1,9 +1,9 @@
-"""Finding NaN and infinity in gradients before an optimizer spreads them over all weights.
+"""Finds NaN and infinity in gradients before an optimizer writes them into the weights.
 
-Two steps. First a quick look: each rank adds up what it holds, one sum per buffer of reduced
-gradients, and the ranks add one number. A sum is finite only if all of its terms are; it may
-also overflow, or meet a NaN in a gap between the gradients, so one that is not finite is a
-suspicion. Only then each gradient is looked at by itself, and the names go through the store.
+There are two steps. First, each rank sums its elements, one sum per buffer of reduced gradients,
+and the ranks all-reduce one number. If it is finite, all gradients are. If it is not, it may also
+be an overflow of the sum, or a NaN in padding. So in this case each gradient is checked separately,
+and the ranks exchange the names through the store.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
 
 
 def _params(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have or will have the reduced gradients: the sharded ones."""
+    """Return the parameters that have or will get the reduced gradients: the sharded ones."""
     sharded = {
         id(slot.gathered): slot.sharded
         for unit in units_in(module).values()
@@ -111,7 +111,7 @@ def _params(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a gradient, in a dtype and layout that can be added up."""
+    """Return this rank's part of a gradient, in a dtype and layout that can be summed."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     if local.layout != torch.strided:
         local = local.coalesce().values()
@@ -119,7 +119,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def what_is_not_finite(params: Mapping[str, nn.Parameter]) -> str:
-    """A sentence that names the gradients that are not finite, on any rank; empty if all are.
+    """Return a sentence that names the gradients that are not finite on any rank; else "".
 
     Collective over the ranks that share the parameters: an exchange through the store.
     """
@@ -131,10 +131,10 @@ def what_is_not_finite(params: Mapping[str, nn.Parameter]) -> str:
 
 
 def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """The ranks that need the same verdict, and where the number that they add up must lie.
+    """Return the ranks that need the same result, and the device of the number to all-reduce.
 
-    Not one group per mesh: a rank that is on two meshes must hear of a NaN on either, and so
-    must those that share only one of them with it.
+    One group per mesh is not enough. A rank on two meshes needs to know of a NaN on either, and so
+    do the ranks that share only one mesh with it.
     """
     params = list(params)
     if not (dist.is_available() and dist.is_initialized()):
@@ -160,7 +160,7 @@ def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, t
 
 
 def _suspicion(values: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number on ``device``: 0 if all values are finite, else nearly always more."""
+    """Return a number on ``device``: 0 if all values are finite; else nearly always above 0."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in _pieces(values):
         by_kind.setdefault((piece.device, piece.dtype), []).append(piece)
@@ -172,9 +172,9 @@ def _suspicion(values: list[torch.Tensor], device: torch.device) -> torch.Tensor
 
 
 def _pieces(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The values in few pieces: those that lie close together in one storage as one piece.
+    """Join values that are close together in one storage, such as a group's reduced gradients.
 
-    The reduced gradients of a group do. What lies between them is part of the piece.
+    Elements between them are part of the piece.
     """
     by_storage: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     pieces: list[torch.Tensor] = []
@@ -197,7 +197,10 @@ def _pieces(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _totals(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One number for each piece, not finite if any in it is not. One device and dtype."""
+    """Return one number per piece, which is not finite if an element is not.
+
+    All pieces have the same device and dtype.
+    """
     dtype = torch.float32 if pieces[0].dtype == torch.float16 else None  # 65,504 is soon reached
     if pieces[0].device.type == "cpu":
         # In bf16 and fp32 a sum takes a tenth of the time that a 1-norm takes.
@@ -209,7 +212,10 @@ def _totals(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _find(gradients: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:
-    """A sentence that names what is not finite on any rank, the same on all; empty if all are."""
+    """Return a sentence that names the gradients that are not finite; "" if all are finite.
+
+    It is the same on all ranks.
+    """
     kinds = {name: _kind(_values(gradient)) for name, gradient in gradients.items()}
     rank = 0 if group is None else dist.get_rank()
     payload = json.dumps([[name, kind, [rank]] for name, kind in kinds.items() if kind])
@@ -224,7 +230,7 @@ def _kind(values: torch.Tensor) -> str:
 
 
 def _merged(payloads: list[str]) -> str:
-    """What all found: of each name and kind, on which ranks."""
+    """Merge the findings of ranks: for each name and kind the ranks."""
     holders: dict[tuple[str, str], list[int]] = {}
     for payload in payloads:
         for name, kind, ranks in json.loads(payload):
@@ -233,7 +239,7 @@ def _merged(payloads: list[str]) -> str:
 
 
 def _sentence(merged: str) -> str:
-    """What the ranks found, in words."""
+    """Return the findings of all ranks as a sentence."""
     holders = {(name, kind): ranks for name, kind, ranks in json.loads(merged)}
     if not holders:
         return ""
@@ -249,7 +255,7 @@ def _sentence(merged: str) -> str:
 
 
 def _rank_list(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] is "ranks 0-2, 5"."""
+    """Return "ranks 0-2, 5" for [0, 1, 2, 5]."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -261,7 +267,7 @@ def _rank_list(ranks: list[int]) -> str:
 
 
 def _drop(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Drop all gradients, those that wait for a later backward included."""
+    """Drop all gradients, also those that are accumulated for a later backward."""
     for unit in units_in(module).values():
         for group in unit.groups:
             group.gradients.zero(set_to_none=True)

@@ -1,20 +1,20 @@
-"""What happens around the forward of a unit, and when its backward comes back.
+"""The hooks before and after the forward and the backward of a unit.
 
-The events of a step, for a unit in the middle of the model::
+For a unit in the middle of the model::
 
-    pre_forward    wait for the all-gather, register the unsharded parameters, start the next one
-    post_forward   reshard (unless kept), put the boundary around the outputs
-    pre_backward   unshard again, start the all-gather of the unit before this one
-    post_backward  all gradients of the unit are in: reshard, reduce
+    pre_forward    wait for the all-gather, register the unsharded parameters, prefetch another unit
+    post_forward   reshard (unless the unit stays unsharded), wrap the outputs in the boundary
+    pre_backward   unshard again, prefetch the unit before this one
+    post_backward  all gradients of the unit are there: reshard, reduce
 
-The unit whose forward comes first is the root: it gets an engine for itself and all units below it.
-A unit may be entered again while it runs (``training_step`` calls ``self(x)``): the inner call
-is part of the outer one. It may be called several times before a backward, and in an activation
-checkpoint's recomputation inside of one.
+The first unit whose forward is called is the root. It makes an engine for itself and all units
+below it. If a unit is called while it runs (``training_step`` calls ``self(x)``), the inner call is
+part of the outer one. A unit may be called several times before a backward, and also in the
+recomputation of an activation checkpoint within a backward.
 
-Hooks call these, and methods that are wrapped like ``forward``. All of them find the unit through
-the module, so that they keep neither alive. Dynamo does not look into those around a forward: its
-graphs end where a unit begins and where it ends, as with FSDP2.
+Module hooks call these functions, and so do methods that are registered as forward methods. They
+find the unit through the module, and so have no reference to either. Dynamo does not trace the
+hooks around a forward: as with FSDP2, its graphs end where a unit begins and where it ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vescale_fsdp.ragged.tensor import NAME
 
 
 def register_hooks(module: nn.Module) -> None:
-    """Hooks that find the unit through the module, and so keep neither alive."""
+    """Register the module's hooks. They find the unit through the module, without references."""
 
     def before_state_dict(module: nn.Module, *_: Any) -> None:
         unit = unit_of(module)
@@ -165,7 +165,7 @@ def pre_forward(
     kwargs: dict[str, Any],
     method: str = "forward",
 ) -> Any:
-    """What happens before the forward of one of the unit's modules; returns its arguments."""
+    """Run before the forward of one of the unit's modules. Returns the forward's arguments."""
     running = unit.running
     running.depth += 1
     if running.depth == 1:
@@ -210,7 +210,7 @@ def pre_forward(
 
 
 def post_forward(unit: Unit, output: Any) -> Any:
-    """What happens after it, also when it raised (``output`` is None then)."""
+    """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
     running.depth = max(running.depth - 1, 0)
     if running.depth:
@@ -242,7 +242,7 @@ def post_forward(unit: Unit, output: Any) -> Any:
 
 
 def _may_get_gradients(unit: Unit, call: boundary.Call) -> bool:
-    """Whether a call may be part of a graph: by its inputs, or by parameters in the unit."""
+    """Whether a backward may reach a call, through its inputs or through parameters in the unit."""
     below = (each for module in unit.modules() for each in units_in(module).values())
     return call.takes_gradients or any(each.trainable for each in below)
 
@@ -264,11 +264,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_root(unit: Unit) -> Engine:
-    """Make ``unit`` the root of one engine with all units below it. Within `plain_tensors`.
+    """Make ``unit`` the root of an engine for all units below it. Call it within `plain_tensors`.
 
     Raises:
-        RuntimeError: it has several modules; a unit below has run on its own before; or parameters
-            are still on meta.
+        RuntimeError: it has several modules; a unit below it was already called on its own; or
+            parameters are on the meta device.
         RankMismatchError: other ranks have another model.
     """
     module = _sole_module(unit)

@@ -1,10 +1,10 @@
-"""Which parameters one call of ``fully_shard`` takes.
+"""Decides which parameters belong to the unit of a call of ``fully_shard``.
 
-A call takes the parameters of its modules that no earlier call has taken. A parameter that is
-used in several units (a head tied to an embedding in another block) belongs to the innermost call
-around all of its uses: that unit's gather outlives all of them. So a unit that took such a
-parameter first gives it back as soon as a later call meets it elsewhere, and the parameter waits,
-whole, until a call covers all places where it was met.
+A call takes the parameters of its modules that no earlier call has taken. A parameter that is used
+in several units (a head tied to an embedding in another block) belongs to the innermost unit that
+contains all of its uses, because that unit stays unsharded for all of them. So if a unit has taken
+a parameter, and a later call finds it in another unit, the first unit releases it. The parameter
+then waits, not sharded, for a call whose modules contain all of its uses.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it wa
 
 
 def _waiting_sites(param: nn.Parameter) -> list[Site] | None:
-    """Where a parameter that waits was met so far; None for one that does not wait."""
+    """Return the uses found so far of a waiting parameter. None: it does not wait."""
     sites: list[Site] | None = param.__dict__.get(_WAITING)
     return sites
 
 
 def refuse_waiting(root: nn.Module) -> None:
-    """Raise if a parameter below ``root`` is tied across units that no unit is around.
+    """Raise if a parameter below ``root`` is tied across units and no unit contains all uses.
 
     Raises:
-        ValueError: naming the parameter.
+        ValueError: names the parameter.
     """
     for fqn, param in root.named_parameters():
         if _waiting_sites(param) is not None:
@@ -67,16 +67,16 @@ def params_to_shard(
     choose: Callable[[nn.Parameter], Any] | None,
     travel: Choice | None = None,
 ) -> list[ParamToShard]:
-    """The parameters to take now, each once, with every place where it is used.
+    """Return the parameters that this call takes, each once, with all of its uses.
 
-    Collective where a parameter that is tied across units is given back: what is left of its
-    former group moves to its new layout.
+    Collective if a unit releases a parameter that is tied across units: the other parameters of its
+    group are copied to a new layout.
 
     Raises:
-        ValueError: a parameter is sharded already by a call on a module around; or is a DTensor
-            on a mesh of another type of device.
-        AssertionError, ValueError, NotImplementedError: one of a tensor subclass that we cannot
-            shard (see `gathers_itself`).
+        ValueError: a call on an outer module has already sharded a parameter; or a parameter is a
+            DTensor on a mesh of another device type.
+        AssertionError, ValueError, NotImplementedError: a parameter is a tensor subclass that
+            cannot be sharded (see `gathers_itself`).
     """
     inside = {id(child) for module in modules for child in module.modules()}
     found = _parameters_of(own_modules(modules), ignored)
@@ -111,7 +111,7 @@ def _with_blocks(
     granularity: Granularity | GranularityPolicy | None,
     travel: Choice | None,
 ) -> ParamToShard:
-    """The item with what must not be cut of it, and how it travels."""
+    """Return the item with its blocks and with the codecs for its messages."""
     shape = local_data(item.param).shape
     block = asked_block(granularity, item.fqn, item.param, shape)
     if travel is None:
@@ -128,15 +128,15 @@ def _with_blocks(
 
 
 def mark_taken(params: Sequence[ParamToShard], unit: Unit) -> None:
-    """Remember on the original parameters who has them now."""
+    """Store on the original parameters which unit has taken them."""
     for item in params:
         setattr(item.param, _OWNER, weakref.ref(unit))
 
 
 def own_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules and their descendants by name, in order, without those of nested units.
+    """Return modules and their descendants by name, in order, without those of nested units.
 
-    Names are relative to the module; where there are several, its place in the list comes first.
+    Names are relative to the module. If there are several modules, they begin with its index.
     """
     found: dict[int, tuple[str, nn.Module]] = {}
     for place, module in enumerate(modules):
@@ -167,7 +167,7 @@ def _parameters_of(
 
 
 def _waiting_below(modules: Sequence[nn.Module]) -> list[_Found]:
-    """The parameters that wait inside of nested units."""
+    """Return the waiting parameters in nested units."""
     return [
         _Found(name, param, [])
         for module in modules

@@ -56,16 +56,16 @@ from vescale_fsdp.ragged.tensor import make_spec
 def placement_of(
     choose: Callable[[nn.Parameter], Any] | None, param: nn.Parameter, axes: Axes, fqn: str
 ) -> tuple[Axes, int | None]:
-    """The axes that shard a parameter, and d where it shall be ``Shard(d)`` (None: ragged).
+    """Return the axes that shard a parameter, and d for ``Shard(d)`` (None: RaggedShard).
 
-    A parameter with ``Shard(d)`` travels in a group of its own; sizes need not divide. One that is
-    a DTensor already, such as experts over their own mesh axis, is sharded in whole blocks where
-    ``Shard(0)``, FSDP2's default, is the answer.
+    A parameter with ``Shard(d)`` has its own group; sizes need not divide. If a parameter is
+    already a DTensor, such as experts on their own mesh axis, ``Shard(0)`` (FSDP2's default) means
+    that it is sharded in whole blocks.
 
     Raises:
-        ValueError: the answer is neither None, nor a ``Shard``, nor a ``ShardPlacementResult``.
+        ValueError: the result is neither None, nor a ``Shard``, nor a ``ShardPlacementResult``.
         AssertionError: there is no such dimension.
-        NotImplementedError: another ``Shard`` for a parameter that is a DTensor already.
+        NotImplementedError: the result is another ``Shard`` for a parameter that is a DTensor.
     """
     answer = None if choose is None else choose(param)
     if isinstance(answer, compat.ShardPlacementResult):
@@ -97,7 +97,7 @@ def placement_of(
 
 
 def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
-    """The layout of one tensor as ``Shard`` has it: equal numbers of rows, the last ones fewer."""
+    """Return the layout of ``Shard`` for one tensor: equal numbers of rows, the last ones fewer."""
     (spec,) = specs
     rows = spec.shape[0]
     row = spec.numel // rows if rows else 0
@@ -116,7 +116,7 @@ _LEAST_BYTES = 1 << 20  # of padding in the whole buffer: toy models pad a lot, 
 
 
 def warn_of_padding(layout: ShardLayout, itemsize: int, rank: int, stacklevel: int) -> None:
-    """Warn, on the first rank, if blocks force more than 5% padding and that is over 1 MiB."""
+    """Warn on rank 0 if blocks force more than 5% padding and more than 1 MiB."""
     if rank == 0 and layout.padding * itemsize >= _LEAST_BYTES:
         advice = advise(layout)
         if advice is not None:
@@ -128,16 +128,16 @@ def warn_of_padding(layout: ShardLayout, itemsize: int, rank: int, stacklevel: i
 
 
 def given_spec(param: torch.Tensor) -> DTensorSpec | None:
-    """The spec of a parameter that is a DTensor, as the user has made it; None for a plain one."""
+    """Return the spec of a parameter that the user has made a DTensor; None for a plain one."""
     return param._spec if isinstance(param, DTensor) else None
 
 
 def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
-    """What of that spec is not about the data axes; None if nothing is.
+    """Return the part of that spec without the data axes; None if nothing is left.
 
     Raises:
-        ValueError: the parameters have to be DTensors on ``axes.whole``, replicated over the data
-            axes, and this one is not.
+        ValueError: parameters must be DTensors on ``axes.whole``, replicated over the data axes,
+            and this one is not.
     """
     given = given_spec(param)
     if axes.whole is None:
@@ -168,14 +168,14 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:
-    """What this rank has of a parameter before we shard it."""
+    """Return this rank's part of a parameter before it is sharded."""
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
 
 
 def placements_of(
     axes: Axes, sharded: Placement, inner: DTensorSpec | None
 ) -> tuple[Placement, ...]:
-    """The placements at rest: those of the data axes, then those of the inner parallelism."""
+    """Return the sharded placements: of the data axes, then of the inner parallelism."""
     if inner is None or axes.shard is None:
         return (*axes.placements(sharded), *(inner.placements if inner is not None else ()))
     assert isinstance(sharded, RaggedShard | Shard), "a group is laid out as one of the two"
@@ -193,11 +193,11 @@ def placements_of(
 
 
 def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
-    """The mesh at rest: the data axes, then those of the inner parallelism.
+    """Return the mesh of the sharded parameter: the data axes, then those of the inner parallelism.
 
     Raises:
-        NotImplementedError: the inner parallelism leaves parts of different size to its ranks.
-        ValueError: the meshes are not cut from one.
+        NotImplementedError: ranks of the inner parallelism have parts of different sizes.
+        ValueError: the meshes are not slices of one mesh.
     """
     if inner is None:
         return axes.resting_mesh
@@ -219,7 +219,7 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
 def spec_at_rest(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The spec of a contiguous tensor, ragged or with ``Shard``."""
+    """Return the spec of a contiguous tensor with RaggedShard or ``Shard``."""
     if any(isinstance(placement, RaggedShard) for placement in placements):
         return make_spec(mesh, placements, shape, dtype)
     meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
@@ -227,7 +227,7 @@ def spec_at_rest(
 
 
 def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:
-    """The gathered parameter around its view of the full buffer, as the user's code knows it."""
+    """Return the unsharded parameter for its view of the full buffer: plain, or a DTensor."""
     if given is None:
         return view
     meta = given.tensor_meta
@@ -237,9 +237,9 @@ def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:
 
 
 def local_gradient(gradient: torch.Tensor, given: DTensorSpec | None, axes: Axes) -> torch.Tensor:
-    """This rank's part of a gradient. A partial sum over inner axes is summed there first.
+    """Return this rank's part of a gradient. ``Partial`` over inner axes is reduced first.
 
-    Over the data axes it stays as it is: the group reduces it.
+    It is not reduced over the data axes; the group does that.
     """
     if given is None:
         return gradient

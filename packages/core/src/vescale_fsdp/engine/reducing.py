@@ -1,16 +1,13 @@
-"""What a model sends together in a step: small all-gathers, and the reductions of a backward.
+"""The communication of a model that units share: small all-gathers, and reductions of gradients.
 
-`Mail` has the small all-gathers of a pass, several in one message (`program.order`). `Reducing`
-says which groups a backward reduces, and sets ``.grad`` of their parameters.
+`Mail` sends the small all-gathers of a pass, several in one message (see `program.order`).
+`Reducing` decides which groups a backward reduces, and sets ``.grad`` of their parameters.
 
-A parameter that got a gradient on no rank keeps ``.grad`` None (`Usage`): with zeros in place of no
-gradient, momentum and weight decay would move it. A rank knows which parameters it has used itself,
-and has to ask about the others only. So at the end of each backward that synchronizes the ranks
-tell each other, in one byte a parameter, beside the last reductions. A rank that has used all of
-its parameters does not look at what arrives (on an accelerator: its host does not wait). What else
-was weighed: docs/design/engine.md.
-
-Mail: the small all-gathers of one pass, several in one message (`program.order`).
+If no rank has a gradient for a parameter, its ``.grad`` stays None (`Usage`). With zeros instead,
+momentum and weight decay would change the parameter. A rank knows only which parameters it has used
+itself. So at the end of each backward that synchronizes, the ranks exchange one byte per parameter,
+in parallel to the last reductions. A rank that has used all of its parameters ignores the result
+(on an accelerator its host does not wait for it). Alternatives: docs/design/engine.md.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from vescale_fsdp.program.reductions import Reduction
 
 
 class _Letter(NamedTuple):
-    """A unit's part of a message."""
+    """The part of one unit in a message."""
 
     message: GatherMessage
     first: int  # of its buffers in the message
@@ -48,14 +45,14 @@ class _Letter(NamedTuple):
 
 
 class Mail:
-    """What is sent together in a pass along a confirmed program.
+    """The small all-gathers of a pass of a confirmed program, several in one message.
 
     Args:
-        units: of the model, by their indices.
-        comm: of all of them.
-        small_bytes: of a unit that may be sent with others, at most, for each rank.
-        when_stale: called before a unit is sent once more, alone, as its parameters were written to
-            since the message.
+        units: the model's units, by index.
+        comm: the communicators of all units.
+        small_bytes: units with at most this many bytes per rank are sent together.
+        when_stale: called before a unit is gathered again, alone, because its parameters were
+            written to since the message was sent.
     """
 
     def __init__(
@@ -84,9 +81,9 @@ class Mail:
         return Parcel(sum(sizes), None) if 0 < sum(sizes) <= self._small_bytes else None
 
     def fetch(self, unit: Unit) -> list[ThenCopy] | None:
-        """Start the all-gather of ``unit``; returns what to wait for, for each group.
+        """Start the all-gather of ``unit``. Returns a handle to wait for, for each group.
 
-        None if it has to be sent alone.
+        None: the unit must be gathered alone.
         """
         together = self._bundles.send_with(unit.index)
         if together is None:
@@ -119,7 +116,7 @@ class Mail:
             letter.message.drop()
 
     def close(self) -> None:
-        """The pass has ended: what nobody wanted has arrived, too."""
+        """End the pass. Waits also for messages that were not used."""
         while self._letters:
             index, letter = self._letters.popitem()
             unit = self._units[index]()
@@ -127,16 +124,16 @@ class Mail:
 
 
 class Usage:
-    """The flags of the groups that one backward reduces, over the ranks of one mesh.
+    """Exchanges between the ranks of one mesh which parameters were used in a backward.
 
     Args:
-        groups: those that are reduced, in an order that all ranks have.
-        comm: of the ranks that reduce.
-        asks: whether parameters that no rank used stay without a gradient. If not, every trainable
+        groups: the groups that are reduced, in the same order on all ranks.
+        comm: the communicators of these ranks.
+        asks: whether parameters that no rank used get no gradient. If not, every trainable
             parameter gets one, and nothing is communicated.
 
-    Cost: `Flags`, of one byte a parameter, in the order of the communicator: to be made when all
-    reductions of the backward have been issued.
+    Cost: one `Flags` of one byte per parameter. Make it after all reductions of the backward were
+    started, because the communicator keeps the order.
     """
 
     def __init__(self, groups: list[Group], comm: Comm, *, asks: bool) -> None:
@@ -149,7 +146,7 @@ class Usage:
             self._flags = Flags(devices.from_host(flat, torch.uint8, device), comm)
 
     def finish(self) -> list[list[bool]]:
-        """One flag a slot of each group: whether its gradient is to be published."""
+        """Return for each slot of each group whether to set its gradient."""
         if not self._asks:
             return [[True] * len(flags) for flags in self._used]
         if self._flags is None:
@@ -162,7 +159,7 @@ class Usage:
 
     @property
     def _knows(self) -> bool:
-        """Whether this rank has used all that may get a gradient."""
+        """Whether this rank has used all parameters that may get a gradient."""
         return all(
             was_used or not is_wanted
             for group, flags in zip(self._groups, self._used, strict=True)
@@ -171,14 +168,14 @@ class Usage:
 
 
 class Reducing:
-    """The reductions of one model, backward by backward.
+    """The reductions of one model, for each backward.
 
     Args:
-        groups: of the model, in an order that all ranks have.
-        axes: of the meshes they are on, in an order that all ranks have.
-        comm: the communicators of a group's mesh.
-        is_stalled: whether a rank is behind in the backward that runs.
-        asks: whether parameters that no rank used stay without a gradient (`Usage`).
+        groups: the model's groups, in the same order on all ranks.
+        axes: the axes of their meshes, in the same order on all ranks.
+        comm: returns the communicators of a group's mesh.
+        is_stalled: whether a rank has fallen behind in the current backward.
+        asks: whether parameters that no rank used get no gradient (see `Usage`).
     """
 
     def __init__(
@@ -196,10 +193,10 @@ class Reducing:
         self._usages: list[tuple[list[Group], Usage]] = []
 
     def due(self, units: Iterable[Unit], small_bytes: float) -> list[Reduction]:
-        """What the backward that begins reduces, those that are defined last first.
+        """Return the groups that this backward reduces, the last defined first.
 
-        Cost: nothing while what is frozen is as in the backward before, else a round through the
-        store, as buffers are laid out by that.
+        Cost: none if the same parameters are frozen as in the backward before; else a round through
+        the store, because the layout of buffers changes.
         """
         due: list[_Due] = []
         for unit in units:
@@ -228,7 +225,7 @@ class Reducing:
                     agree_on_frozen(changed, each)
 
     def start(self, batch: Sequence[Reduction]) -> None:
-        """Issue these reductions: of one unit, or several that travel together."""
+        """Start these reductions: of one unit, or of several in one message."""
         groups = _groups_of(batch)
         comms = [self._comm(group) for group in groups]
         if len(groups) > 1 and not groups[0].has_streams:
@@ -239,7 +236,7 @@ class Reducing:
                 group.gradients.start_reduce(comm)
 
     def ask(self, due: Iterable[Reduction], *, gives_zeros: bool) -> None:
-        """Ask which parameters were used, of the groups to be published on each mesh."""
+        """Start to exchange which parameters were used, for the groups on each mesh."""
         by_mesh: dict[object, list[Group]] = {_key(axes): [] for axes in self._axes}
         for group in _groups_of(due):
             if group.gradients.sums_replicas or group.axes.num_replicas == 1:
@@ -298,7 +295,7 @@ def _key(axes: Axes) -> tuple[object, object]:
 
 
 def _start_together(several: Sequence[Gradients], comm: Comm) -> None:
-    """Issue the reductions of several groups as one, in one message (`Gradients.parcel`)."""
+    """Start the reductions of several groups in one message (`Gradients.parcel`)."""
     buffers = [each.sealed() for each in several]
     first = several[0]
     pendings = start_reduce_together(

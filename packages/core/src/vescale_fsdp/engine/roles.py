@@ -1,9 +1,8 @@
-"""What parts of a model are for, as far as names and types tell.
+"""Finds the matrices of hidden layers and the repeated blocks of a model, by names and types.
 
-Of a parameter: whether it maps one hidden vector to another. Embeddings and heads map to or from
-one row per token, norms and biases are vectors. Optimizers for matrices treat these otherwise, and
-so do all-gathers of 8 bits. Of modules: which are repeated blocks, to make units of when the user
-does not say.
+The matrix of a hidden layer maps one hidden vector to another. Embeddings and heads have one row
+per token; norms and biases are vectors. Matrix optimizers and 8-bit all-gathers treat these in
+another way. Repeated blocks become units if the user does not choose units.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _NOT_HIDDEN = (
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether two dimensions at least have more than one element."""
+    """Whether at least two dimensions have more than one element."""
     return sum(extent > 1 for extent in shape) > 1
 
 
 def may_be_hidden(parts: Sequence[str], param: nn.Parameter, module: nn.Module) -> bool:
-    """Whether a parameter is no vector, and is not of an embedding, a convolution or a norm.
+    """Whether a parameter is not a vector, and not of an embedding, a convolution or a norm.
 
     Args:
-        parts: of its name.
-        module: that has it.
+        parts: the parts of its name.
+        module: the module that has it.
     """
     if not is_matrix(param.shape) or not param.is_floating_point():
         return False
@@ -43,20 +42,20 @@ def may_be_hidden(parts: Sequence[str], param: nn.Parameter, module: nn.Module) 
 
 
 def is_hidden_name(parts: Sequence[str]) -> bool:
-    """Whether no word of a name says that it is of an embedding."""
+    """Whether no word of a name is one for an embedding."""
     words = [word for part in parts for word in part.lower().split("_")]
     return not any(word.startswith(("emb", "position")) or word in ("wte", "wpe") for word in words)
 
 
 class Roles:
-    """Which parameters of some modules belong to hidden layers, as far as these modules show it.
+    """Finds the parameters of some modules that belong to hidden layers.
 
-    A head is told by its name or its rows, outside of repeated blocks. Names of heads are those of
-    other layers too, deep inside of a block; so without an embedding or a block there is no head.
+    A head is found by its name or its number of rows, outside of repeated blocks. Inside of blocks,
+    other layers may have the same names; so there is no head if there is no embedding and no block.
 
     Args:
-        modules: that are sharded together.
-        has_blocks: whether other units are inside of them.
+        modules: the modules that are sharded together.
+        has_blocks: whether there are other units inside of them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, has_blocks: bool) -> None:
@@ -70,10 +69,10 @@ class Roles:
         self._may_have_head = bool(embeddings) or has_blocks
 
     def is_hidden(self, fqn: str, param: nn.Parameter, owners: Iterable[nn.Module]) -> bool:
-        """Whether a parameter is no vector, and of no embedding, head, convolution or norm.
+        """Whether a parameter is not a vector, and not of an embedding, head, convolution or norm.
 
         Args:
-            fqn: relative to the modules.
+            fqn: its name, relative to the modules.
             owners: all modules that have it.
         """
         parts = fqn.split(".")

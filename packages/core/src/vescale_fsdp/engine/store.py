@@ -1,31 +1,30 @@
-"""The store through which ranks agree: keys that no process before has used, and rounds.
+"""The store for agreements between ranks: keys that are new in each attempt, and rounds.
 
-In torch 2.13 torchrun keeps one store for all attempts, and the processes use it. After a restart
-they find in it what those before have left: addresses of gloo, to which they connect in vain or for
-which they wait half an hour, and counters that have gone on. So the ranks of an attempt agree on a
-name that nobody has used, and keep their keys under it::
+In torch 2.13, torchrun keeps one store for all attempts. After a restart, processes find old keys
+in it: addresses of gloo, to which they cannot connect or for which they wait half an hour, and
+counters that do not start at 0. So the ranks of an attempt agree on a new name, and use it as a
+prefix of their keys::
 
     rank 1   takes its next number -----------> | asked/1: 2     (1 was of a process that has died)
     rank 0   makes a name, answers every number | answer/1/1 = name, answer/1/2 = name
-    rank 1   waits for the answer to its own    | name/ready/1
-    rank 0   goes on when all others are ready
+    rank 1   waits for the answer to its number | name/ready/1
+    rank 0   continues when all others are ready
 
-Of many ranks each asks its parent in a tree (`MergeTree`), which answers once it has the name
-itself, and is ready when its children are.
+With many ranks, each asks its parent in a tree (`MergeTree`). The parent answers when it has the
+name itself, and is ready when its children are. TORCHELASTIC_RESTART_COUNT cannot be used instead:
+it differs between machines with different numbers of failures.
 
-Not by TORCHELASTIC_RESTART_COUNT: it differs between machines that have failed differently often.
+In a round, each rank contributes a payload, and all get the merged result. It also uses a tree, so
+that a rank handles at most as many keys as the fan-in. Round 3 of a topic, where 2 and 3 are the
+children of rank 1::
 
-In a round each rank gives something, and all get what that merges to. It goes along a tree too, so
-that no rank has more to do than its fan-in asks for. Of round 3 of a topic, where rank 1 has the
-children 2 and 3::
-
-    rank 2   what it gives ---------------------> | topic/3/2
-    rank 3   what it gives ---------------------> | topic/3/3
-    rank 1   that it is here -------------------> | topic/3/1/here
+    rank 2   its payload -----------------------> | topic/3/2
+    rank 3   its payload -----------------------> | topic/3/3
+    rank 1   that it has arrived ---------------> | topic/3/1/here
              waits for 2 and 3, reads, merges --> | topic/3/1
     rank 0   ... its children, merges ----------> | topic/3/result      read by all
 
-Each rank waits for as long as it was told to, from its own begin, wherever it is in the tree.
+Each rank has the same timeout, counted from its own start of the round.
 """
 
 from __future__ import annotations
@@ -51,7 +50,10 @@ FAN_IN = 16
 
 
 class MergeTree:
-    """Who waits for whom. As shallow as the fan-in allows; subtrees are full, but for the last."""
+    """The tree of ranks: each waits for its children.
+
+    It is as shallow as the fan-in allows. All subtrees but the last are full.
+    """
 
     def __init__(self, size: int, fan_in: int = FAN_IN) -> None:
         self._size, self._fan_in = size, fan_in
@@ -84,10 +86,10 @@ MAX_NAMED = 16  # of ranks that are absent: to look for each costs the store a f
 
 
 class AbsentError(RuntimeError):
-    """A rank, or several, have not come in time.
+    """One or several ranks did not take part in time.
 
     Attributes:
-        numbers: theirs among those that were to agree, those that others wait for first.
+        numbers: their positions in the list of ranks; first those that others wait for.
     """
 
     def __init__(self, numbers: Sequence[int], timeout_s: float) -> None:
@@ -97,20 +99,20 @@ class AbsentError(RuntimeError):
 
 
 def first_and_other(pairs: Iterable[_Pair]) -> list[_Pair]:
-    """The first of some pairs, and the first whose left side is another, if there is one.
+    """Return the first pair, and the first pair with another left side, if any.
 
-    What it returns for parts of a list, put together in order, gives what it returns for the list.
+    It is associative: applied to its results for parts of a list, it gives the result for the list.
     """
     pairs = list(pairs)
     return pairs[:1] + [pair for pair in pairs if pair[0] != pairs[0][0]][:1]
 
 
 class Rounds:
-    """What this rank needs for rounds with others. It has no other state than counters.
+    """Takes part in rounds for this rank. Its only state are counters.
 
     Args:
-        store: no process before has used it (`store_for`); then all count from zero.
-        ranks: global ones; the first is the root. The same list on all of them.
+        store: a new store (see `store_for`), so that all ranks count from zero.
+        ranks: global ranks, the same list on all of them. The first one is the root.
         me: this rank.
         fan_in: of the tree.
     """
@@ -127,18 +129,18 @@ class Rounds:
     def exchange(
         self, topic: str, payload: str, merge: Merge, within_s: float, finish: Finish | None = None
     ) -> str:
-        """What the payloads of all ranks merge to, on every rank.
+        """Merge the payloads of all ranks, and return the result on every rank. Blocking.
 
-        Blocking. Three operations of the store, six of a rank that has children, four of the root;
-        each on at most as many keys as the fan-in.
+        Cost: three operations of the store; six for a rank with children, four for the root. Each
+        is on at most as many keys as the fan-in.
 
         Args:
-            merge: makes one payload of several, in the order of ranks; each is what a rank gave or
-                has itself been merged from those of consecutive ranks. Must be associative.
-            finish: makes the answer of the last payload, on the first rank; None: that is it.
+            merge: merges payloads in the order of ranks. Each is a rank's payload or the result of
+                a merge for consecutive ranks. Must be associative.
+            finish: converts the last payload to the result, on the first rank. None: no conversion.
 
         Raises:
-            AbsentError: not all have come in time, or the store is gone.
+            AbsentError: a rank did not take part in time, or the store has closed.
         """
         self._turns[topic] += 1
         place, deadline = f"{topic}/{self._turns[topic]}", time.monotonic() + within_s
@@ -181,9 +183,9 @@ class Rounds:
         return str(self._store.get(result).decode())
 
     def _absent(self, place: str, number: int) -> Iterator[int]:
-        """Who keeps the subtree of ``number`` waiting, root of it first.
+        """Find the absent ranks in the subtree of ``number``, its root first.
 
-        A few operations for each that is absent, and for each on the way to it.
+        Cost: a few operations of the store for each absent rank, and for each on the path to it.
         """
         if self._is_there(_key(place, number) if number else _result(place)):
             return
@@ -204,12 +206,12 @@ class Rounds:
 
 
 def _key(place: str, number: int) -> str:
-    """Of what a rank has, with what the ranks below it have."""
+    """Return the key of the payload of a rank, merged with those of its subtree."""
     return f"{place}/{number}"
 
 
 def _here(place: str, number: int) -> str:
-    """Of a word that a rank has come, which waits for others before it says more."""
+    """Return the key by which a rank that waits for its children says that it has arrived."""
     return f"{place}/{number}/here"
 
 
@@ -262,7 +264,7 @@ def store_for(ranks: list[int], timeout_s: float) -> compat.Store:
         ranks: global ones, in an order that all of them give. This rank is among them.
 
     Raises:
-        AbsentError: one of them has not come in time.
+        AbsentError: one of them did not take part in time.
     """
     world = dist.group.WORLD
     assert world is not None, "whoever has a group has initialised torch.distributed"
@@ -278,23 +280,23 @@ def store_for(ranks: list[int], timeout_s: float) -> compat.Store:
 
 
 def agree_on_name(store: Any, place: str, rank: int, size: int, timeout_s: float) -> str:
-    """A name that the live ranks share, and nobody had before. Collective.
+    """Return a new name that is the same on all living ranks. Collective.
 
-    Four operations of the store per rank. One that has children: two more, one for each of them,
-    and two for each that is not ready, every 50 ms at least.
+    Cost: four operations of the store per rank. A rank with children has two more, one for each
+    child, and two for each child that is not ready, every 50 ms or more often.
 
     Args:
-        place: for the keys of the agreement itself.
-        rank: of ``size`` that agree.
+        place: prefix for the keys of the agreement itself.
+        rank: this rank, one of ``size``.
 
     Raises:
-        AbsentError: not all of them have come in time.
+        AbsentError: a rank did not take part in time.
     """
     return _Naming(store, place, size, timeout_s).agree(rank)
 
 
 class _Naming:
-    """One rank's part in an agreement on a name; arguments as of `agree_on_name`."""
+    """One rank's part in an agreement on a name. Arguments as in `agree_on_name`."""
 
     def __init__(self, store: Any, place: str, size: int, timeout_s: float) -> None:
         self._store, self._place, self._timeout_s = store, place, timeout_s
@@ -302,7 +304,7 @@ class _Naming:
         self._tree = MergeTree(size)
 
     def agree(self, rank: int) -> str:
-        """The name."""
+        """Return the name."""
         parent = self._tree.parent(rank)
         name = secrets.token_hex(8) if parent is None else self._ask(rank, parent)
         children = self._tree.children(rank)
@@ -324,7 +326,7 @@ class _Naming:
         return str(self._store.get(answer).decode())
 
     def _answer(self, name: str, children: Sequence[int]) -> None:
-        """Tell the children the name until they are ready. They may be asking for the 2nd time."""
+        """Answer the children until they are ready. A restarted child may ask a second time."""
         answered, pause_s = dict.fromkeys(children, 0), _POLL_S
         while True:
             for child, last in list(answered.items()):
@@ -341,9 +343,9 @@ class _Naming:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def _silent(self, rank: int) -> int:
-        """Who keeps the children of ``rank`` waiting for an answer: it, or who does not answer it.
+        """Find the rank for whose answer the children of ``rank`` wait: it, or one above it.
 
-        A rank that waits has asked, and its last number has no answer.
+        A rank waits if it has asked and its last number has no answer.
         """
         parent = self._tree.parent(rank)
         number = 0 if parent is None else self._store.add(self._asked(rank), 0)
@@ -352,7 +354,7 @@ class _Naming:
         return self._silent(parent)
 
     def _missing(self, name: str, rank: int) -> int:
-        """Who keeps the parent of ``rank`` waiting: it, or one below it."""
+        """Find the rank for which the parent of ``rank`` waits: it, or one below it."""
         if self._is_there(self._here(name, rank)):
             for child in self._tree.children(rank):
                 if not self._is_there(self._ready(name, child)):

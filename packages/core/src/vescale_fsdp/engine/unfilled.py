@@ -1,9 +1,9 @@
-"""Tensors without values: on meta, or with memory that nobody has filled.
+"""Detects tensors without values: on the meta device, or not written to since ``to_empty``.
 
-A parameter that is still on meta when its model first runs is refused, before anything is
-communicated. After ``to_empty`` there is memory. Whoever fills a tensor writes to it, which raises
-its version, or registers another tensor; so one that is the same tensor at the same version holds
-what the memory held before.
+If a parameter is on the meta device in the first forward, the engine raises before it communicates.
+After ``to_empty`` a tensor has uninitialized memory. To initialize it, code writes to it, which
+increases its version, or registers another tensor. So the same tensor with the same version is
+still uninitialized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vescale_fsdp.ragged import RaggedTensor
 
 
 def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
-    """Raise if a parameter of a unit, which has these modules, is still on meta."""
+    """Raise if a parameter of a unit with these modules is on the meta device."""
     on_meta = [slot for slot in slots if slot.registered().is_meta]
     if on_meta:
         names = [slot.fqn for slot in _children_first(modules, on_meta)]
@@ -32,7 +32,7 @@ def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> N
 
 
 def _children_first(modules: Iterable[nn.Module], slots: list[Slot]) -> list[Slot]:
-    """The order in which FSDP2 has them: those of a module come after those of its children."""
+    """Return the slots in FSDP2's order: those of a module after those of its children."""
     places: dict[tuple[int, str], int] = {}
 
     def visit(module: nn.Module) -> None:
@@ -57,7 +57,7 @@ _MARK = "_vescale_fsdp_blank"
 
 
 def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The parameters and buffers below a module that are on meta: their owners and names there."""
+    """Return modules and names of the parameters and buffers below a module that are on meta."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -67,15 +67,17 @@ def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def mark_blank(tensors: Iterable[torch.Tensor]) -> None:
-    """These tensors have no values."""
+    """Record that these tensors have no values."""
     for tensor in tensors:
         if not tensor.is_meta:
             setattr(tensor, _MARK, (id(tensor), _version_of(tensor)))
 
 
 def blank_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model that nothing has filled, also those that no state dict
-    has, by their names in it; tied ones under each of their names."""
+    """Return the parameters and buffers of a model that have no values, by name.
+
+    Buffers that are not in the state dict are included. Tied tensors have several names.
+    """
     return {
         compat.fqn_of(model, f"{prefix}.{name}" if prefix else name): tensor
         for prefix, owner in model.named_modules(remove_duplicate=False)

@@ -36,9 +36,9 @@ Kind = tuple[torch.Size, torch.dtype]  # of an input
 
 
 class Outputs:
-    """What a gather brings: one tensor per input, of the rows of all ranks.
+    """The results of an all-gather: one tensor per input, with the rows of all ranks.
 
-    Memory: none until `start_gather`, none after `release`.
+    They have memory only between `start_gather` and `release`.
     """
 
     def __init__(self, kinds: Sequence[Kind], num_ranks: int, device: torch.device) -> None:
@@ -59,21 +59,21 @@ class Outputs:
 
     @property
     def storages(self) -> set[int]:
-        """The ``_cdata`` of each."""
+        """Return the ``_cdata`` of each storage."""
         return {region.storage._cdata for region in self._regions}
 
     def release(self) -> None:
-        """Take the memory away. No gather may be in flight."""
+        """Free the memory. No all-gather may be running."""
         for region in self._regions:
             region.release()
 
     def start_gather(
         self, inputs: Sequence[torch.Tensor], comm: Comm, custom: Any, pool: SlabPool
     ) -> ThenCopy:
-        """Issue one all-gather of all inputs, as bytes.
+        """Start one all-gather of all inputs, as bytes.
 
-        Cost: with one input it is written in place. With several they travel in one message, and
-        one copy per input takes them to their place when it is waited for.
+        Cost: a single input is gathered in place. Several inputs are sent in one message, and one
+        copy per input is made when the all-gather is waited for.
         """
         with devices.private_memory(self._device):
             for region in self._regions:

@@ -5,11 +5,16 @@ of one process on any number of ranks. `OptimizerGroup` makes several into one o
 `split_named_params` makes the usual split for matrix optimizers. `flatten_` lets an element-wise
 optimizer of ``torch.optim`` step once per group on the contiguous shard.
 
-`base` is what ours share. On it: `adamw8bit` with `codes` (blocks of 8 bits); `muon` with
-`muon_rule` (its numbers); `shampoo` and `soap` on `preconditioned` with `roots`. Whole matrices go
-to owners by `layout` (which matrices a parameter is made of, and who holds what of them), `owners`
-(who computes which), `routes` (who sends what to whom) and `transport` (which sends it; all but it
-are pure integers). `flatten` steps on the pieces of `flat`.
+The files:
+
+* `base`: the base class of our optimizers
+* `adamw8bit`, with `codes` (blocks of 8-bit numbers)
+* `muon`, with `muon_rule` (its arithmetic)
+* `shampoo` and `soap`, with `preconditioned` and `roots`
+* to compute whole matrices on one rank each: `layout` (the matrices of a parameter, and the ranks
+  that hold their elements), `owners` (which rank computes which matrix), `routes` (which rank sends
+  what to which) and `transport` (sends it). All but the last use only integers.
+* `flatten`, with `flat`
 """
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit

@@ -1,4 +1,4 @@
-"""AdamW8bit: AdamW with moments of 8 bits, the same numbers however the parameters are sharded.
+"""AdamW8bit: AdamW with moments of 8 bits. Its results do not depend on the sharding.
 
 A step on some blocks, in float32::
 
@@ -6,10 +6,9 @@ A step on some blocks, in float32::
                                         |
                                     parameters
 
-The update uses the moments before they are encoded. All of it happens inside of a block, and blocks
-are never split: nothing is communicated. Blocks of several parameters are copied together if they
-are few, and those of one parameter are taken in several parts if they are many, so that what is
-in float32 for a moment is small.
+The update uses the moments before they are encoded. Each block is updated separately, and blocks
+are never split between ranks, so nothing is communicated. Small parameters are copied together into
+one batch; large parameters are split into several batches, to need little float32 memory at a time.
 
 Source: arXiv 1711.05101 (AdamW), arXiv 2110.02861 (8-bit optimizers).
 """
@@ -40,21 +39,20 @@ from vescale_fsdp.optim.base import (
 from vescale_fsdp.optim.codes import SMALLEST_SCALE, Batch, Codebook, Entry, batches, codebook
 from vescale_fsdp.ragged import Blocks, BlockSize, remaining_box
 
-_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # with whether it has a sign
+_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, and whether it is signed
 _SCALE = "_scale"
-_SMALLEST = 4096  # elements of a tensor with moments of 8 bits, if nothing else is said
+_SMALLEST = 4096  # default: elements from which on a tensor has moments of 8 bits
 _NOT_OFFERED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
-# Elements that are stepped on at once: on a CPU what lies in its cache, elsewhere what keeps a
-# device busy.
+# Elements in a batch: on a CPU as many as fit its cache, on other devices enough to use the device.
 _AT_ONCE_CPU, _AT_ONCE = 2**18, 2**24
 
 
 class _Task(NamedTuple):
-    """A parameter to step on, of which this rank holds something."""
+    """A parameter to step on. This rank has at least one element of it."""
 
     param: torch.Tensor
-    local: torch.Tensor  # its part here
-    grad: torch.Tensor  # that of the gradient
+    local: torch.Tensor  # this rank's part of it
+    grad: torch.Tensor  # this rank's part of the gradient
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -137,7 +135,7 @@ class AdamW8bit(ShardedOptimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
-            "decoupled_weight_decay": True,  # AdamW's groups have it, and state dicts compare keys
+            "decoupled_weight_decay": True,  # in AdamW's groups too; state dicts compare keys
             "block_size": block_size,
             "min_8bit_size": min_8bit_size,
         }
@@ -165,7 +163,7 @@ class AdamW8bit(ShardedOptimizer):
 
         return policy
 
-    # What the base asks for
+    # Methods for the base class
 
     def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
         """Raise if a block of ``param`` is split, or AdamW cannot step on its elements.
@@ -195,7 +193,7 @@ class AdamW8bit(ShardedOptimizer):
             ) from error
 
     def init_state(self, param: torch.Tensor, group: Group) -> State:
-        """`step` and two moments: codes and scales, or float32 numbers."""
+        """Return `step` and two moments: codes and scales, or float32 numbers."""
         state: State = {"step": torch.tensor(0.0)}
         if not _is_8bit(param, group):
             dtype = _working_dtype(param)
@@ -210,10 +208,10 @@ class AdamW8bit(ShardedOptimizer):
         return state
 
     def convert_state(self, param: torch.Tensor, group: Group, saved: State) -> State:
-        """Codes and scales from moments of float32, as ``torch.optim.AdamW`` has them.
+        """Convert float32 moments of ``torch.optim.AdamW`` to codes and scales.
 
         Raises:
-            ValueError: the state has the maximum of second moments of amsgrad.
+            ValueError: the state is of an AdamW with amsgrad.
         """
         if "max_exp_avg_sq" in saved:
             raise ValueError(
@@ -239,7 +237,7 @@ class AdamW8bit(ShardedOptimizer):
     def _encoded(
         self, param: torch.Tensor, group: Group, name: str, moment: torch.Tensor, signed: bool
     ) -> State:
-        """The two states of a moment that is given as `assign` takes it."""
+        """Encode a moment. Returns its two states: codes and scales."""
         blocks, placements, grid_placements = _layout(param, group)
         whole = assign(zeros_placed(param, torch.float32, param.shape, placements), moment)
         codes = zeros_placed(param, torch.uint8, param.shape, placements)
@@ -291,7 +289,7 @@ class AdamW8bit(ShardedOptimizer):
             for param in self.with_gradient(group):
                 step = self.state[param]["step"]
                 step += 1
-                # The gradient also where nothing is held: all ranks redistribute it, if it must be.
+                # Also without local elements: gradient_of may redistribute, which is collective.
                 local, grad = local_of(param), gradient_of(param)
                 if local.numel():
                     width = block if _is_8bit(param, group) else 0
@@ -304,7 +302,7 @@ class AdamW8bit(ShardedOptimizer):
     def _step_float(
         self, tasks: list[_Task], group: Group, formula: _Formula, dtype: torch.dtype
     ) -> None:
-        """Parameters with moments that are numbers."""
+        """Step on parameters with float moments."""
         numbers = [task.local.to(dtype) for task in tasks]
         gradients = [task.grad.to(dtype) for task in tasks]
         moments = [[local_of(self.state[t.param][name]) for t in tasks] for name, _ in _MOMENTS]
@@ -316,8 +314,8 @@ class AdamW8bit(ShardedOptimizer):
     def _step_8bit(
         self, tasks: list[_Task], group: Group, formula: _Formula, dtype: torch.dtype
     ) -> None:
-        """Parameters with moments that are codes; blocks have one width."""
-        dense = [task.local.contiguous() for task in tasks]  # the same, but for transposed ones
+        """Step on parameters with 8-bit moments. All have blocks of the same size."""
+        dense = [task.local.contiguous() for task in tasks]  # copies only of transposed ones
         entries = []
         for task, local in zip(tasks, dense, strict=True):
             tensors = {**self.state[task.param], "param": local, "grad": task.grad}
@@ -340,9 +338,9 @@ class AdamW8bit(ShardedOptimizer):
 
 @dataclass(frozen=True)
 class _Formula:
-    """AdamW with the options of a group, at one step. Element by element."""
+    """AdamW's formula with the options of a group, at one step. It is element-wise."""
 
-    decay: float  # what is left of a parameter
+    decay: float  # factor of the parameter
     betas: tuple[float, float]
     correction: float  # of the root of the second moment
     step_size: float
@@ -351,8 +349,8 @@ class _Formula:
 
     @classmethod
     def of(cls, group: Group, step: float) -> _Formula:
-        """The formula at the given step, counted from 1."""
-        # A tensor's arithmetic is in its own dtype, as torch has it.
+        """Return the formula at the given step, counted from 1."""
+        # Arithmetic with a tensor lr uses its dtype, as in torch.
         lr, (beta1, beta2) = group["lr"], group["betas"]
         return cls(
             decay=float(1 - lr * group["weight_decay"]),
@@ -386,7 +384,7 @@ class _Formula:
 
 
 def _is_8bit(param: torch.Tensor, group: Group) -> bool:
-    """By the whole tensor: what a rank has of it must not matter."""
+    """Whether its moments have 8 bits. It depends on the full tensor, not on this rank's part."""
     return bool(param.numel() >= max(group["min_8bit_size"], 1))
 
 
@@ -401,7 +399,10 @@ def _blocks(param: torch.Tensor, group: Group) -> Blocks:
 def _layout(
     param: torch.Tensor, group: Group
 ) -> tuple[Blocks, Sequence[Placement] | None, Sequence[Placement] | None]:
-    """The blocks, the placements of a parameter and those of its scales; None for a plain one."""
+    """Return a parameter's blocks, its placements, and those of its scales.
+
+    Placements are None for a plain tensor.
+    """
     blocks = _blocks(param, group)
     if not isinstance(param, DTensor):
         return blocks, None, None
@@ -410,7 +411,10 @@ def _layout(
 
 
 def _entry(param: torch.Tensor, group: Group, tensors: dict[str, Any]) -> tuple[Entry, int]:
-    """A parameter's blocks in tensors that are cut as it is, or are scales of it."""
+    """Return the blocks of a parameter's tensors on this rank, and their number of elements.
+
+    The tensors are sharded as the parameter, or are scales.
+    """
     box: Sequence[int] = param.shape
     if isinstance(param, DTensor) and any(type(p) is Shard for p in param._spec.placements):
         mesh = param.device_mesh
@@ -442,10 +446,10 @@ def _encode(batch: Batch, book: Codebook, numbers: torch.Tensor, codes: str, sca
 
 
 def _check_options(group: Group) -> None:
-    """Raise for values that make no sense.
+    """Raise for invalid options.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: names the option.
     """
     for name in _NOT_OFFERED:
         if group.get(name):

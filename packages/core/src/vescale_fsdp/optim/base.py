@@ -1,10 +1,10 @@
-"""ShardedOptimizer: what our optimizers share.
+"""ShardedOptimizer: the base class of our optimizers.
 
-A state is made when its parameter is added, on every rank, with the parameter's placement or one
-that follows from it. So `torch.distributed.checkpoint` saves and reshards it like a parameter.
+States are made on every rank when a parameter is added. They have the parameter's placement, or one
+computed from it. So `torch.distributed.checkpoint` saves and reshards them like parameters.
 
-An optimizer for whole matrices that gets the local part of a sharded one computes something else,
-without an error. So a plain parameter is compared with all sharded parameters that are alive.
+If an optimizer for whole matrices got the local part of a sharded parameter, it would compute wrong
+results without an error. So each plain parameter is compared with all existing sharded ones.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from vescale_fsdp.ragged import (
     wrap,
 )
 
-LiveShards = Mapping[int, DTensor]  # by the ``_cdata`` of the storage that a local part lies in
+LiveShards = Mapping[int, DTensor]  # by ``_cdata`` of the storage of the local part
 
 
 def live_shards() -> LiveShards:
-    """The sharded parameters of this process, ours and those of others, by storage.
+    """Return all sharded parameters of this process, of any engine, by their local storage.
 
-    Torch has no list of them, and a local part does not know its parameter: the garbage
-    collector is asked. Cost: about 0.1 s for a million objects; nothing without a process group,
-    because a DTensor needs one.
+    Torch has no list of them, and a local part has no reference to its DTensor, so this searches
+    the objects of the garbage collector. Cost: about 0.1 s for a million objects; nothing without a
+    process group, which a DTensor needs.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     found: dict[int, DTensor] = {}
     for each in gc.get_objects():
-        # By the type: ``isinstance`` runs code of objects that pretend to be others.
+        # By type(), because isinstance() can run code of proxy objects.
         if not issubclass(type(each), DTensor):
             continue
         shard: DTensor = each
@@ -61,10 +61,10 @@ def live_shards() -> LiveShards:
 
 
 def refuse_cut(param: torch.Tensor, name: str, shards: LiveShards) -> None:
-    """Raise if a plain tensor lies in the memory of a sharded parameter.
+    """Raise if a plain tensor is the local part of a sharded parameter.
 
     Raises:
-        ValueError: it does.
+        ValueError: it shares memory with one.
     """
     if isinstance(param, DTensor) or param.is_meta or param.layout != torch.strided:
         return
@@ -85,43 +85,42 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str,
 
 
 class ShardedOptimizer(Optimizer):
-    """Base of the optimizers here. A ``torch.optim.Optimizer`` that knows what a shard is.
+    """Base class of our optimizers: a ``torch.optim.Optimizer`` for sharded parameters.
 
-    Takes parameters or (name, parameter) pairs, in any number of groups: plain tensors, DTensors
-    (FSDP2's as well) and RaggedTensors. Parameters without a gradient are passed over; a gradient
-    is None on all ranks or on none.
+    It takes parameters or (name, parameter) pairs, in any number of groups: plain tensors, DTensors
+    (also FSDP2's) and RaggedTensors. Parameters without a gradient are skipped. A gradient must be
+    None on all ranks or on none.
 
-    States are made for parameters that require a gradient and have memory, when they are added;
-    for others in their first step with a gradient. Copies by ``copy.deepcopy`` and ``pickle`` keep
-    defaults, groups and states, as those of torch do; all else must be made again when it is
-    missing.
+    States are made when a parameter is added, if it requires a gradient and is not on the meta
+    device; else in its first step with a gradient. ``copy.deepcopy`` and ``pickle`` copy defaults,
+    groups and states, as in torch; a subclass must make its other attributes again if missing.
 
-    A subclass has `check_layout`, `init_state` and `update`, and `convert_state` if it takes the
+    A subclass implements `check_layout`, `init_state` and `update`, and `convert_state` if it loads
     state dicts of other optimizers. It calls ``super().__init__`` last.
     """
 
-    # Options that say how states are laid out. `load_state_dict` leaves them as they are.
+    # Options that determine the layout of states. `load_state_dict` does not change them.
     fixed_options: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
-        self._prepared: list[int] | None = None  # the identities of all parameters
-        self._shards: LiveShards | None = None  # while parameters are added
+        self._prepared: list[int] | None = None  # id(param) of all parameters
+        self._shards: LiveShards | None = None  # set only while parameters are added
         try:
             super().__init__(params, defaults)
         finally:
             self._shards = None
 
-    # What a subclass has
+    # Methods of subclasses
 
     def check_layout(self, param: torch.Tensor, group: Group, name: str) -> None:
-        """Raise if the update of ``param`` cannot be exact where it lies. The same on all ranks.
+        """Raise if the update of ``param`` cannot be exact with its placement. Same on all ranks.
 
         Raises:
-            ValueError: naming the parameter, the cut, and the granularity to pass.
+            ValueError: names the parameter, the split, and the granularity to pass.
         """
 
     def init_state(self, param: torch.Tensor, group: Group) -> State:
-        """The states of a parameter before its first step. No communication."""
+        """Return the states of a parameter before its first step. No communication."""
         raise NotImplementedError
 
     def update(self) -> None:
@@ -129,26 +128,26 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
     def convert_state(self, param: torch.Tensor, group: Group, saved: State) -> State:
-        """States of this optimizer from those in a state dict, maybe of another optimizer.
+        """Convert the states of a state dict, possibly of another optimizer, to this optimizer's.
 
         Args:
-            param: a parameter that has states (``self.state``), into which the result is copied.
+            param: a parameter that has states in ``self.state``. The result is copied into these.
             group: its options.
-            saved: a dict of its own.
+            saved: the states in the state dict. This method may change the dict.
 
         Returns:
-            The names that `init_state` makes, with values as `assign` takes them.
+            The same names as in `init_state`, with values that `assign` accepts.
         """
         return saved
 
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as in torch; states are made at once.
+        """Add a group of parameters with its options, as in torch. Its states are made at once.
 
         Raises:
-            ValueError: the layout of a parameter will not do, or it is a plain tensor in the
-                memory of a shard. The optimizer is as it was before.
+            ValueError: the layout of a parameter is not supported, or it is a plain tensor that is
+                the local part of a sharded one. The optimizer has not changed.
         """
         if isinstance(param_group, dict) and not isinstance(
             param_group["params"], torch.Tensor | set
@@ -175,7 +174,7 @@ class ShardedOptimizer(Optimizer):
                 if self._shards is None:
                     self._shards = live_shards()
                 refuse_cut(param, _title(name, position, index), self._shards)
-        if self._prepared is not None:  # not while the first groups are added
+        if self._prepared is not None:  # None while the constructor adds groups
             self._shards = None
 
     def _prepare(self, group: Group, index: int) -> None:
@@ -191,7 +190,7 @@ class ShardedOptimizer(Optimizer):
         return [id(param) for group in self.param_groups for param in group["params"]]
 
     def _catch_up(self) -> None:
-        """Take over parameters that somebody has put in place of others, as Accelerate does."""
+        """Make states for parameters that other code, such as Accelerate, has put into groups."""
         identities = self._identities()
         if identities == self._prepared:
             return
@@ -211,9 +210,9 @@ class ShardedOptimizer(Optimizer):
             refuse_cut(param, _title("", position, index), shards)
 
     def named_params(self) -> Iterator[tuple[str, torch.Tensor, Group]]:
-        """All parameters with their names and groups, in order.
+        """Yield all parameters with names and groups, in order.
 
-        The name is the one that the user gave, or one like ``parameter 3 of group 0``.
+        The name is the user's, or one like ``parameter 3 of group 0``.
         """
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [""] * len(group["params"])
@@ -221,7 +220,7 @@ class ShardedOptimizer(Optimizer):
                 yield name or _title("", position, index), param, group
 
     def with_gradient(self, group: Group) -> list[torch.Tensor]:
-        """The parameters of a group that have a gradient; all have states.
+        """Return the parameters of a group that have a gradient. All have states.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -245,10 +244,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step. ``closure``, if given, is called once, with gradients enabled.
+        """Step once. ``closure``, if any, is called once, with gradients enabled.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -257,7 +256,7 @@ class ShardedOptimizer(Optimizer):
         self._catch_up()
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.update()
-        # Autograd and the engine see by its version that a parameter was written to.
+        # Autograd and the engine detect a change of a parameter by its version.
         torch.autograd.graph.increment_version(stepped)
         return loss
 
@@ -268,7 +267,7 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Tensors are those of the states, DTensors where the parameters are."""
+        """Return a state dict as torch does. Tensors are not copied; they may be DTensors."""
         self._catch_up()
         return super().state_dict()
 
@@ -276,14 +275,14 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy states and options from a state dict, by position. States keep their dtypes.
 
-        For a parameter that is a DTensor, a state may be a DTensor with the same or other
-        placements, or the whole tensor, as the plain optimizer on one process has it; for a plain
-        parameter also a DTensor. A parameter without an entry has states as before its first step.
+        If the parameter is a DTensor, a saved state may be a DTensor with any placements, or the
+        full tensor. If the parameter is a plain tensor, it may also be a DTensor. A parameter
+        without an entry gets the states of `init_state`.
 
-        Cost: local copies; what ``redistribute`` costs for other placements.
+        Cost: local copies; a ``redistribute`` for other placements.
 
         Raises:
-            ValueError: groups or states do not fit. Nothing was changed then.
+            ValueError: groups or states do not match. Nothing has changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -306,7 +305,7 @@ class ShardedOptimizer(Optimizer):
             post_hook(self)
 
     def _loaded_groups(self, saved: list[Group]) -> list[Group]:
-        """The options to take over, by group."""
+        """Return the options to set, by group."""
         sizes, saved_sizes = (
             [len(group["params"]) for group in groups] for groups in (self.param_groups, saved)
         )
@@ -321,14 +320,14 @@ class ShardedOptimizer(Optimizer):
         ]
 
     def _by_param(self, state_dict: dict[str, Any]) -> dict[Any, State]:
-        """The saved states with parameters as keys; other keys stay."""
+        """Return the saved states with parameters as keys. Other keys stay."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         by_key = dict(zip(keys, params, strict=True))
         return {by_key.get(key, key): state for key, state in state_dict["state"].items() if state}
 
     def _fitted(self, saved: dict[Any, State]) -> dict[torch.Tensor, tuple[State, State]]:
-        """For each parameter with saved states: its own states, and the values that they get."""
+        """Return for each parameter with saved states its own states, and the values for them."""
         found = {}
         for name, param, group in self.named_params():
             if param in saved:
@@ -343,7 +342,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, a plain tensor as it is. Never a copy."""
+    """Return this rank's part of a DTensor. A plain tensor is returned as is. Never a copy."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor._local_tensor
@@ -353,9 +352,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient, cut as the parameter is.
+    """Return this rank's part of the gradient, sharded as the parameter.
 
-    Cost: none, as long as the gradient has the parameter's placements; else a redistribution.
+    Cost: none if the gradient has the parameter's placements; else a redistribution.
     """
     grad = param.grad
     assert grad is not None, "parameters without a gradient are passed over"
@@ -372,14 +371,14 @@ def zeros_placed(
     placements: Sequence[Placement] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """A state of zeros: a DTensor, or plain where the parameter is.
+    """Make a state of zeros: a DTensor, or a plain tensor if the parameter is one.
 
     Args:
-        param: gives the device.
+        param: the parameter. The state is on its device.
         dtype: of the state.
-        shape: of the whole state; that of the parameter if None.
-        placements: one for each axis of the mesh; those of the parameter if None.
-        mesh: of the state; that of the parameter if None.
+        shape: of the full state. None: the parameter's.
+        placements: one for each axis of the mesh. None: the parameter's.
+        mesh: of the state. None: the parameter's.
     """
     if shape is None and placements is None:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
@@ -397,9 +396,9 @@ def zeros_placed(
 
 
 def assign(target: Any, value: Any) -> Any:
-    """``value`` as a state like ``target``: copied into it if it is a tensor.
+    """Copy ``value`` into ``target`` and return it; return ``value`` if it is not a tensor.
 
-    A whole tensor is cut for a DTensor, a DTensor of other placements is redistributed.
+    For a DTensor, a full tensor is sharded, and a DTensor of other placements is redistributed.
     """
     if not isinstance(target, torch.Tensor) or value is target:
         return value
@@ -410,7 +409,7 @@ def assign(target: Any, value: Any) -> Any:
 
 
 def _placed_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``value``, cut as ``target`` is."""
+    """Return this rank's part of ``value``, sharded as ``target``."""
     if not isinstance(target, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     spec = target._spec
@@ -425,7 +424,7 @@ def _placed_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_values(state: State, values: State, where: str) -> None:
-    """Raise if `assign` cannot take these values for these states."""
+    """Raise if `assign` cannot copy these values into these states."""
     if state.keys() != values.keys():
         raise ValueError(
             f"{where}: the loaded state dict has the states {sorted(values)}, expected "

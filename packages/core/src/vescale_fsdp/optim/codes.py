@@ -1,24 +1,24 @@
-"""Numbers of 8 bits: codes of a block, and batches of blocks of many tensors, to work on at once.
+"""Encodes blocks of numbers in 8 bits, and batches blocks of several tensors.
 
-A number x of a block is kept as the code of that entry of a map which is nearest to x / scale,
-where scale is the largest magnitude in the block. The map is *dynamic*: seven decades below 1,
-each divided evenly, the upper ones more finely::
+The scale of a block is its largest magnitude. A number x is stored as the index of the entry of a
+map that is nearest to x / scale. The map is *dynamic*: it has seven decades below 1, each divided
+evenly, the upper ones more finely::
 
     decade       [0.1, 1]    [0.01, 0.1]    [0.001, 0.01]    ...    [1e-7, 1e-6]
     entries        64           32              16                      1          signed: and as
     unsigned      128           64              32                      2          many below zero
 
-An entry is the middle of its part of the decade; 0 and 1 come besides, so that there are 256.
+An entry is the middle of its part of the decade. With 0 and 1 there are 256 entries.
 
 Source: arXiv 1511.04561 (dynamic tree), arXiv 2110.02861 (8-bit optimizers, blocks). The maps are
-those of bitsandbytes and torchao, but for the last bit of some entries; the code here is the
-nearest one exactly, with ties to the larger entry.
+those of bitsandbytes and torchao, except for the last bit of some entries. The encoding here always
+finds the nearest entry; of two equally near ones the larger.
 
-A batch has blocks of several tensors as the rows of one matrix. What happens in a row has the same
-bits in any batch. The rows of a single flat range of whole blocks are a view of it; else they are
-copied there and back::
+A batch has the blocks of several tensors as rows of one matrix. The result of a row does not depend
+on the batch. If the rows are one flat range of complete blocks, they are a view of it; else they
+are copied to the batch and back::
 
-    w (cut: blocks 3 to 6)      | 3 | 4 | 5 |         one batch      w 3
+    w (shard: blocks 3 to 5)    | 3 | 4 | 5 |         one batch      w 3
     b (all of it)               | 0 | 1 |                            w 4
                                                                      w 5
                                                                      b 0
@@ -40,12 +40,12 @@ from vescale_fsdp.ragged import Blocks, Region
 
 SMALLEST_SCALE = 1e-12
 _NUM_DECADES = 7
-_PREFIXES = 1 << 16  # of the bits of a float32
+_PREFIXES = 1 << 16  # values of the upper 16 bits of a float32
 
 
 @lru_cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """The 256 entries, ascending: float32 numbers in [-1, 1], or in [0, 1] without a sign."""
+    """Return the 256 entries, ascending: float32 numbers in [-1, 1], or in [0, 1] if unsigned."""
     entries = [Fraction(0), Fraction(1)]
     for decade in range(_NUM_DECADES):
         parts = 2 ** (decade + (0 if signed else 1))
@@ -58,14 +58,14 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 class Codebook:
-    """A map with what it takes to find the nearest entry of many numbers.
+    """A map, with tables to find the nearest entry of many numbers.
 
-    Finding: the upper 16 bits of a float32 say which numbers it can be, and no two midpoints
-    between entries lie among them. So a table of 65,536 gives a code, and one comparison with a
-    midpoint says whether it is the next one. (A binary search takes ten times as long on a CPU.)
+    The upper 16 bits of a float32 define a range of numbers, and at most one midpoint between two
+    entries is in this range. So a table of 65,536 codes, and one comparison with a midpoint, find
+    the nearest entry. (A binary search takes ten times as long on a CPU.)
 
     Args:
-        signed: for numbers of both signs, or for those that are not negative.
+        signed: for numbers of both signs; else for numbers that are not negative.
         device: of the numbers.
     """
 
@@ -83,11 +83,11 @@ class Codebook:
         self.zero = entries.index(0.0)  # the code of 0
 
     def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of ``numbers``, float32 [blocks, elements of a block].
+        """Encode ``numbers``, float32 [blocks, elements of a block].
 
         Returns:
-            uint8 of the same shape, and float32 [blocks]. Blocks of zeros, and those below 1e-12,
-            have the scale 1e-12. In a block with NaN or infinity all is NaN after `decode`.
+            Codes, uint8 of the same shape, and scales, float32 [blocks]. The smallest scale is
+            1e-12. A block with NaN or infinity is all NaN after `decode`.
         """
         scales = numbers.abs().amax(1).clamp_(min=SMALLEST_SCALE)
         scaled = numbers / scales[:, None]
@@ -98,19 +98,19 @@ class Codebook:
         return codes.view(numbers.shape), scales
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The numbers that `encode` has made ``codes`` [blocks, elements] and ``scales`` of."""
+        """Decode ``codes`` [blocks, elements] and ``scales`` [blocks] to numbers."""
         entries = self._entries.index_select(0, codes.reshape(-1).int())
         return entries.view(codes.shape).mul_(scales[:, None])
 
 
 @lru_cache
 def codebook(signed: bool, device: torch.device) -> Codebook:
-    """The codebook on a device, made at first use."""
+    """Return the codebook on a device. It is made at the first call."""
     return Codebook(signed, device)
 
 
 def _midpoint(below: float, above: float) -> float:
-    """The smallest float32 that is not below the middle of two."""
+    """Return the smallest float32 that is not below the middle of two."""
     middle = (Fraction(below) + Fraction(above)) / 2
     rounded = torch.tensor(float(middle), dtype=torch.float64).float()
     if Fraction(rounded.item()) < middle:
@@ -119,7 +119,7 @@ def _midpoint(below: float, above: float) -> float:
 
 
 def _ranges_of_prefixes() -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest float32 with each prefix; 0 for NaN and infinity."""
+    """Return the smallest and the largest float32 of each prefix; 0 for NaN and infinity."""
     bits = torch.arange(_PREFIXES, dtype=torch.int64) << 16
     bits = torch.where(bits < 2**31, bits, bits - 2**32)
     ends = torch.stack([bits, bits + _PREFIXES - 1]).int().view(torch.float32)
@@ -128,27 +128,27 @@ def _ranges_of_prefixes() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Entry(NamedTuple):
-    """Tensors of one shape that are sharded alike, and their scales."""
+    """Tensors of the same shape and placements, and their scales."""
 
     blocks: Blocks
-    box: Sequence[int]  # what axes with a ``Shard`` leave of the tensor to this rank
-    tensors: Mapping[str, torch.Tensor]  # flat: the local parts, or their scales
+    box: Sequence[int]  # the shape of this rank's part after axes with ``Shard``
+    tensors: Mapping[str, torch.Tensor]  # the local parts or scales, flat
 
 
 class _Part(NamedTuple):
     entry: Entry
     region: Region
-    first: int  # of its blocks, among those of the local part
+    first: int  # index of its first block in the local part
 
 
 class Batch:
-    """Some blocks of some entries. Names are those of the entries' tensors."""
+    """Some blocks of several entries. Names are those in ``Entry.tensors``."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
         self._sizes = [part.region.num_blocks for part in parts]
         self._width = parts[0].entry.blocks.numel
-        # Whether all elements of a region follow each other, in whole blocks.
+        # Whether the region is contiguous and has only complete blocks.
         self._is_flat = all(part.region.shape == (n * self._width,) for part, n in self._sized())
         self._views: dict[str, list[torch.Tensor]] = {}
 
@@ -156,7 +156,7 @@ class Batch:
         return zip(self._parts, self._sizes, strict=True)
 
     def rows(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The elements, [blocks, elements of a block]: a view if it can be one, or a copy."""
+        """Return the elements, [blocks, elements of a block]: a view if possible, or a copy."""
         views = self._views_of(name)
         shape = (sum(self._sizes), self._width)
         if self._is_flat:
@@ -168,7 +168,7 @@ class Batch:
         return rows
 
     def put_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Copy rows back to where `rows` took them from, unless they are a view."""
+        """Copy rows back to their tensors, unless they are a view."""
         views = self._views_of(name)
         if not self._is_flat:
             for part, view, row in zip(self._parts, views, rows.split(self._sizes), strict=True):
@@ -178,12 +178,12 @@ class Batch:
             torch._foreach_copy_(views, list(flat))
 
     def scales(self, name: str) -> torch.Tensor:
-        """The scales of the blocks, [blocks]."""
+        """Return the scales of the blocks, [blocks]."""
         found = self._scales_of(name)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def put_scales(self, name: str, scales: torch.Tensor) -> None:
-        """Copy the scales of the blocks back."""
+        """Copy the scales of the blocks back to their tensors."""
         torch._foreach_copy_(self._scales_of(name), list(scales.split(self._sizes)))
 
     def _views_of(self, name: str) -> list[torch.Tensor]:
@@ -199,12 +199,11 @@ class Batch:
 
 
 def batches(entries: Iterable[tuple[Entry, int]], at_most: int) -> Iterator[Batch]:
-    """Batches over all blocks of entries, in order.
+    """Divide the blocks of entries into batches, in order.
 
     Args:
-        entries: with the number of elements of their local parts. Blocks have the same number of
-            elements in all of them.
-        at_most: elements of a batch, if a block or a row of tiles has not more.
+        entries: each with the number of elements of its local part. All have the same block size.
+        at_most: elements of a batch, unless one block or one row of tiles has more.
     """
     parts: list[_Part] = []
     num_elements = 0

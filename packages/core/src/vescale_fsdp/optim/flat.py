@@ -1,28 +1,28 @@
-"""What `flatten_` steps on: states of many parameters in flat tensors, and pieces of shards.
+"""The data structures of `flatten_`: flat states of many parameters, and pieces of shards.
 
-A **space** has the states of many parameters, one flat tensor for each name. Two parameters w and
-b of which this rank holds 5 and 2 elements, in AdamW::
+A **space** holds the states of many parameters, its members: one flat tensor for each state.
+Example: this rank has 5 elements of w and 2 of b, and the optimizer is AdamW::
 
     member                 w           b
     exp_avg        | w w w w w | b b |         one tensor, `elements`
     step           | w | b |                   one number for each member, `scalars`
 
-``optimizer.state[w]["exp_avg"]`` is a RaggedTensor around the first five elements, and
-``optimizer.state[w]["step"]`` is the first number: whoever reads or writes the states of one
-parameter sees what a plain optimizer has. There are no gaps, whatever lies between w and b in
-their shard::
+``optimizer.state[w]["exp_avg"]`` is a RaggedTensor that is a view of the first five elements, and
+``optimizer.state[w]["step"]`` is a view of the first number. So the states of one parameter look as
+in a plain optimizer. A space has no gaps, even if there are some between w and b in the shard::
 
-    parameters in their shard    | w w w w | b b b b | . . | u u u |      `.` is not ours
-    gradients in theirs          | w w w w | b b b b | . . | u u u |
+    parameters in the shard      | w w w w | b b b b | . . | u u u |      `.`: other elements
+    their gradients              | w w w w | b b b b | . . | u u u |
     segments                     |---------0---------|     |---1---|
     states                       | w w w w | b b b b | u u u |
 
-A **segment** is members whose elements follow each other without a gap in the shard, in the memory
-of the gradients and in the states. A long segment is a **piece**: flat views of the three, nothing
-is copied. Short segments that follow each other in the states are packed into one piece: their
-parameters and gradients are copied together, and the parameters back after the step. What lies
-between segments is never touched. Segments are found from addresses alone. A member without a
-gradient, or one whose `step` differs from that of the one before it, ends a segment and a piece.
+A **segment** is a run of members whose elements follow each other without a gap in the shard, in
+the gradients and in the states. The optimizer steps on **pieces**, one tensor each. A long segment
+is a piece: flat views of the three, without copies. Short segments that follow each other in the
+states are packed into one piece: their parameters and gradients are copied together, and the
+parameters are copied back after the step. Elements between segments are never changed. Segments are
+found by addresses only. A member without a gradient, or one whose `step` differs from that of the
+member before it, ends a segment and a piece.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.ragged import wrap
 
-States = Mapping[Any, dict[str, Any]]  # of an optimizer, by parameter
+States = Mapping[Any, dict[str, Any]]  # ``optimizer.state``
 
-# States that are one number for a parameter. All others have the shape of the parameter.
+# States with one number for each parameter. All others have the parameter's shape.
 SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
-# Making a space copies its states once, one name at a time: at most 64 MiB more for fp32 states,
-# or those of one parameter that is larger.
+# A new space copies its states once, one state at a time. With this limit the copy takes at most 64
+# MiB for fp32 states, or the size of one larger parameter.
 _MAX_ELEMENTS = 2**24
 
 _LOCAL, _SPEC, _DTYPE = attrgetter("_local_tensor"), attrgetter("_spec"), attrgetter("dtype")
@@ -51,16 +51,16 @@ _VALUES = methodcaller("values")
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """This rank's part, for what knows nothing of meshes."""
+    """Return this rank's part as a plain tensor."""
     return tensor._local_tensor
 
 
 class Member:
-    """A parameter with its states, as they were when its space was made.
+    """A parameter with its states at the time when its space was made.
 
     Args:
         param: the parameter.
-        state: what the optimizer has for it; None if it has nothing, as SGD without momentum.
+        state: its entry in ``optimizer.state``. None: it has none, as in SGD without momentum.
     """
 
     __slots__ = (
@@ -73,12 +73,12 @@ class Member:
         self.local = local_of(param)
         self.numel, self.num_bytes = self.local.numel(), self.local.nbytes
         self.entries: list[Any] = []  # the values of ``state``
-        self.space = 0  # its place in the list of spaces; the space itself would be a cycle
-        self.index = 0  # in the space
-        self.start = 0  # of its elements in the space
+        self.space = 0  # index in the list of spaces (a reference would be a cycle)
+        self.index = 0  # index in the space
+        self.start = 0  # its first element in the space
 
     def is_intact(self, states: States) -> bool:
-        """Whether the optimizer still has these very tensors for it.
+        """Whether the optimizer still has the same tensors for it.
 
         ``load_state_dict`` replaces states, and ``module.to()`` replaces local parts.
         """
@@ -90,13 +90,13 @@ class Member:
         return len(state) == len(self.entries) and all(map(is_, state.values(), self.entries))
 
     def signature(self) -> tuple[Any, ...]:
-        """Names, dtypes and devices; the same for all members of a space."""
+        """Return names, dtypes and devices of its tensors. Members of a space have the same."""
         tensors = {"": self.local} | (self.state or {})
         return tuple((name, *_kind(tensor)) for name, tensor in tensors.items())
 
 
 class Members:
-    """Several members, of which it is quick to see that nothing has changed."""
+    """Several members, with a fast check that nothing has changed."""
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
@@ -112,9 +112,11 @@ class Members:
     def parts_if_intact(
         self, params: list[DTensor], grads: list[torch.Tensor], states: States
     ) -> list[torch.Tensor] | None:
-        """The local gradients, if these are the members, intact, with gradients cut as they are.
+        """Return the local gradients if the members have not changed, else None.
 
-        None also where a closer look would find that what has changed does not matter.
+        The parameters must be these members in this order, with intact states and with gradients
+        that are sharded as they are. The check is strict: it may return None after a change that
+        does not matter.
         """
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             return None
@@ -135,15 +137,15 @@ class Members:
 
 
 class Space:
-    """Flat states of members; making one copies their states and makes them views of it.
+    """Flat states of members. The constructor copies their states, and makes them views.
 
     Args:
-        members: of one signature, in the order of their addresses.
+        members: all have the same signature. They are sorted by address.
     """
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
-        self.grads: list[torch.Tensor | None] = [None] * len(members)  # the local ones, of a step
+        self.grads: list[torch.Tensor | None] = [None] * len(members)  # local gradients of a step
         self.elements: dict[str, torch.Tensor] = {}
         self.scalars: dict[str, torch.Tensor] = {}
         sizes = [member.numel for member in members]
@@ -158,7 +160,7 @@ class Space:
         self._read_scalars()
 
     def _take(self, name: str, sizes: list[int]) -> None:
-        """Move one state of all members into one tensor."""
+        """Move one state of all members into a flat tensor."""
         states = [member.state for member in self.members if member.state is not None]
         if name in SCALARS:
             self.scalars[name] = torch.stack([state[name] for state in states])
@@ -174,12 +176,12 @@ class Space:
         for state, part in zip(states, parts, strict=True):
             state[name] = wrap(part, state[name]._spec)
 
-    # Scalars. Members next to each other step together while their numbers are the same.
+    # Scalars. Adjacent members step together as long as their scalars are equal.
 
     def _read_scalars(self) -> None:
         values = zip(*(numbers.tolist() for numbers in self.scalars.values()), strict=True)
         rows = list(values) if self.scalars else [()] * len(self.members)
-        # Whether a member's numbers differ from those of the one before it.
+        # Whether a member's scalars differ from those of the member before it.
         self.differs = [True, *(a != b for a, b in pairwise(rows))]
         self._seen = self._version()
 
@@ -187,21 +189,21 @@ class Space:
         return sum(numbers._version for numbers in self.scalars.values())
 
     def check_scalars(self) -> None:
-        """Compare the numbers again if somebody else has written to them.
+        """Compare the scalars again if other code has written to them.
 
-        Cost: none, or a copy of them to the host.
+        Cost: none, or a copy of the scalars to the host.
         """
         if self._version() != self._seen:
             self._read_scalars()
 
     def share_scalars(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """After a step: in each half-open range of members, the first one's numbers are right."""
+        """After a step: in each half-open range copy the first member's scalars to the others."""
         for first, last in ranges:
             if last - first > 1:
                 for numbers in self.scalars.values():
                     numbers[first + 1 : last].copy_(numbers[first])
-        # Who did not step is now behind its neighbours. That both are the same again is not seen,
-        # because it would take a copy to the host.
+        # A member that did not step now differs from its neighbours. If they become equal later,
+        # this is not detected, because it would need a copy to the host.
         stepped = [False] * len(self.members)
         for first, last in ranges:
             stepped[first:last] = [True] * (last - first)
@@ -211,13 +213,13 @@ class Space:
 
 
 def spaces_of(members: Sequence[Member]) -> list[Space]:
-    """Put members into spaces by signature, in the order of their addresses."""
+    """Make spaces of members, by signature and in the order of their addresses."""
     by_signature: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
         by_signature.setdefault(member.signature(), []).append(member)
     chunks: list[list[Member]] = []
     for alike in by_signature.values():
-        # Those without elements have no address. They come last, and cut nothing apart.
+        # Members without elements have no address. They come last, so that they split no segment.
         alike.sort(key=lambda member: (not member.numel, member.local.data_ptr()))
         chunks.append([])
         num_elements = 0
@@ -235,23 +237,23 @@ def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.device)
 
 
-# From here on (elements) kernels of their own cost less than the copies: on a CPU those of AdamW
-# cost about 20 us a tensor, and the copies about 2 ns an element.
+# Segments with at least this many elements are not packed, because separate kernels cost less than
+# the copies: on a CPU AdamW's cost about 20 us a tensor, and the copies about 2 ns an element.
 _LONG = 8192
 
 
 class Piece:
-    """One tensor for an optimizer: its parameter, which has the gradient, and its states.
+    """One tensor that the optimizer steps on, with its gradient and states.
 
     Args:
-        param: flat, or the local part of the one parameter.
-        grad: like ``param``.
-        state: what the optimizer's state is for it.
-        owners: the parameters that it steps.
-        space: of the states; None for a parameter on its own.
+        param: a flat tensor, or the local part of a single parameter.
+        grad: its gradient, of the same shape.
+        state: its states.
+        owners: the parameters that it contains.
+        space: has the states. None: the piece is a single parameter.
         members: the half-open range of members of the space.
-        packed: where ``param`` and ``grad`` were copied from, if they were.
-        lacks_states: whether torch will put the first ones into ``state``.
+        packed: the tensors that ``param`` and ``grad`` were copied from, if any.
+        lacks_states: whether torch will make the states in this step.
     """
 
     __slots__ = (
@@ -277,12 +279,12 @@ class Piece:
         param.grad = grad
 
     def unpack(self) -> None:
-        """Copy a packed parameter back to where it came from, after the step."""
+        """After the step, copy a packed parameter back to its parameters."""
         if self._packed is None:
             return
         params, grads, parts = self._packed
         torch._foreach_copy_(params, parts[: len(params)])
-        if self._grad._version != self._version:  # unscaled by a fused kernel, for example
+        if self._grad._version != self._version:  # a fused kernel may have unscaled it
             torch._foreach_copy_(grads, parts[len(params) :])
 
 
@@ -291,27 +293,27 @@ class _Packed(NamedTuple):
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    parts: tuple[torch.Tensor, ...]  # their copies: of the parameters, then of the gradients
+    parts: tuple[torch.Tensor, ...]  # copies of the parameters, then of the gradients
 
 
 class _Segment(NamedTuple):
-    """Members whose elements follow each other; those without elements may come with them."""
+    """Members whose elements follow each other. Members without elements may be among them."""
 
-    first: int  # of the members of the space
-    last: int  # half-open
+    first: int  # index of the first member in the space
+    last: int  # index after the last one
     numel: int
     local: torch.Tensor  # of the first member
     grad: torch.Tensor
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of all members, from ``local`` or ``grad``."""
+        """Return the elements of all members as a flat view of ``local`` or ``grad``."""
         if tensor.dim() == 1 and tensor.numel() == self.numel:
             return tensor
         return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
 def pieces_of(space: Space) -> Iterator[Piece]:
-    """The pieces for the members of which ``space.grads`` has a gradient. Forgets the gradients.
+    """Yield the pieces for the members with a gradient in ``space.grads``. Clears the gradients.
 
     Cost: about a microsecond of host time for each member, and the copies of short segments.
     """
@@ -332,9 +334,9 @@ def pieces_of(space: Space) -> Iterator[Piece]:
 
 
 def _runs(space: Space, grads: Sequence[torch.Tensor | None]) -> Iterator[list[_Segment]]:
-    """Segments in order; in one list those that follow each other in the states."""
+    """Yield lists of segments that follow each other in the states, in order."""
     run: list[_Segment] = []
-    part: list[tuple[Member, torch.Tensor]] = []  # the segment that grows
+    part: list[tuple[Member, torch.Tensor]] = []  # members of the current segment
     end = grad_end = 0
     for member, grad, differs in zip(space.members, grads, space.differs, strict=True):
         if grad is None or differs:
@@ -357,7 +359,7 @@ def _runs(space: Space, grads: Sequence[torch.Tensor | None]) -> Iterator[list[_
 
 
 def _segments(part: list[tuple[Member, torch.Tensor]]) -> list[_Segment]:
-    """One segment; or one for each member, if they lie in different storages by chance."""
+    """Return one segment; or one for each member, if adjacent members have different storages."""
     if not part:
         return []
     member, grad = part[0]
@@ -369,13 +371,13 @@ def _segments(part: list[tuple[Member, torch.Tensor]]) -> list[_Segment]:
 
 
 def _bytes_from(tensor: torch.Tensor) -> int:
-    """How many bytes its storage has, from its first element on."""
+    """Return the bytes of its storage from its first element on."""
     storage = tensor.untyped_storage()
     return int(storage.nbytes()) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _piece(space: Space, segments: list[_Segment]) -> Piece:
-    """The piece of segments that follow each other in the states."""
+    """Make a piece of segments that follow each other in the states."""
     first, last = segments[0].first, segments[-1].last
     start = space.members[first].start
     stop = start + sum(segment.numel for segment in segments)

@@ -1,9 +1,9 @@
-"""flatten_: let an element-wise optimizer step on flat pieces of the shards.
+"""flatten_: lets an element-wise optimizer step on flat pieces of the shards.
 
-Torch's element-wise optimizers collect their tensors in a method of their own, ``_init_group``,
-and give the lists to a function that runs the kernels. That method is what we replace: it names
-the pieces instead of the parameters. All else is torch's: kernels, closures, hooks, gradient
-scalers, schedulers, state dicts. What the optimizer keeps stays per parameter.
+Torch's element-wise optimizers collect their tensors in the method ``_init_group``, and pass the
+lists to a function that runs the kernels. `flatten_` replaces this method by one that collects
+pieces (see `flat`) instead of parameters. Everything else is torch's: kernels, closures, hooks,
+gradient scalers, schedulers, state dicts. The optimizer's states stay per parameter.
 """
 
 from __future__ import annotations
@@ -113,28 +113,28 @@ def _refusal(optimizer: Any) -> str:
 
 
 class _Flattened:
-    """What `flatten_` adds to an optimizer. Holds it weakly."""
+    """The replaced method and hooks of one optimizer, to which it has a weak reference."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._groups: dict[int, _Parameters] = {}  # by the identity of the list of parameters
-        self._pieces: list[Piece] = []  # of the parameter group whose kernels run
+        self._groups: dict[int, _Parameters] = {}  # by id(group["params"])
+        self._pieces: list[Piece] = []  # of the group whose kernels run
         compat.replace_init_group(optimizer, self._init_group)
         optimizer.register_step_pre_hook(self._begin)
         compat.register_first_step_post_hook(optimizer, self._finish)
         optimizer.register_load_state_dict_post_hook(lambda _: self._groups.clear())
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Forget a step that was broken off, and groups that are gone."""
+        """Before a step: drop pieces of a step that raised, and groups that no longer exist."""
         self._pieces = []
         lists = {id(group["params"]) for group in optimizer.param_groups}
         self._groups = {key: known for key, known in self._groups.items() if key in lists}
 
     def _init_group(self, group: Group, *lists: list[Any]) -> Any:
-        """Torch's method, for pieces where there can be some."""
+        """Call torch's method with pieces instead of parameters, if possible."""
         optimizer = self._optimizer()
         assert optimizer is not None, "it is the one that calls"
-        self._finish(optimizer)  # an error in this group must not undo what others have done
+        self._finish(optimizer)  # first finish the other groups: this one may raise
         key = id(group["params"])
         if key not in self._groups:
             self._groups[key] = _Parameters(group["params"])
@@ -155,15 +155,15 @@ class _Flattened:
                 del optimizer.state[piece.param]
 
     def _finish(self, optimizer: Optimizer, *hook_args: Any) -> None:
-        """After a group's kernels: its parameters and states are what they are for everybody."""
+        """After the kernels of a group: write its results to the parameters and their states."""
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
             piece.unpack()
-            piece.state |= optimizer.state.pop(piece.param, {})  # SGD has put its momentum there
+            piece.state |= optimizer.state.pop(piece.param, {})  # SGD puts its momentum there
             if piece.lacks_states and piece.state:
                 (owner,) = piece.owners
                 optimizer.state[owner].update(_wrapped(piece.state, owner))
-            # Autograd and the engine see by its version that a parameter was written to.
+            # Autograd and the engine detect a change of a parameter by its version.
             torch.autograd.graph.increment_version(piece.owners)
         for _, alike in groupby(pieces, key=lambda piece: id(piece.space)):
             of_space = list(alike)
@@ -173,24 +173,25 @@ class _Flattened:
 
 
 class _Parameters:
-    """The parameters of one group, with what was made of them."""
+    """The parameters of one group, with their members and spaces."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
-        self._params = params  # kept, so that its identity stays its own
-        self._members: dict[int, Member] = {}  # by the identity of the parameter
+        self._params = params  # keep a reference, so that its id is not reused
+        self._members: dict[int, Member] = {}  # by id(param)
         self._spaces: list[Space] = []
-        self._last = Members([])  # those that stepped last
-        self._settings = (False, False)  # with which they stepped
+        self._last = Members([])  # members of the last step
+        self._settings = (False, False)  # settings of the last step
 
     def collect(
         self, optimizer: Optimizer, group: Group
     ) -> tuple[list[Piece], list[torch.Tensor]] | None:
-        """The pieces for the parameters with a gradient, and those that are none of ours.
+        """Return the pieces for the parameters with a gradient, and the plain parameters.
 
-        None if a DTensor cannot be taken: torch refuses lists that mix it with plain tensors.
+        None: a DTensor cannot be in a piece. Torch refuses lists that mix it with plain tensors, so
+        the whole group steps without pieces.
         """
         settings = (bool(group.get("fused")), bool(group.get("momentum")))
-        if settings != self._settings:  # who can join, or lacks states, is to be found anew
+        if settings != self._settings:  # they decide which can join and which lack states
             self._settings, self._last = settings, Members([])
         ours: list[DTensor] = []
         grads: list[torch.Tensor] = []
@@ -225,7 +226,7 @@ class _Parameters:
         params: list[DTensor],
         grads: list[torch.Tensor],
     ) -> tuple[list[torch.Tensor], list[Piece]] | None:
-        """Find the members of this step; give their gradients, and the pieces of all others."""
+        """Find the members of this step. Returns their gradients, and pieces of all others."""
         if len(set(map(id, params))) != len(params):  # torch steps on a duplicate twice
             return None
         states: States = optimizer.state
@@ -246,7 +247,7 @@ class _Parameters:
         return [part for _, part in joined], alone
 
     def _join(self, params: list[DTensor], states: States) -> None:
-        """Make the spaces anew if these are not all in them, with those that are."""
+        """Make new spaces of all members if one of these parameters is not in a space yet."""
         stay = {key: each for key, each in self._members.items() if each.is_intact(states)}
         newcomers = {id(param): param for param in params if id(param) not in stay}
         if newcomers:
@@ -257,10 +258,10 @@ class _Parameters:
 
 
 def _can_join(local: torch.Tensor, *, is_fused: bool) -> bool:
-    """Whether the bits of a step do not depend on where its tensor ends.
+    """Whether the results of a step do not depend on the position in a tensor.
 
-    On a CPU they do in two cases: what is left after the last whole vector register goes another
-    way, through which 16-bit and fused kernels round differently (torch 2.13).
+    On a CPU they do for 16-bit and fused kernels: the last elements, which do not fill a vector
+    register, take a different path that rounds differently (torch 2.13).
     """
     if not local.is_contiguous() or not local.is_floating_point():
         return False
@@ -268,7 +269,7 @@ def _can_join(local: torch.Tensor, *, is_fused: bool) -> bool:
 
 
 def _local_gradient(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a gradient, if it is cut as its parameter is."""
+    """Return this rank's part of a gradient, or None if it is not sharded as its parameter."""
     if not isinstance(grad, DTensor) or type(local_of(param)) is not torch.Tensor:
         return None
     spec, other = param._spec, grad._spec
@@ -279,7 +280,7 @@ def _local_gradient(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
 
 
 def _local_state(param: DTensor, states: States) -> State | None:
-    """The states of a parameter with this rank's parts, or None if they are not cut as it is."""
+    """Return this rank's parts of a parameter's states; None if not sharded as the parameter."""
     shape = local_of(param).shape
     parts: State = {}
     for name, value in (states.get(param) or {}).items():
@@ -294,7 +295,7 @@ def _local_state(param: DTensor, states: States) -> State | None:
 
 
 def _wrapped(parts: State, param: DTensor) -> State:
-    """The states of a parameter as they are kept, from those of its local part."""
+    """Wrap the states of a local part as states of the parameter."""
     return {
         name: part if part is None or name in SCALARS else wrap(part, param._spec)
         for name, part in parts.items()
@@ -302,7 +303,7 @@ def _wrapped(parts: State, param: DTensor) -> State:
 
 
 def _lacks_states(optimizer: Optimizer, group: Group, state: State) -> bool:
-    """Whether torch will make states for a parameter in this step, as in its first one."""
+    """Whether torch will make the states of a parameter in this step."""
     if isinstance(optimizer, SGD):
         return group["momentum"] != 0 and state.get("momentum_buffer") is None
     return not state

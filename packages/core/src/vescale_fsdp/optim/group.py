@@ -1,7 +1,7 @@
 """OptimizerGroup: several optimizers as one object.
 
-Trainers, schedulers and checkpoints know one optimizer. Here each of its parameter groups is one of
-a member's, the same dict, so that a scheduler that sets a learning rate sets the member's.
+Trainers, schedulers and checkpoints expect one optimizer. Its parameter groups are those of its
+members (the same dicts), so a scheduler that sets a learning rate sets the member's.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class OptimizerGroup(Optimizer):
             optimizers = {str(index): each for index, each in enumerate(optimizers)}
         self.optimizers = {**optimizers, **named}
         _check(self.optimizers)
-        # What Optimizer's own constructor makes besides groups and states: hooks.
+        # Makes the hooks that Optimizer's constructor would make.
         super().__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
 
-    # What others look at
+    # Attributes of an optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -92,7 +92,7 @@ class OptimizerGroup(Optimizer):
         """Step with each member. ``closure``, if given, is called once, before the first.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -103,7 +103,7 @@ class OptimizerGroup(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, as torch's does."""
+        """Reset the gradients of all parameters, as in torch."""
         for each in self.optimizers.values():
             each.zero_grad(set_to_none=set_to_none)
 
@@ -143,7 +143,7 @@ class OptimizerGroup(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each member its part, by the order of the groups.
+        """Load each member's part, by the order of the groups.
 
         Raises:
             ValueError: the number of groups differs.

@@ -1,22 +1,23 @@
-"""Which matrices a parameter is made of, and who holds which elements of them.
+"""Finds the matrices of a parameter, and which rank holds which elements of them.
 
-A parameter of two dimensions is one matrix, or several below each other (fused projections, heads);
-one of more dimensions is a stack of such. Each matrix is all columns of some rows: one flat range
-of the row-major parameter. What a rank holds is a list of spans of it, and where the two meet are
-the parts of a matrix. A stack of two matrices of 2 x 4, split by ragged shards into (6, 10)::
+A parameter of two dimensions is one matrix, or several below each other (fused projections, heads).
+A parameter of more dimensions is a stack of these. A matrix has all columns of some rows, so it is
+one flat range of the row-major parameter. A rank holds some *spans* of the parameter. The elements
+of a span that belong to a matrix are a *part* of this matrix. Example: a stack of two matrices of
+2 x 4, sharded into (6, 10) elements::
 
     parameter   | 0 . . . . 5 | 6 7 | 8 . . . . . . 15 |
     held by       rank 0        rank 1
     matrix 0      part of 6 elements at 0, part of 2 elements at 6
     matrix 1                          one part of 8 elements: whole on rank 1
 
-Where a ``Shard`` of another axis has split the columns (tensor parallelism), a span is a rectangle:
-runs of ``width`` elements, one per row. In the holder's flat local tensor every part is one run.
+If ``Shard`` on another axis has split the columns (tensor parallelism), a span is a rectangle: runs
+of ``width`` elements, one per row. In the flat local tensor of its rank every part is one run.
 
-Ranks that differ only along axes with ``Replicate`` hold the same: each such choice is a replica of
-the parameter, and the parts are listed once, by the position within the replica.
+Ranks that differ only along axes with ``Replicate`` are replicas and hold the same elements. Parts
+are listed once, by the position of their rank within the replica.
 
-Pure integers: nothing here communicates or looks at data.
+This module uses only integers: it does not communicate or read data.
 """
 
 from __future__ import annotations
@@ -39,37 +40,37 @@ from vescale_fsdp.ragged import Box, RaggedShard, contiguous_strides, holding_of
 class Span(NamedTuple):
     """Elements that a rank holds: a run of the row-major parameter, or a rectangle in it."""
 
-    first: int  # element of the parameter
-    local: int  # element of the flat local tensor, in which the span is one run
+    first: int  # first element in the parameter
+    local: int  # first element in the flat local tensor, in which the span is one run
     numel: int
-    width: int  # elements of each run in the parameter; numel where there is one run
-    stride: int  # from one run to the next: the columns of the parameter
+    width: int  # elements of each run in the parameter; numel if there is one run
+    stride: int  # elements from one run to the next: the columns of the parameter
 
 
 class Part(NamedTuple):
     """Elements of a matrix that one rank of each replica holds."""
 
-    position: int  # of the holder within its replica
-    local: int  # first element in the holder's flat local tensor, in which the part is one run
+    position: int  # of its rank within the replica
+    local: int  # first element in the rank's flat local tensor, in which the part is one run
     numel: int
     start: int  # first element in the row-major matrix
-    width: int  # elements of each run in the matrix; numel where there is one run
+    width: int  # elements of each run in the matrix; numel if there is one run
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The view of these elements of a contiguous matrix, [runs, width]."""
+        """Return these elements of a contiguous matrix as a view, [runs, width]."""
         size = (self.numel // self.width, self.width)
         return matrix.as_strided(size, (matrix.shape[-1], 1), matrix.storage_offset() + self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix of a parameter, and who holds it."""
+    """One matrix of a parameter, and its parts on ranks."""
 
     param: int  # index in the list of parameters
     first: int  # its first element in the row-major parameter
     rows: int
     cols: int
-    parts: tuple[Part, ...]  # in the order of their first elements; together all of it
+    parts: tuple[Part, ...]  # in the order of their first elements; together the whole matrix
 
     @property
     def numel(self) -> int:
@@ -77,17 +78,17 @@ class Matrix:
 
     @property
     def has_runs(self) -> bool:
-        """Whether its parts, one after the other, are the row-major matrix."""
+        """Whether its parts in their order are the row-major matrix."""
         return all(part.width == part.numel for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter is distributed over ranks.
+    """The distribution of a parameter over ranks.
 
     Args:
-        shape: of the whole parameter.
-        placements: one per axis; ``RaggedShard``, ``Shard`` or ``Replicate``.
+        shape: of the full parameter.
+        placements: one per axis: ``RaggedShard``, ``Shard`` or ``Replicate``.
         mesh_shape: ranks along each axis.
         ranks: the global ranks, row-major over the axes.
     """
@@ -99,15 +100,15 @@ class Layout:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The global ranks in ascending order."""
+        """Return the global ranks in ascending order."""
         return tuple(sorted(self.ranks))
 
     def grid(self) -> tuple[tuple[int, ...], ...]:
-        """The global rank by replica and position: ``grid[replica][position]``."""
+        """Return the global rank by replica and position: ``grid[replica][position]``."""
         return _grid(tuple(p.is_replicate() for p in self.placements), self.mesh_shape, self.ranks)
 
 
-@lru_cache(maxsize=64)  # most parameters of a model share it
+@lru_cache(maxsize=64)  # the same for most parameters of a model
 def _grid(
     is_replica: tuple[bool, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
@@ -120,10 +121,10 @@ def _grid(
 
 
 def layout_of(tensor: torch.Tensor, name: str = "the parameter") -> Layout:
-    """The layout of a tensor: a plain one lies on the rank 0 of a world of its own.
+    """Return the layout of a tensor. A plain tensor has a layout with rank 0 only.
 
     Raises:
-        ValueError: a placement that says not where the elements are.
+        ValueError: a placement does not determine which rank holds which elements.
     """
     if not isinstance(tensor, DTensor):
         return Layout(tuple(tensor.shape))
@@ -146,10 +147,10 @@ def layout_of(tensor: torch.Tensor, name: str = "the parameter") -> Layout:
 
 
 def order_of_cuts(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[int]:
-    """The axes in the order in which their ``Shard`` placements have cut the tensor.
+    """Return the axes in the order in which their ``Shard`` placements have split the tensor.
 
-    From left to right, but a strided one comes after those to its right on the same dimension,
-    into so many parts as its ``split_factor`` says.
+    The order is from left to right. But a strided placement comes after those on its right on the
+    same dimension that its ``split_factor`` accounts for.
     """
     order: list[int] = []
     for axis in reversed(range(len(placements))):
@@ -167,15 +168,15 @@ def order_of_cuts(placements: Sequence[Placement], mesh_shape: Sequence[int]) ->
 def matrices_of(
     layout: Layout, param: int = 0, split_rows: int | Sequence[int] | None = None
 ) -> list[Matrix]:
-    """The matrices of a parameter, in storage order.
+    """Return the matrices of a parameter, in storage order.
 
     Args:
         layout: of a parameter of at least two dimensions.
-        param: index that the matrices shall carry.
-        split_rows: rows of each matrix, if what has the shape of a matrix is several; one number
-            means that all have so many.
+        param: its index, for ``Matrix.param``.
+        split_rows: if the last two dimensions are several matrices, the rows of each; one number if
+            all have the same.
 
-    Cost: O(matrices + ranks that hold something), and O(ranks) where there are several axes.
+    Cost: O(matrices + ranks that hold elements), and O(ranks) if there are several axes.
 
     Raises:
         ValueError: the shape has fewer than two dimensions, or the rows do not add up.
@@ -201,10 +202,10 @@ def matrices_of(
 
 
 def split_heights(rows: int, split_rows: int | Sequence[int] | None) -> list[int]:
-    """The rows of each matrix into which ``rows`` rows are split.
+    """Return the rows of each matrix into which ``rows`` rows are split.
 
     Raises:
-        ValueError: they do not add up.
+        ValueError: their sum is not ``rows``.
     """
     if split_rows is None:
         return [rows]
@@ -231,7 +232,7 @@ def _meet(
     position: int,
     parts: list[list[Part]],
 ) -> None:
-    """Append to the parts of each matrix what ``spans`` have of it. Both are ascending."""
+    """Append to the parts of each matrix its elements in ``spans``. Both are ascending."""
     index = 0
     for span in spans:
         last = span.first + (span.numel // span.width - 1) * span.stride + span.width
@@ -246,12 +247,12 @@ def _meet(
 
 
 def _common(span: Span, first: int, numel: int, position: int) -> Part | None:
-    """What a span has of the matrix in [first, first + numel)."""
+    """Return the elements of the matrix [first, first + numel) that are in a span."""
     if span.width == span.numel:
         start = max(span.first, first)
         length = min(span.first + span.numel, first + numel) - start
         return Part(position, span.local + start - span.first, length, start - first, length)
-    # A rectangle: its runs are rows, of which a matrix has all or nothing.
+    # A rectangle. Each of its runs is in one row, and a matrix has complete rows.
     skipped = max(0, -(-(first - span.first) // span.stride))
     runs = span.numel // span.width
     count = min(runs, -(-(first + numel - span.first) // span.stride)) - skipped
@@ -266,7 +267,7 @@ def _common(span: Span, first: int, numel: int, position: int) -> Part | None:
 def spans_of(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[int, tuple[Span, ...]], ...]:
-    """What each position within a replica holds, ascending; positions without elements left out."""
+    """Return the spans of each position within a replica, ascending; no empty positions."""
     dividing = [axis for axis, p in enumerate(placements) if not p.is_replicate()]
     if len(dividing) == 1 and isinstance(ragged := placements[dividing[0]], RaggedShard):
         return tuple(
@@ -286,7 +287,7 @@ def spans_of(
 def _ragged_ranges(
     placement: RaggedShard, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int]]:
-    """(position, first element, elements) of those that hold some. Costs nothing for the others."""
+    """Yield (position, first element, number of elements) of the positions with elements."""
     unit = placement.unit_numel(shape)
     position = first = 0
     for count, units in placement.runs:
@@ -298,7 +299,7 @@ def _ragged_ranges(
 
 
 def _spans_of_box(box: Box, shape: Sequence[int]) -> Iterator[Span]:
-    """A box of the parameter, matrix by matrix; it lies row-major in the local tensor."""
+    """Yield the spans of a box of the parameter. It is row-major in the local tensor."""
     strides = contiguous_strides(shape)
     *stack, rows, width = box.sizes
     numel = rows * width
@@ -311,7 +312,7 @@ def _spans_of_box(box: Box, shape: Sequence[int]) -> Iterator[Span]:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Runs that go on where the one before them ends become one."""
+    """Join spans that follow each other."""
     last: Span | None = None
     for span in spans:
         are_runs = last is not None and last.width == last.numel and span.width == span.numel

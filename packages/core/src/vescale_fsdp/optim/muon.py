@@ -1,4 +1,4 @@
-"""Muon on shards: momentum where the data are, Newton-Schulz on one owner per matrix.
+"""Muon for sharded parameters. Momentum is sharded; one rank, the owner, computes each matrix.
 
 Source: arXiv 2602.22437, Algorithm 2, for the scheme; Keller Jordan's Muon
 (kellerjordan.github.io/posts/muon) and arXiv 2502.16982 for the optimizer, with the signature and
@@ -47,7 +47,7 @@ from vescale_fsdp.optim.owners import (
 from vescale_fsdp.optim.routes import Run, routes_of
 from vescale_fsdp.optim.transport import Transport
 
-# Newton-Schulz begins with a cast to bf16 and ends in it: nothing is lost on the wire.
+# The dtype of messages. Newton-Schulz starts and ends in bf16, so sending bf16 loses nothing.
 WIRE_DTYPE = torch.bfloat16
 
 
@@ -55,7 +55,7 @@ Sharded = tuple[DTensor, dict[str, Any]]  # a parameter, and the options of its 
 
 
 def key_of(sharded: Sequence[Sharded]) -> tuple[Any, ...]:
-    """What a plan depends on, but for the placements."""
+    """Return a key of everything that a plan depends on, except placements."""
     return tuple(
         (id(param), _frozen(group["split_rows"]), group["ns_steps"]) for param, group in sharded
     )
@@ -66,10 +66,10 @@ def _frozen(split_rows: Any) -> Any:
 
 
 class Plan:
-    """The assignments of a set of parameters, and the transports that carry them out.
+    """The assignments of a set of parameters to owners, and the transports for them.
 
-    Cost: tens of microseconds for each matrix, once; no communication, but for the first
-    communicator over several axes of a mesh.
+    Cost: tens of microseconds for each matrix, once. No communication, except to make the first
+    process group over several axes of a mesh.
     """
 
     def __init__(self, sharded: Sequence[Sharded], bucket_bytes: int) -> None:
@@ -87,17 +87,17 @@ class Plan:
         self.assignments = assignments_of(entries)
 
     def fits(self, sharded: Sequence[Sharded]) -> bool:
-        """Whether the parameters still lie as they did."""
+        """Whether the parameters still have the same placements."""
         return all(map(is_, (param._spec for param, _ in sharded), self._specs))
 
     @property
     def communication(self) -> CommunicationPlan:
-        """What a step sends."""
+        """Return the communication of a step."""
         return communication_of(self.assignments, WIRE_DTYPE.itemsize, WIRE_DTYPE.itemsize)
 
     @cached_property
     def transports(self) -> list[Transport]:
-        """One for each assignment. All ranks that share parameters come here in one order."""
+        """Make a transport for each assignment. Call it in the same order on all their ranks."""
         return [self._transport(each) for each in self.assignments]
 
     def _transport(self, assignment: Assignment) -> Transport:
@@ -124,7 +124,7 @@ class Plan:
 
 
 def _group_of(params: Sequence[DTensor], members: Sequence[int]) -> dist.ProcessGroup | None:
-    """The process group over the members: that of a mesh if one of them has it already."""
+    """Return the process group of the members: a mesh's if it has one, else a new one."""
     if len(members) == 1:
         return None
     meshes = [param.device_mesh for param in params]
@@ -134,13 +134,13 @@ def _group_of(params: Sequence[DTensor], members: Sequence[int]) -> dist.Process
 
 
 def _device_of(param: DTensor) -> torch.device:
-    """Where matrices are computed: where messages arrive, also if parameters are kept on a CPU."""
+    """Return the device that computes matrices: the mesh's, also if parameters are offloaded."""
     local, kind = local_of(param).device, param.device_mesh.device_type
     return local if local.type == kind else torch.device(kind)
 
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_MOST_PLANS = 8  # kept; sets of parameters with a gradient that come again
+_MOST_PLANS = 8  # limit for stored plans; each is for one set of parameters with a gradient
 
 
 class _Task(NamedTuple):
@@ -312,7 +312,7 @@ class Muon(ShardedOptimizer):
         torch.autograd.graph.increment_version([task.param for task in sharded])
 
     def _tasks(self) -> list[_Task]:
-        """What has a gradient, with options in which the learning rate is a number."""
+        """Return the parameters with a gradient, with options whose learning rate is a float."""
         tasks = []
         for group in self.param_groups:
             options = {**group, "lr": float(group["lr"])}  # once: it may be on a device
@@ -334,7 +334,7 @@ class Muon(ShardedOptimizer):
 
 
 def _check_options(group: Group) -> None:
-    """Raise ValueError if an option, other than ``split_rows``, has no meaning."""
+    """Raise ValueError if an option other than ``split_rows`` is invalid."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
@@ -354,10 +354,10 @@ def _check_options(group: Group) -> None:
 
 
 def _step(tasks: list[_Task], assignment: Assignment, transport: Transport) -> None:
-    """Step on parameters that lie on the same ranks; their momentum is that of this step."""
+    """Step on parameters that are on the same ranks. Their momentum is already updated."""
     groups, matrices = [task.group for task in tasks], assignment.matrices
     params = [local_of(task.param) for task in tasks]
-    # Of what is not contiguous (Shard(1)) a flat copy is stepped on, and copied back.
+    # A local part that is not contiguous (Shard(1)) is copied, and copied back after the step.
     flat = [param.reshape(-1) for param in params]
     grads = [task.grad.reshape(-1) for task in tasks]
     momenta = [task.momentum.reshape(-1) for task in tasks]

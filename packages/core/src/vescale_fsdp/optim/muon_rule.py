@@ -1,14 +1,13 @@
-"""Muon's numbers, for one matrix or a piece of it, and the plain way to step with them.
+"""Muon's arithmetic for one matrix or a part of it, and a simple reference implementation.
 
-Newton-Schulz gives the nearest (semi-)orthogonal matrix, about, by products of matrices only. With
-X = U S V^T, each step replaces S by a polynomial a S + b S^3 + c S^5 of it. The coefficients that
-Muon uses raise small singular values as fast as they can, and leave the others between about 0.7
-and 1.2: they never reach 1, and training does not mind. The element-wise steps give the same bits
-wherever a tensor is split: in fp32 torch's kernels do, and half precision is computed in fp32 and
-rounded once.
+Newton-Schulz approximates the nearest (semi-)orthogonal matrix with matrix products only. With
+X = U S V^T, each step replaces S by the polynomial a S + b S^3 + c S^5. Muon's coefficients raise
+small singular values quickly, and leave the others between about 0.7 and 1.2. They do not converge
+to 1, which training does not need. The element-wise operations give the same bits for any split of
+a tensor: in fp32 torch's kernels do so, and half precision is computed in fp32 and rounded once.
 
-`step_by_redistribution` is the paper's algorithm word for word: one parameter after another, to one
-rank and back. Slow and obvious; the packed exchange (`muon`) must give its bits.
+`step_by_redistribution` is the paper's algorithm: one parameter after another is redistributed to
+one rank and back. It is slow and simple. The packed exchange in `muon` must give the same bits.
 
 Source: Keller Jordan's Muon (kellerjordan.github.io/posts/muon), arXiv 2502.16982 for large models,
 arXiv 2602.22437, Algorithm 2.
@@ -34,28 +33,28 @@ from vescale_fsdp.ragged import RaggedShard, contiguous_strides, wrap
 def newton_schulz(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """An orthogonal matrix near ``matrix``, in bf16. The argument stays as it is.
+    """Return an orthogonal matrix near ``matrix``, in bf16. The argument does not change.
 
-    The bits are those of torch's Muon, which writes into an argument that is bf16 already
-    (pytorch#194664).
+    The result is bitwise that of torch's Muon. (Torch's function changes an argument in bf16,
+    pytorch#194664.)
 
     Args:
         matrix: [rows, cols], any floating dtype.
         coefficients: a, b and c of the polynomial.
-        steps: how often it is applied.
-        eps: the least norm to divide by.
+        steps: number of times that it is applied.
+        eps: the smallest norm to divide by.
 
     Returns:
-        [rows, cols]; where there are more rows than columns, a transposed view. NaN for a matrix
-        with a value that is not finite.
+        [rows, cols]; a transposed view if there are more rows than columns. All NaN if a value of
+        the matrix is not finite.
 
-    Cost: `newton_schulz_cost`; about four times the matrix in bf16 in memory.
+    Cost: `newton_schulz_cost`; memory for about four copies of the matrix in bf16.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
-    x = x.T if is_tall else x  # the products are squares of the short side
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
+    x = x.T if is_tall else x  # products then have the size of the short side
+    x = x / x.norm().clamp(min=eps)  # singular values are at most 1
     for _ in range(steps):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
@@ -64,25 +63,25 @@ def newton_schulz(
 
 
 def newton_schulz_cost(rows: int, cols: int, steps: int) -> int:
-    """Floating-point operations, for `steps` steps on a matrix."""
+    """Return the floating-point operations of ``steps`` steps on a matrix."""
     short, long = min(rows, cols), max(rows, cols)
     return 2 * steps * short * short * (2 * long + short)
 
 
 def direction(grad: torch.Tensor, momentum: torch.Tensor, group: Group) -> torch.Tensor:
-    """What is to be orthogonalized, of gradient and momentum (this step's). Any shape."""
+    """Return the tensor to orthogonalize, from gradient and updated momentum. Any shape."""
     return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
 def orthogonalized(matrix: torch.Tensor, group: Group) -> torch.Tensor:
-    """[rows, cols] -> [rows, cols] in bf16."""
+    """Orthogonalize a matrix with the options of a group. [rows, cols] -> [rows, cols] in bf16."""
     return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def apply_update(
     param: torch.Tensor, update: torch.Tensor, group: Group, rows: int, cols: int
 ) -> None:
-    """Decay and move a piece of a matrix of ``rows`` x ``cols``, in place.
+    """Apply weight decay and update to a part of a matrix of ``rows`` x ``cols``, in place.
 
     Args:
         param: any shape.
@@ -105,7 +104,7 @@ def _adjustment(group: Group, rows: int, cols: int) -> float:
 def step_whole(
     param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, group: Group
 ) -> None:
-    """Step on a parameter that is whole here; all tensors of its shape."""
+    """Step on a parameter that is not sharded. All tensors have its shape."""
     update = direction(grad, momentum, group)
     pairs = zip(_matrices(param, group), _matrices(update, group), strict=True)
     for part, matrix in pairs:
@@ -119,8 +118,8 @@ def step_by_redistribution(
 
     Args:
         param: the parameter.
-        grad, momentum: this rank's parts, of this step.
-        root: place along the mesh axis that cuts, of the rank that computes.
+        grad, momentum: this rank's parts. The momentum is already updated.
+        root: the rank that computes, as its index along the mesh axis that shards.
     """
     spec = param._spec
     update = direction(grad, momentum, group).bfloat16()
@@ -141,9 +140,10 @@ def step_by_redistribution(
 def _on_one(
     placements: Sequence[Placement], mesh_shape: Sequence[int], root: int
 ) -> list[Placement]:
-    """All on one rank of the first axis that cuts; replicated along all others.
+    """Return placements with all elements on one rank of the first axis that shards.
 
-    Everywhere, if an axis is strided: a RaggedShard cannot be made of that.
+    They are replicated along all other axes; and along all axes if a placement is strided, because
+    that cannot be redistributed to a RaggedShard.
     """
     target: list[Placement] = [Replicate()] * len(placements)
     cutting = [axis for axis, p in enumerate(placements) if not p.is_replicate()]
@@ -156,7 +156,7 @@ def _on_one(
 
 
 def _apply(param: DTensor, update: torch.Tensor, group: Group) -> None:
-    """Apply the update where the parameter lies; the rate depends on the height of the matrix."""
+    """Apply the update to this rank's part. The learning rate depends on the matrix' shape."""
     rows, cols = param.shape[-2:]
     heights = split_heights(rows, group["split_rows"])
     local = local_of(param)
@@ -174,7 +174,7 @@ def _apply(param: DTensor, update: torch.Tensor, group: Group) -> None:
 
 
 def _matrices(tensor: torch.Tensor, group: Group) -> Iterator[torch.Tensor]:
-    """Views of the matrices of a whole tensor, in storage order."""
+    """Yield views of the matrices of a full tensor, in storage order."""
     *stack, rows, _ = tensor.shape
     heights = split_heights(rows, group["split_rows"])
     for index in product(*map(range, stack)):

@@ -1,21 +1,21 @@
-"""Which rank computes which matrix: balanced by cost, with a preference for who holds the data.
+"""Assigns matrices to the ranks that compute them, their owners. Loads are balanced by cost.
 
-The longest jobs are placed first, so that short ones level what is left (longest processing time
-first). A job goes to the rank that holds the most of its matrix, as long as that keeps the rank
-within a tolerance of the least time that any assignment needs; else to the rank with the least to
-do. Two ranks, tolerance 5%, four matrices of cost 4, 3, 2, 1, of which rank 0 holds all but the
+The matrices with the highest cost are assigned first (longest processing time first). A matrix is
+assigned to the rank that holds most of its elements, if the load of this rank then exceeds the
+lower bound for any assignment by at most a tolerance; else to the rank with the smallest load.
+Example with two ranks, tolerance 5% and four matrices of cost 4, 3, 2, 1; rank 0 holds all but the
 last::
 
     lower bound   (4 + 3 + 2 + 1) / 2 = 5, limit 5.25
-    cost 4        rank 0 holds it: 4 <= 5.25              -> rank 0, nothing moves
+    cost 4        rank 0 holds it: 4 <= 5.25              -> rank 0, nothing is sent
     cost 3        rank 0 would have 7                     -> rank 1, the least loaded
     cost 2        rank 0 would have 6                     -> rank 1
     cost 1        rank 1 would have 6, and holds it       -> rank 0: loads 5 and 5
 
-Parameters that lie on the same ranks are assigned together. Ranks know of a parameter only if they
-hold it, so an assignment may depend on that of parameters that lie on all of these ranks and more,
-and on no other: larger sets of ranks come first, and the loads they give count for the smaller
-ones inside of them. So all ranks of a set come to the same result, without communication.
+Parameters on the same set of ranks are assigned together. A rank knows only the parameters that it
+holds. So the assignment for a set of ranks may depend only on parameters that all of these ranks
+hold. Larger sets are assigned first, and their loads count for smaller sets within them. Then all
+ranks of a set compute the same result without communication.
 
 Source: Graham 1969 for the order; the preference within a tolerance is ours.
 """
@@ -34,22 +34,22 @@ from vescale_fsdp.optim.routes import Grid, traffic_of
 class Job(NamedTuple):
     """A matrix that one rank computes."""
 
-    cost: int  # any unit, floating-point operations for example
-    num_bytes: int  # of the matrix; of equal costs the larger one comes first
-    name: str  # decides between equals, and then the order of the jobs
-    held: Sequence[tuple[int, int]]  # (rank, elements that it holds); several may hold the same
+    cost: int  # in any unit, for example floating-point operations
+    num_bytes: int  # of the matrix; if costs are equal, the larger one is assigned first
+    name: str  # decides if both are equal; after that the order of the jobs
+    held: Sequence[tuple[int, int]]  # (rank, elements that it holds); replicas hold the same
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How even an assignment is."""
+    """The balance of an assignment."""
 
     loads: tuple[int, ...]  # cost by rank
-    lower_bound: float  # no assignment has a smaller greatest load
+    lower_bound: float  # no assignment has a smaller highest load
 
     @property
     def ratio(self) -> float:
-        """The greatest load divided by the lower bound; 1 is perfect."""
+        """The highest load divided by the lower bound. 1 is perfect."""
         return max(self.loads, default=0) / self.lower_bound if self.lower_bound else 1.0
 
 
@@ -60,12 +60,12 @@ def assign_owners(
     tolerance: float = 0.05,
     loads: Sequence[int] | None = None,
 ) -> list[int]:
-    """The rank of each job, in the order of the jobs.
+    """Return the rank of each job, in the order of the jobs.
 
     Args:
-        jobs: with ranks below ``num_ranks`` as holders.
-        tolerance: how far above the lower bound a holder's load may go for the sake of locality.
-        loads: what the ranks have to do already.
+        jobs: the ranks in ``held`` are below ``num_ranks``.
+        tolerance: by how much the load of a rank that holds the matrix may exceed the lower bound.
+        loads: the loads that the ranks already have.
 
     Cost: O(jobs * (log(jobs) + log(ranks) + holders)).
     """
@@ -87,7 +87,7 @@ def assign_owners(
 def balance_of(
     jobs: Sequence[Job], owners: Sequence[int], num_ranks: int, loads: Sequence[int] | None = None
 ) -> Balance:
-    """How even an assignment is, ``loads`` included."""
+    """Return the balance of an assignment, including ``loads``."""
     before = list(loads) if loads is not None else [0] * num_ranks
     bound = _lower_bound(jobs, before)
     for job, owner in zip(jobs, owners, strict=True):
@@ -96,13 +96,13 @@ def balance_of(
 
 
 def _lower_bound(jobs: Iterable[Job], loads: Sequence[int]) -> float:
-    """The longest job, the longest load there is, or all work in equal parts."""
+    """Return the largest of: the highest cost, the highest load, the mean of all work per rank."""
     costs = [job.cost for job in jobs]
     return max([0.0, *costs, *loads, (sum(costs) + sum(loads)) / max(len(loads), 1)])
 
 
 class _LeastLoaded:
-    """Loads by rank, and the rank with the least (of equals, the first)."""
+    """Loads by rank, and the rank with the smallest load (if equal, the first)."""
 
     def __init__(self, loads: list[int]) -> None:
         self.loads = loads
@@ -114,7 +114,7 @@ class _LeastLoaded:
         heapq.heappush(self._heap, (self.loads[rank], rank))
 
     def least(self) -> int:
-        while self._heap[0][0] != self.loads[self._heap[0][1]]:  # it has got more since
+        while self._heap[0][0] != self.loads[self._heap[0][1]]:  # its load has changed since
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
@@ -124,24 +124,24 @@ class Entry(NamedTuple):
 
     layout: Layout
     split_rows: int | Sequence[int] | None
-    cost: Callable[[int, int], int]  # of a matrix of so many rows and columns
+    cost: Callable[[int, int], int]  # cost of a matrix, from its rows and columns
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The matrices on one set of ranks."""
+    """The matrices on one set of ranks, with their owners."""
 
     members: tuple[int, ...]  # global ranks, ascending
-    params: list[int]  # of the given ones, those that lie on these ranks
+    params: list[int]  # indices of the entries that are on these ranks
     matrices: list[Matrix]  # their ``param`` is an index into ``params``
     costs: list[int]
     owners: list[int]  # global ranks
     grids: Sequence[Grid]  # by parameter: the global rank by replica and position
-    balance: Balance  # by place in ``members``
+    balance: Balance  # loads in the order of ``members``
 
 
 def assignments_of(entries: Sequence[Entry], tolerance: float = 0.05) -> list[Assignment]:
-    """Assign the matrices of all parameters; larger sets of ranks first.
+    """Assign the matrices of all parameters, larger sets of ranks first.
 
     Args:
         entries: in the same order on all ranks that hold them.
@@ -158,7 +158,7 @@ def assignments_of(entries: Sequence[Entry], tolerance: float = 0.05) -> list[As
 
 
 def _loads_before(members: tuple[int, ...], done: Sequence[Assignment]) -> list[int]:
-    """What the larger sets that contain these ranks have given them to do."""
+    """Return the loads that these ranks have from larger sets."""
     loads = dict.fromkeys(members, 0)
     for larger in done:
         if set(members) < set(larger.members):
@@ -182,7 +182,7 @@ def _assign(
     for number, index in enumerate(params):
         entry = entries[index]
         for matrix in matrices_of(entry.layout, number, entry.split_rows):
-            held: dict[int, int] = {}  # a holder may have several parts
+            held: dict[int, int] = {}  # a rank may have several parts
             for part in matrix.parts:
                 held[part.position] = held.get(part.position, 0) + part.numel
             by_rank = [(place[row[p]], n) for row in grids[number] for p, n in held.items()]
@@ -208,32 +208,37 @@ class CommunicationPlan:
     Bytes count messages to other ranks, by the global rank that sends them.
     """
 
-    gather_bytes: dict[int, int]  # to owners
-    scatter_bytes: dict[int, int]  # from owners
-    loads: dict[int, int]  # cost of what each rank computes
-    lower_bound: float  # the greatest load is not smaller, whoever computes what
+    gather_bytes: dict[int, int]  # gradients, to owners
+    scatter_bytes: dict[int, int]  # updates, from owners
+    loads: dict[int, int]  # cost of the matrices that each rank computes
+    lower_bound: float  # no assignment has a smaller highest load
     num_matrices: int
-    num_whole: int  # of those, matrices that lie whole on their owner
+    num_whole: int  # number of matrices that are whole on their owner
 
     @property
     def total_bytes(self) -> int:
-        """Both ways, all ranks."""
+        """Bytes in both directions, of all ranks."""
         return sum(self.gather_bytes.values()) + sum(self.scatter_bytes.values())
 
     @property
     def balance(self) -> float:
-        """The greatest load divided by the lower bound; 1 is perfect."""
+        """The highest load divided by the lower bound. 1 is perfect."""
         return max(self.loads.values(), default=0) / self.lower_bound if self.lower_bound else 1.0
 
     def sent_bytes(self, rank: int) -> int:
-        """Bytes that a rank sends, both ways."""
+        """Return the bytes that a rank sends in both directions."""
         return self.gather_bytes.get(rank, 0) + self.scatter_bytes.get(rank, 0)
 
 
 def communication_of(
     assignments: Sequence[Assignment], gather_bytes: int, scatter_bytes: int
 ) -> CommunicationPlan:
-    """The communication of assignments, with so many bytes per element each way."""
+    """Return the communication of assignments.
+
+    Args:
+        gather_bytes: bytes per element of a message to an owner.
+        scatter_bytes: bytes per element of a message from an owner.
+    """
     gathers: dict[int, int] = {}
     scatters: dict[int, int] = {}
     loads: dict[int, int] = {}

@@ -1,17 +1,17 @@
-"""What Shampoo and SOAP share: matrices with states of their own, each computed on one rank.
+"""The base class of Shampoo and SOAP: matrices with states, each computed on one rank.
 
-A rank has *parts*: whole matrices that it owns, or rows of blocks that lie on it anyway. What
-happens to a part does not depend on its rank, so all layouts give the same bits.
+A rank computes *parts*: whole matrices that it owns, or rows of blocks in its shard. The result of
+a part does not depend on the rank, so all layouts give the same bits.
 
-All matrices of a parameter are a stack, and each of its states is one tensor with the stack in
-front. Ranks hold consecutive parts of it, in their order, so that each state is a DTensor with a
-RaggedShard and a checkpoint reshards it. A stack of five matrices of shape (4, 4) on three ranks::
+The matrices of a parameter are a stack. Each of its states is one tensor whose first dimension is
+the stack. Ranks own consecutive matrices, in the order of the ranks. So each state is a DTensor
+with a RaggedShard, and a checkpoint can reshard it. Example: five matrices of (4, 4), three ranks::
 
     owner               0   0   2   2   2           counts (2, 0, 3)
     left  (5, 4, 4)   | 32 elements | | 48 elements |
 
-On a mesh whose other axes hold replicas, each replica holds all of it. If several axes shard,
-the stack is sharded over a mesh of one axis that is made of them.
+If other axes of the mesh replicate, each replica has the whole stack. If several axes shard, the
+stack is sharded over a new mesh with one axis, made of them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
 
 class Line(NamedTuple):
-    """The ranks over which the matrices of a parameter are given out, one replica of it."""
+    """The ranks of one replica, over which the matrices of a parameter are distributed."""
 
     mesh: DeviceMesh
-    axis: int  # of the mesh; the others hold replicas
+    axis: int  # of the mesh; the other axes replicate
 
     @property
     def num_ranks(self) -> int:
@@ -55,9 +55,9 @@ class Line(NamedTuple):
 
 
 def line_of(param: torch.Tensor) -> Line | None:
-    """The ranks that hold one replica of a parameter; None if each holds all of it.
+    """Return the ranks of one replica of a parameter. None: each rank has all of it.
 
-    Collective among them, at the first call, if several axes of its mesh shard the parameter.
+    The first call is collective among these ranks if several axes of the mesh shard the parameter.
     """
     if not isinstance(param, DTensor):
         return None
@@ -72,7 +72,7 @@ def line_of(param: torch.Tensor) -> Line | None:
 
 
 def resting_line(state: torch.Tensor) -> Line | None:
-    """The line over which a state is given out; None if every rank holds all of it."""
+    """Return the line over which a state is distributed. None: each rank has all of it."""
     if not isinstance(state, RaggedTensor):
         return None
     return Line(state.device_mesh, state.ragged_axis)
@@ -85,8 +85,8 @@ def zeros_resting(
     shape: Sequence[int],
     counts: Sequence[int],
 ) -> torch.Tensor:
-    """A state of zeros of which each rank of the line holds its count of equal parts."""
-    if line is None:  # every rank holds all
+    """Make a state of zeros. Each rank of the line has as many equal parts as ``counts`` says."""
+    if line is None:  # every rank has all of it
         return zeros_placed(param, dtype, shape)
     part, rest = divmod(math.prod(shape), sum(counts))
     assert not rest, f"{sum(counts)} equal parts of a state of shape {tuple(shape)}"
@@ -97,7 +97,7 @@ def zeros_resting(
 
 
 def counts_of(state: torch.Tensor, num_parts: int) -> list[int]:
-    """How many of the equal parts of a resting state each rank of its line holds."""
+    """Return the number of equal parts of a distributed state on each rank of its line."""
     assert isinstance(state, RaggedTensor), "states that a rank keeps are ragged"
     placement = state.ragged_placement
     scale, rest = divmod(num_parts, placement.total_units)
@@ -106,7 +106,7 @@ def counts_of(state: torch.Tensor, num_parts: int) -> list[int]:
 
 
 def held_of(state: torch.Tensor, num_parts: int) -> range:
-    """Which of the equal parts of a resting state this rank holds."""
+    """Return the indices of the equal parts of a distributed state on this rank."""
     if not isinstance(state, RaggedTensor):
         return range(num_parts)
     part = math.prod(state.shape) // num_parts
@@ -114,25 +114,24 @@ def held_of(state: torch.Tensor, num_parts: int) -> range:
     return range(start // part, stop // part)
 
 
-_BUCKET_ELEMENTS = 1 << 24  # 64 MiB of fp32: two buckets each way are in memory at a time
-_MOST_KEPT = 4  # sets of parameters that step together
+_BUCKET_ELEMENTS = 1 << 24  # 64 MiB of fp32; two buckets each way are in memory at a time
+_MOST_KEPT = 4  # limit for stored couriers
 
-# The update of a matrix: from the index of its parameter, its number there, and its gradient.
+# Returns the update of a matrix from the index of its parameter, its number there, its gradient.
 Compute = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class Courier:
-    """A transport for matrices of parameters on the same line, owned by the ranks that hold their
-    states.
+    """A transport for the matrices of parameters on one line. Ranks with their states own them.
 
-    Each replica of the parameters (HSDP) has its own: nothing is sent between replicas.
+    Nothing is sent between replicas (HSDP); each has its own courier.
 
     Args:
-        line: of all parameters.
-        params: of at least two dimensions.
-        states: of each, one whose matrices are each whole on their owner.
-        costs: of a matrix of each.
-        dtype: of the gradients; updates have that of the states.
+        line: the line of all parameters.
+        params: parameters of at least two dimensions.
+        states: for each parameter a state whose matrices are each whole on their owner.
+        costs: for each parameter the cost of one matrix.
+        dtype: of the gradients. Updates have the dtype of the states.
     """
 
     def __init__(
@@ -180,7 +179,10 @@ class Courier:
         states: Sequence[torch.Tensor],
         dtype: torch.dtype,
     ) -> Courier | None:
-        """The courier among ``couriers`` for tensors that lie so. Drops those long not used."""
+        """Return the courier for tensors with these placements, if any.
+
+        Else the longest unused ones are dropped.
+        """
         key = _key(params, states, dtype)
         for courier in couriers:
             if courier._key == key:
@@ -191,14 +193,14 @@ class Courier:
         return None
 
     def run(self, grads: Sequence[torch.Tensor], compute: Compute, sink: Sink) -> None:
-        """Compute each matrix on its owner and give the updates to the sink of who holds parts.
+        """Compute each matrix on its owner, and send the updates to the ranks with its elements.
 
         Collective on the line.
 
         Args:
             grads: this rank's parts, one per parameter.
-            compute: called for the matrices that rest here.
-            sink: as of `Transport`.
+            compute: called for the matrices that this rank owns.
+            sink: gets the updates, as in `Transport`.
         """
 
         def of_index(index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -210,7 +212,7 @@ class Courier:
 def _key(
     params: Sequence[torch.Tensor], states: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[object]:
-    """What the routes depend on; equal for tensors that lie alike."""
+    """Return a key of everything that the routes depend on: meshes, shapes, placements, dtypes."""
     specs = [each._spec for each in (*params, *states) if isinstance(each, DTensor)]
     return [dtype, *specs]
 
@@ -219,9 +221,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MatrixPart(NamedTuple):
-    """Rows of a matrix on this rank, or all that it has of what is no matrix."""
+    """Rows of a matrix on this rank; or this rank's part of a parameter that is not a matrix."""
 
-    turn: int  # in the schedule of refreshes: the same on every rank and at every world size
+    turn: int  # in the schedule of refreshes; the same on every rank and for any world size
     state: dict[str, torch.Tensor]  # views of this rank's states
 
 
@@ -231,8 +233,8 @@ class _Task(NamedTuple):
     param: torch.Tensor
     group: Group
     state: State
-    step: int  # of this parameter, from 1
-    turn: int  # of its first matrix: its number among all of the optimizer
+    step: int  # of this parameter, counted from 1
+    turn: int  # number of its first matrix among all of the optimizer
 
     @property
     def is_matrix(self) -> bool:
@@ -240,9 +242,9 @@ class _Task(NamedTuple):
 
 
 class Preconditioned(ShardedOptimizer):
-    """Base of Shampoo and SOAP: the order of work, and the ranks of states."""
+    """Base class of Shampoo and SOAP: runs the step, and distributes the states over ranks."""
 
-    # What a subclass has
+    # Methods of subclasses
 
     def check_options(self, group: Group) -> None:
         """Raise ValueError if an option is out of range."""
@@ -250,29 +252,29 @@ class Preconditioned(ShardedOptimizer):
     def matrix_states(
         self, rows: int, matrix: tuple[int, int], group: Group
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of the states of so many rows of a matrix; none if it counts as a vector."""
+        """Return the shapes of the states for ``rows`` rows of a matrix; {} if it is a vector."""
         raise NotImplementedError
 
     def cost(self, matrix: tuple[int, int], group: Group) -> int:
-        """Floating-point operations of a matrix per step, about."""
+        """Return the approximate number of floating-point operations of a matrix per step."""
         raise NotImplementedError
 
     def is_local(self, group: Group) -> bool:
-        """Whether every rank computes what it holds, instead of owners whole matrices."""
+        """Whether each rank computes its own shard. False: owners compute whole matrices."""
         return False
 
     def moves(self, step: int) -> bool:
-        """Whether parameters move in a step."""
+        """Whether this step changes parameters."""
         return True
 
     def scale(self, group: Group, step: int) -> float:
-        """What a direction is multiplied by, besides the learning rate."""
+        """Return a factor of the direction, in addition to the learning rate."""
         return 1.0
 
     def direction(
         self, part: MatrixPart, grad: torch.Tensor, group: Group, step: int
     ) -> torch.Tensor:
-        """Where to go, from a gradient of the states' dtype. Updates states."""
+        """Return the direction for a gradient, which has the states' dtype. Updates states."""
         raise NotImplementedError
 
     def learn(self, part: MatrixPart, grad: torch.Tensor, group: Group, step: int) -> None:
@@ -308,9 +310,9 @@ class Preconditioned(ShardedOptimizer):
         return state
 
     def counts(self, param: torch.Tensor, group: Group, line: Line) -> Sequence[int]:
-        """How many equal parts of its states each rank has: the matrices that it owns."""
+        """Return how many matrices of a parameter each rank owns."""
         state = self.state.get(param)
-        if state:  # they rest where they are
+        if state:  # existing states stay on their ranks
             return counts_of(state["exp_avg"], _num_matrices(param))
         given: dict[torch.Tensor, list[int]] = self.__dict__.setdefault("_given", {})
         if param not in given:
@@ -320,7 +322,7 @@ class Preconditioned(ShardedOptimizer):
     def _give_out(
         self, group: Group, line: Line, wanted: torch.Tensor
     ) -> dict[torch.Tensor, list[int]]:
-        """Choose owners for ``wanted`` and all of its group that will have states with it."""
+        """Choose owners for ``wanted``, and for the parameters of its group without states."""
         loads = [0] * line.num_ranks
         jobs: list[Job] = []
         owned: list[torch.Tensor] = []
@@ -343,17 +345,17 @@ class Preconditioned(ShardedOptimizer):
         given: dict[torch.Tensor, list[int]] = {}
         owners = assign_owners(jobs, line.num_ranks, loads=loads)
         for param, owner in zip(owned, owners, strict=True):
-            # A stack rests in the order of the ranks: how many each has is all that matters.
+            # Matrices of a stack are distributed in the order of the ranks, so only counts matter.
             given.setdefault(param, [0] * line.num_ranks)[owner] += 1
         return given
 
     def held_rows(self, param: torch.Tensor, group: Group, state: State) -> list[tuple[int, int]]:
-        """The parts of a parameter on this rank: the number of a matrix, and rows of it."""
+        """Return the parts of a parameter on this rank: number of a matrix, and number of rows."""
         held = held_of(state["exp_avg"], _num_matrices(param))
         return [(number, param.shape[-2]) for number in held]
 
     def _parts(self, task: _Task) -> dict[int, MatrixPart]:
-        """The parts on this rank by the number of their matrix, in order."""
+        """Return the parts on this rank by the number of their matrix, in order."""
         matrix, parts = _matrix(task.param), {}
         flat = {key: local_of(v).view(-1) for key, v in task.state.items() if key != "step"}
         for number, rows in self.held_rows(task.param, task.group, task.state):
@@ -383,7 +385,7 @@ class Preconditioned(ShardedOptimizer):
             self._step_here(task)
 
     def _tasks(self) -> list[_Task]:
-        """The parameters with a gradient, with this step counted."""
+        """Return the parameters with a gradient. Increments their `step`."""
         tasks, turn = [], 0
         for group in self.param_groups:
             stepping = {id(param) for param in self.with_gradient(group)}
@@ -396,7 +398,7 @@ class Preconditioned(ShardedOptimizer):
         return tasks
 
     def _step_here(self, task: _Task) -> None:
-        """Step on what this rank holds, without communication."""
+        """Step on this rank's shard, without communication."""
         param, grad = local_of(task.param), gradient_of(task.param)
         if task.is_matrix:
             rows = grad.reshape(-1, task.param.shape[-1])
@@ -415,7 +417,7 @@ class Preconditioned(ShardedOptimizer):
             apply_(param, update.view(param.shape), *factors)
 
     def _step_away(self, line: Line, dtype: torch.dtype, tasks: list[_Task]) -> None:
-        """Step on matrices, each as a whole on its owner."""
+        """Step on matrices that are computed by their owners."""
         params = [task.param for task in tasks]
         resting = [task.state["exp_avg"] for task in tasks]
         couriers: list[Courier] = self.__dict__.setdefault("_couriers", [])
@@ -443,7 +445,7 @@ class Preconditioned(ShardedOptimizer):
                 local.copy_(changed.view(local.shape))
 
     def _factors(self, task: _Task) -> tuple[float, float] | None:
-        """Of the parameter and of its direction, in this step; None if it does not move."""
+        """Return the factors of parameter and direction. None: this step does not change it."""
         if not self.moves(task.step):
             return None
         lr = float(task.group["lr"])
@@ -464,12 +466,12 @@ def check_options(name: str, group: Group, *positive: str, may_sum: bool = False
 
     Args:
         name: of the optimizer.
-        group: of parameters.
-        positive: names of more options that must be positive integers.
+        group: the group of parameters.
+        positive: names of other options that must be positive integers.
         may_sum: whether ``betas[1]`` may be 1.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: an option is out of range.
     """
     lr, weight_decay, eps = group["lr"], group["weight_decay"], group["eps"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:

@@ -1,11 +1,11 @@
-"""Roots and eigenbases of Shampoo's preconditioners, on plain matrices.
+"""The linear algebra of Shampoo and SOAP, on plain matrices: inverse roots and eigenbases.
 
-A matrix gradient ``G`` of shape (m, n) has two statistics, ``left`` = sum of ``G Gᵀ`` (m, m) and
-``right`` = sum of ``Gᵀ G`` (n, n). Shampoo multiplies by a root of each, SOAP turns into their
-eigenvectors and runs Adam there.
+A gradient ``G`` of shape (m, n) has two statistics: ``left``, the sum of ``G Gᵀ`` (m, m), and
+``right``, the sum of ``Gᵀ G`` (n, n). Shampoo multiplies the gradient by inverse roots of them.
+SOAP projects it into their eigenbases and runs Adam there.
 
-Nothing here raises for what data may hold: an error on the one rank that owns a matrix would
-leave all others waiting. NaN or infinity in a matrix gives NaN, as arithmetic does.
+No value of a matrix makes these functions raise, because an error on the rank that owns a matrix
+would leave the other ranks waiting. If a matrix has NaN or infinity, the result is NaN.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Mapping
 
 import torch
 
-_ALIGNMENT = 64  # bytes; torch's own allocations have at least that
+_ALIGNMENT = 64  # bytes; torch's own allocations have at least this alignment
 
 
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """The same numbers in row-major order, at an address that is a multiple of 64 bytes.
+    """Return the matrix in row-major order at an address that is a multiple of 64 bytes.
 
-    What a matrix product rounds to may depend on how its factors lie in memory (small ones on CPUs
-    with AVX-512), and in a shard a matrix lies elsewhere than in the whole tensor.
+    The rounding of a matrix product can depend on the alignment and strides of its factors (small
+    ones on CPUs with AVX-512). These differ between a shard and the full tensor.
     """
     matrix = matrix.contiguous()
     return matrix if matrix.data_ptr() % _ALIGNMENT == 0 else matrix.clone()
 
 
 def inverse_root(matrix: torch.Tensor, exponent: float, eps: float) -> torch.Tensor:
-    """``(matrix + eps I) ** -exponent`` of a symmetric positive semidefinite matrix.
+    """Return ``(matrix + eps I) ** -exponent`` of a symmetric positive semidefinite matrix.
 
-    Eigenvalues that rounding has made negative are lifted first, all by the same amount, so that
-    the smallest is 0 (arXiv 2309.06497, section 3.2). Costs one eigendecomposition.
+    If rounding has made an eigenvalue negative, a constant is added to all so that the smallest is
+    0 (arXiv 2309.06497, section 3.2). Cost: one eigendecomposition.
     """
     values, vectors = _eigh(matrix)  # ascending
     values = values - values[:1].clamp(max=0) + eps
@@ -40,16 +40,16 @@ def inverse_root(matrix: torch.Tensor, exponent: float, eps: float) -> torch.Ten
 
 
 def eigenbasis(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthonormal eigenvectors of a symmetric matrix as columns, largest eigenvalue first."""
+    """Return the eigenvectors of a symmetric matrix as columns, largest eigenvalue first."""
     return _eigh(matrix)[1].flip(1)
 
 
 def refined_basis(matrix: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of power iteration and a QR decomposition (arXiv 2409.11321, algorithm 4).
+    """Refine an eigenbasis by power iteration and a QR decomposition (arXiv 2409.11321, alg. 4).
 
     Returns:
-        The new basis, largest estimated eigenvalue first, and the old column that each of its
-        columns comes from.
+        The new basis, largest estimated eigenvalue first, and for each of its columns the index of
+        the old column.
     """
     product = aligned(matrix) @ aligned(basis)
     estimates = (basis * product).sum(0)
@@ -61,7 +61,7 @@ def refined_basis(matrix: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tens
 
 
 def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues, ascending, and eigenvectors; NaN where there are none."""
+    """Return eigenvalues, ascending, and eigenvectors; NaN if they cannot be computed."""
     is_finite = matrix.isfinite().all()
     usable = matrix.where(is_finite, torch.zeros_like(matrix))
     try:
@@ -78,7 +78,7 @@ def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def accumulate_(statistic: torch.Tensor, grad: torch.Tensor, side: int, beta: float) -> None:
     """Add ``G Gᵀ`` (side 0) or ``Gᵀ G`` (side 1) of a gradient to a moving average, in place.
 
-    With ``beta`` 1 it is a sum instead.
+    If ``beta`` is 1, it is a sum.
     """
     grad = aligned(grad)
     product = grad @ grad.mT if side == 0 else grad.mT @ grad
@@ -86,30 +86,30 @@ def accumulate_(statistic: torch.Tensor, grad: torch.Tensor, side: int, beta: fl
 
 
 def weight_of(beta: float) -> float:
-    """The weight of what is new in a moving average; 1 in a sum, which is written ``beta`` 1."""
+    """Return the weight of a new value in a moving average; 1 if ``beta`` is 1, for a sum."""
     return 1 - beta if beta != 1 else 1.0
 
 
 def is_due(step: int, frequency: int, index: int) -> bool:
-    """Whether a matrix refreshes in a step, counted from 1.
+    """Whether a matrix is refreshed in a step, counted from 1.
 
-    Matrices of different ``index`` do so in different steps, which spreads the cost.
+    Matrices with different ``index`` are refreshed in different steps, to distribute the cost.
     """
     return (step + index) % frequency == 0
 
 
 def first_due(frequency: int, index: int) -> int:
-    """The first step in which a matrix refreshes after ``frequency - 1`` steps without."""
+    """Return the first step that refreshes a matrix and is not before step ``frequency``."""
     return frequency + -index % frequency
 
 
-# Element by element: the bits do not depend on where a tensor is cut
+# Element-wise operations. Their results do not depend on how a tensor is sharded.
 
 
 def update_moments_(
     state: Mapping[str, torch.Tensor], grad: torch.Tensor, betas: tuple[float, float]
 ) -> None:
-    """Adam's moving averages of the gradient and, where there is one, of its square, in place."""
+    """Update Adam's moving averages of gradient and, if it is in ``state``, of its square."""
     beta1, beta2 = betas
     state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
     if "exp_avg_sq" in state:
@@ -117,15 +117,15 @@ def update_moments_(
 
 
 def bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
-    """What the two averages are to be divided by after so many steps; 1 for a sum."""
+    """Return the divisors of the two averages after ``step`` steps; 1 for a sum."""
     beta1, beta2 = betas
     return 1 - beta1**step, 1 - beta2**step if beta2 != 1 else 1.0
 
 
 def apply_(param: torch.Tensor, direction: torch.Tensor, decay: float, factor: float) -> None:
-    """``param = decay * param + factor * direction``, in place.
+    """Compute ``param = decay * param + factor * direction`` in place.
 
-    A parameter with fewer digits than fp32 is rounded once.
+    A parameter in 16 bits is computed in fp32 and rounded once.
     """
     result = param.float() if param.dtype.itemsize < 4 else param
     result.mul_(decay).add_(direction, alpha=factor)

@@ -1,14 +1,14 @@
-"""What each rank sends to whom, so that every matrix is whole on its owner for a moment.
+"""Computes which rank sends which elements to which rank, so that owners get whole matrices.
 
-Matrices are sent in buckets: one message to each other rank and bucket on the way to the owners,
-one on the way back. A bucket has an equal share of what each owner computes, because a rank that
-has nothing to do in it waits for the others. What needs no gather comes first in its bucket, and is
-computed while the rest is on its way.
+Matrices are sent in buckets. For each bucket a rank sends at most one message to each other rank
+before the computation (gather) and one after it (scatter). A bucket has an equal share of each
+owner's matrices, because a rank without work in a bucket would wait for the others. Matrices that
+need no gather are computed first, while the others are being sent.
 
-On the way there a part comes from the owner's own replica; what comes back goes to all replicas.
-Nothing is sent for a part that its owner holds.
+Owners gather from ranks of their own replica, and send results to all replicas. Elements that are
+on the owner are not sent.
 
-Pure integers: every rank works out the same routes of all ranks, without communication.
+This module uses only integers. Every rank computes the same routes, without communication.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import NamedTuple
 
 from vescale_fsdp.optim.layout import Matrix, Part
 
-# Fewer elements to a rank than this, and a bucket costs more time to start than to send.
+# A bucket with fewer elements per rank takes more time to start than to send.
 _LEAST_ELEMENTS = 1 << 17
-# So many buckets, if there are elements for them: what is not hidden is the first and the last one.
+# The number of buckets, if there are enough elements. All but the first gather and the last scatter
+# overlap with computation.
 _FEW_BUCKETS = 4
 
 Grid = Sequence[Sequence[int]]  # the global rank by replica and position
-Places = dict[int, tuple[int, int]]  # replica and position by global rank
+Places = dict[int, tuple[int, int]]  # replica and position, by global rank
 
 
 class Run(NamedTuple):
-    """Elements next to each other in the flat local tensor of a parameter."""
+    """Consecutive elements in the flat local tensor of a parameter."""
 
     param: int
     start: int
@@ -40,38 +41,39 @@ class Run(NamedTuple):
 
 @dataclass
 class Bucket:
-    """The routes of one rank for some of the matrices; elements are counted, not bytes.
+    """The routes of one rank for some of the matrices. Sizes are in elements.
 
-    A flat message holds what is sent and received, rank by rank in the order of the members.
+    Messages to all ranks are one flat tensor, in the order of the members; so are those received.
     """
 
     ready: list[int] = field(default_factory=list)  # computed here, without a gather
-    gathered: list[int] = field(default_factory=list)  # computed here, after it
+    gathered: list[int] = field(default_factory=list)  # computed here, after the gather
     sends: list[Run] = field(default_factory=list)  # to the owners
     send_counts: list[int] = field(default_factory=list)  # by member
     receive_counts: list[int] = field(default_factory=list)
-    # By matrix, its parts in order and where each begins in what was received; None: it is here.
+    # For each matrix its parts in order, each with its start in the received tensor. None: the part
+    # is on this rank.
     assembly: dict[int, list[tuple[Part, int | None]]] = field(default_factory=dict)
-    returns: list[tuple[int, Part]] = field(default_factory=list)  # to the holders: (matrix, part)
+    returns: list[tuple[int, Part]] = field(default_factory=list)  # (matrix, part)
     return_counts: list[int] = field(default_factory=list)
-    arrivals: list[tuple[Run, int]] = field(default_factory=list)  # with the first matrix of each
+    arrivals: list[tuple[Run, int]] = field(default_factory=list)  # run, first matrix
     arrival_counts: list[int] = field(default_factory=list)
-    longest_send: int = 0  # the most that any rank sends to an owner; all ranks know it
-    longest_return: int = 0  # the most that any owner sends to a rank
+    longest_send: int = 0  # the longest message from any rank to an owner; the same on all ranks
+    longest_return: int = 0  # the longest message from any owner to a rank
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements that leave each member, by its place in ``members``."""
+    """Elements that each member sends, in the order of ``members``."""
 
     gathers: tuple[int, ...]
     scatters: tuple[int, ...]
-    num_whole: int  # matrices that lie whole on their owner
+    num_whole: int  # number of matrices that are whole on their owner
 
 
 @dataclass(frozen=True)
 class Routes:
-    """All buckets, from the view of one rank."""
+    """The routes of one rank, in all buckets."""
 
     members: tuple[int, ...]  # the global ranks, in the order of their process group
     buckets: list[Bucket]
@@ -86,16 +88,16 @@ def routes_of(
     here: int,
     bucket_elements: int,
 ) -> Routes:
-    """The routes from the view of one rank.
+    """Compute the routes of one rank.
 
     Args:
-        matrices: of parameters that lie on the same ranks.
-        owners: the global rank that computes each matrix; one of the members.
-        costs: of computing each.
-        grids: by parameter, the global rank for each replica and position.
+        matrices: the matrices of parameters on the same ranks.
+        owners: for each matrix the global rank that computes it.
+        costs: for each matrix its cost.
+        grids: for each parameter the global rank by replica and position.
         members: the global ranks, in the order of their process group.
-        here: the global rank whose view it is.
-        bucket_elements: that a rank receives in a bucket, about.
+        here: the global rank to compute routes for.
+        bucket_elements: approximate number of elements that a rank receives in a bucket.
     """
     places = _places_of(grids)
     missing = [
@@ -120,7 +122,7 @@ def traffic_of(
     grids: Sequence[Grid],
     members: Sequence[int],
 ) -> Traffic:
-    """What all ranks send, in elements."""
+    """Compute the number of elements that each rank sends."""
     place = {rank: index for index, rank in enumerate(members)}
     places = _places_of(grids)
     gathers, scatters = [0] * len(members), [0] * len(members)
@@ -139,7 +141,7 @@ def traffic_of(
 
 
 def _places_of(grids: Iterable[Grid]) -> list[Places]:
-    """Where each rank is, by parameter. Made once for those that share a grid."""
+    """Return replica and position of each rank, by parameter. Equal grids are computed once."""
     made: dict[int, Places] = {}
     places = []
     for grid in grids:
@@ -160,15 +162,17 @@ def _bucket_numbers(
     num_members: int,
     bucket_elements: int,
 ) -> list[int]:
-    """The bucket of each matrix: in each owner's queue, equal shares of what is to be gathered.
+    """Return the number of the bucket of each matrix.
+
+    Each owner's matrices are divided so that it gathers as many elements in each bucket.
 
     Args:
-        missing: elements of each matrix that its owner lacks.
+        missing: for each matrix the number of elements that are not on its owner.
     """
     per_member = sum(missing) / max(num_members, 1)
     size = min(bucket_elements, max(per_member / _FEW_BUCKETS, _LEAST_ELEMENTS))
     num_buckets = max(1, round(per_member / size))
-    # Those that are ready fill the time of all buckets: they share by cost, the others by elements.
+    # Matrices that need no gather are divided by cost, the others by elements to gather.
     weights = [m or c for m, c in zip(missing, costs, strict=True)]
     queues: dict[tuple[int, bool], list[int]] = {}
     for index, owner in enumerate(owners):
@@ -247,7 +251,7 @@ def _elements(runs: Iterable[Run]) -> int:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Runs that go on where the one before them ends become one."""
+    """Join runs that follow each other."""
     joined: list[Run] = []
     for run in runs:
         if joined and joined[-1].param == run.param and joined[-1].stop == run.start:
@@ -260,7 +264,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _append(
     arrivals: list[tuple[Run, int]], run: Run, index: int, matrices: Sequence[Matrix]
 ) -> None:
-    """Add a run; if it goes on with a matrix of the same shape, to the last one."""
+    """Add a run. If it follows the last one and its matrix has the same shape, extend the last."""
     if arrivals:
         last, first = arrivals[-1]
         a, b = matrices[first], matrices[index]

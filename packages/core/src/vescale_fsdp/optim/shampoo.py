@@ -1,10 +1,10 @@
-"""Shampoo: gradients multiplied by roots of their second moments, left and right, block by block.
+"""Shampoo: multiplies gradients by inverse roots of their second moments, for each block.
 
 Source: arXiv 1802.09568; moving averages, grafting and blocks as in arXiv 2309.06497.
 
-Blocks of b x b tile each matrix from its first element; those at the ends may be smaller. A rank
-that holds whole rows of blocks needs nothing from others. A matrix of (5, 7) with b = 2, split
-after row 4, the states of 3 x 4 blocks split with it::
+Blocks of b x b tile each matrix from its first element; the last ones may be smaller. A rank with
+complete rows of blocks needs nothing from others. Example: a matrix of (5, 7) with b = 2 has 3 x 4
+blocks. It is split after row 4, and the states of its blocks are split in the same way::
 
               cols 0-1   2-3   4-5   6
     rows 0-1     .        .     .    .     rank 0: 2 rows of blocks
@@ -45,7 +45,7 @@ Mode = Literal["local", "owner"]
 Grafting = Literal["adam", "sgd"]
 
 _EXPONENT = 1 / 4  # 1 / (2 * order), and a matrix has order 2
-_TINY = 1e-16  # so that a norm of 0 divides
+_TINY = 1e-16  # added to norms, against division by 0
 
 
 class Shampoo(Preconditioned):
@@ -231,7 +231,7 @@ class Shampoo(Preconditioned):
 
 
 def _roots_due(turn: int, group: Group, step: int) -> tuple[int, bool]:
-    """The step in which a matrix has its first roots, and whether it needs new ones now."""
+    """Return the step of a matrix' first roots, and whether this step computes new ones."""
     frequency = group["precondition_frequency"]
     start = 1 if group["grafting"] is None else first_due(frequency, turn)
     return start, step == start or (step > start and is_due(step, frequency, turn))
@@ -242,7 +242,7 @@ _Side = tuple[torch.Tensor, torch.Tensor]  # statistic and root
 
 
 def _blocks(matrix: torch.Tensor, size: int) -> Iterator[tuple[tuple[int, int], _Block]]:
-    """The blocks of some rows: which row and column of blocks, and where."""
+    """Yield the blocks of some rows: the row and column of the block, and its slices."""
     rows, cols = matrix.shape
     for i, row in enumerate(range(0, rows, size)):
         for j, col in enumerate(range(0, cols, size)):
@@ -252,7 +252,7 @@ def _blocks(matrix: torch.Tensor, size: int) -> Iterator[tuple[tuple[int, int], 
 def _sides(
     state: dict[str, torch.Tensor], place: tuple[int, int], block: torch.Tensor
 ) -> tuple[_Side, _Side]:
-    """Statistic and root of the left and of the right side of a block."""
+    """Return statistic and root of a block's left side, and of its right side."""
     rows, cols = (slice(length) for length in block.shape)  # the last ones are smaller
     left = state["left"][place][rows, rows], state["left_root"][place][rows, rows]
     return left, (state["right"][place][cols, cols], state["right_root"][place][cols, cols])
@@ -272,7 +272,7 @@ def _learn(
 
 
 def _ranges(param: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(position, first row, last row + 1), counted over all matrices, of who holds some."""
+    """Yield (position, first row, last row + 1) of ranks with rows, counted over all matrices."""
     layout, cols = layout_of(param), param.shape[-1]
     for position, spans in spans_of(layout.shape, layout.placements, layout.mesh_shape):
         (span,) = spans
@@ -280,7 +280,7 @@ def _ranges(param: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _rows_of(param: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The rows [start, stop), counted over all matrices: (number of a matrix, rows of it)."""
+    """Split rows [start, stop), counted over all matrices, into (number of a matrix, rows)."""
     height = param.shape[-2]
     while start < stop:
         number = start // height
@@ -290,7 +290,7 @@ def _rows_of(param: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, 
 
 
 def _check_blocks(param: torch.Tensor, size: int, name: str) -> None:
-    """Raise unless every rank holds whole rows of blocks."""
+    """Raise unless every rank has complete rows of blocks."""
     layout = layout_of(param, name)
     *_, height, cols = layout.shape
     axes = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]

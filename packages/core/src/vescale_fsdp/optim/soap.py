@@ -1,7 +1,8 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners.
 
-Source: arXiv 2409.11321, and the authors' published code for what the paper leaves open: nothing
-moves in the first step, and gradients are never turned by a basis that they have changed.
+Source: arXiv 2409.11321, and the authors' published code for details that are not in the paper: the
+first step changes no parameter, and a gradient is projected with the basis from before this
+gradient.
 """
 
 from __future__ import annotations
@@ -140,14 +141,14 @@ class SOAP(Preconditioned):
 
 
 def _turned(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix of the original space, in the eigenbases."""
+    """Project a matrix into the eigenbases."""
     if "left" in part.state:
         matrix = aligned(part.state["left_basis"]).mT @ aligned(matrix)
     return aligned(matrix) @ aligned(part.state["right_basis"]) if "right" in part.state else matrix
 
 
 def _turned_back(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix in the eigenbases, in the original space."""
+    """Project a matrix from the eigenbases back."""
     if "left" in part.state:
         matrix = aligned(part.state["left_basis"]) @ aligned(matrix)
     if "right" in part.state:
@@ -156,7 +157,7 @@ def _turned_back(part: MatrixPart, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _refresh(part: MatrixPart, sides: list[tuple[int, str]]) -> None:
-    """New bases; the averages follow: the first is turned, squares stay with their vectors."""
+    """Refine the bases. The average is projected into the new ones; squares are reordered only."""
     state = part.state
     average = _turned_back(part, state["exp_avg"])
     squares = state["exp_avg_sq"]

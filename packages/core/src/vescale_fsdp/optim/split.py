@@ -1,7 +1,7 @@
-"""split_named_params: which parameters are hidden matrices, and which are not.
+"""split_named_params: separates the matrices of hidden layers from all other parameters.
 
 Optimizers such as Muon are for matrices that map one hidden vector to another. Embeddings and heads
-map to or from one row per token; their rows are better treated each for itself.
+have one row per token, and element-wise optimizers suit them better.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def split_named_params(
 
 
 class _Site(NamedTuple):
-    """A use of a parameter: tied ones have several."""
+    """A use of a parameter. Tied ones have several."""
 
-    parts: list[str]  # of its name there
+    parts: list[str]  # of its name in this module
     param: nn.Parameter
     module: nn.Module
     is_in_block: bool

@@ -1,14 +1,14 @@
-"""Taking matrices to their owners and results back, in packed messages under the compute.
+"""Sends matrices to their owners and results back, overlapped with computation.
 
-One uneven all-to-all each way per bucket. While a rank computes one bucket, the next one is on its
-way to it, and the results of the one before are on their way back::
+There is one uneven all-to-all in each direction per bucket. While a rank computes one bucket, it
+receives the next one and sends the results of the one before::
 
     gather 0   gather 1 .......   gather 2 .......
                compute 0          compute 1           compute 2
                                   scatter 0 .......   scatter 1 .......   scatter 2
 
-So two buckets each way are in memory at a time. On gloo, a long all-to-all is sends and receives
-with the same bytes, because those go both ways at a time (see `Exchange`).
+So two buckets in each direction are in memory at a time. On gloo, a long all-to-all is replaced by
+sends and receives of the same bytes, which use both directions at the same time (see `Exchange`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from vescale_fsdp.optim.layout import Matrix, Part
 from vescale_fsdp.optim.routes import Bucket, Routes, Run
 from vescale_fsdp.ragged import as_bytes
 
-# The values of a run of a parameter's flat local tensor, [stop - start]. Nobody writes to them.
+# Returns the values of a run of a parameter's flat local tensor, [stop - start], to be read only.
 Source = Callable[[Run], torch.Tensor]
-# The result of a matrix from its index and its values, both [rows, cols]; does not write to them.
+# Returns the result of a matrix from its index and its values; both are [rows, cols]. The values
+# are only read.
 Compute = Callable[[int, torch.Tensor], torch.Tensor]
-# Takes results for a run, flat. The run may go through several matrices of one shape in a row; the
+# Gets the flat results of a run. The run may contain several consecutive matrices of one shape; the
 # index is that of the first.
 Sink = Callable[[Run, int, torch.Tensor], None]
 
 
 def from_tensors(tensors: Sequence[torch.Tensor]) -> Source:
-    """A source of the values of local tensors, one per parameter."""
+    """Return a source that reads from local tensors, one per parameter."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return lambda run: flat[run.param][run.start : run.stop]
 
 
 class _InFlight:
-    """A message on its way. Holds what is sent until it has arrived."""
+    """A running all-to-all. It holds the sent tensor until the end."""
 
     def __init__(
         self, work: dist.Work | Exchange, received: torch.Tensor, sent: torch.Tensor
@@ -49,7 +50,7 @@ class _InFlight:
         self._work, self._tensors = work, (received, sent)
 
     def wait(self) -> torch.Tensor:
-        """What has been received. Call it once."""
+        """Wait, and return the received tensor. Call it once."""
         waiting.wait(self._work, "an exchange of matrices for the optimizer")
         received, _ = self._tensors
         del self._tensors, self._work
@@ -57,18 +58,18 @@ class _InFlight:
 
 
 class Transport:
-    """Runs a function on whole matrices, each on its owner, of values from shards.
+    """Runs a function on whole matrices, each on its owner. The values come from shards.
 
     Args:
-        matrices: those that the routes are of.
-        routes: from the view of this rank.
-        group: the process group of the members; None where there is one.
-        gather_dtype: in which values are sent, and in which they are given to the function.
-        scatter_dtype: in which results are sent, and in which they are given to the sink.
-        device: where messages arrive and the function runs.
+        matrices: the matrices of the routes.
+        routes: the routes of this rank.
+        group: the process group of the members. None: there is only one member.
+        gather_dtype: dtype of values in messages and in calls of the function.
+        scatter_dtype: dtype of results in messages and in calls of the sink.
+        device: for received messages and for the function.
 
-    Cost of `run`: at most two uneven all-to-alls for each bucket, of the elements that change
-    their rank.
+    Cost of `run`: at most two uneven all-to-alls for each bucket, of the elements that are not on
+    the right rank.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Transport:
         self._device = device
 
     def run(self, source: Source, compute: Compute, sink: Sink) -> None:
-        """Compute each matrix once, on its owner, and give the results to all who hold parts.
+        """Compute each matrix once, on its owner, and send the results to all ranks with parts.
 
-        All members call it. The source is asked in any order, also while results of other
-        matrices come in; it must not give what the sink changes.
+        All members call it. The source is called in any order, also after the sink was called for
+        other matrices. So the sink must not change the values of the source.
         """
         buckets = self._routes.buckets
         arriving = self._start_gather(buckets[0], source) if buckets else None
@@ -113,7 +114,7 @@ class Transport:
             self._finish_scatter(*returning, sink)
 
     def _held(self, index: int, source: Source) -> torch.Tensor:
-        """A matrix that is whole here."""
+        """Return a matrix that is whole on this rank."""
         matrix = self._matrices[index]
         values = [source(_run_of(matrix, part)) for part in matrix.parts]
         return self._joined(matrix, values)
@@ -121,7 +122,7 @@ class Transport:
     def _assembled(
         self, bucket: Bucket, index: int, received: torch.Tensor, source: Source
     ) -> torch.Tensor:
-        """A matrix of which parts have come from other ranks."""
+        """Return a matrix made of own and received parts."""
         matrix = self._matrices[index]
         values = [
             source(_run_of(matrix, part)) if start is None else received[start : start + part.numel]
@@ -130,7 +131,7 @@ class Transport:
         return self._joined(matrix, values)
 
     def _joined(self, matrix: Matrix, values: list[torch.Tensor]) -> torch.Tensor:
-        """The matrix of the values of its parts, [rows, cols]."""
+        """Join the values of a matrix' parts to [rows, cols]."""
         if matrix.has_runs:
             typed = [each.to(self._device, self._gather_dtype) for each in values]
             flat = typed[0] if len(typed) == 1 else torch.cat(typed)
@@ -173,7 +174,7 @@ class Transport:
             sink(run, index, values)
 
     def _keep(self, bucket: Bucket, results: dict[int, torch.Tensor], sink: Sink) -> None:
-        """Give the parts that this rank holds to the sink."""
+        """Pass the results for this rank's own parts to the sink."""
         for index in bucket.ready:
             matrix = self._matrices[index]
             for part in matrix.parts:
@@ -190,7 +191,7 @@ class Transport:
     def _exchange(
         self, sent: torch.Tensor, sent_counts: list[int], received_counts: list[int], longest: int
     ) -> _InFlight:
-        """Start an all-to-all. ``longest`` is the longest part between any two ranks."""
+        """Start an all-to-all. ``longest`` is the length of the longest message of any rank."""
         received = self._empty(sum(received_counts), sent.dtype)
         assert self._group is not None, "who sends to others has a group"
         is_gloo = self._device.type == "cpu" and backend_name(self._group, "cpu") == "gloo"

@@ -1,4 +1,4 @@
-"""What ``vescale-fsdp doctor`` looks at: facts to show, and findings to act on.
+"""The checks of ``vescale-fsdp doctor``. They collect facts to show and findings to act on.
 
 `software` (versions and variables), `host` (CPUs, memory, limits) and `devices` (torch and what it
 sees, asked in a process of its own: a torch that is broken, hangs or crashes is a finding) look;
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# "broken": something does not work. "better": it works, but slower or less safely than it could.
+# "broken": something does not work. "better": it works, but could be faster or safer.
 Level = Literal["broken", "better"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong or slow, and what to change, a line each."""
+    """A problem in one line, and what to change in another."""
 
     level: Level
     what: str
@@ -31,7 +31,7 @@ class Fact:
 
     label: str
     text: str
-    value: Any = None  # for JSON, with units in the keys; the text, if None
+    value: Any = None  # for JSON, with units in the keys; None: the text
 
 
 @dataclass
@@ -47,11 +47,11 @@ class Section:
         self.facts.append(Fact(label, text, value))
 
     def broken(self, what: str, change: str) -> None:
-        """Add a finding: this does not work."""
+        """Add a finding: something does not work."""
         self.findings.append(Finding("broken", what, change))
 
     def better(self, what: str, change: str) -> None:
-        """Add a finding: this could be better."""
+        """Add a finding: something could be better."""
         self.findings.append(Finding("better", what, change))
 
     def as_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Section:
 
 
 def look(title: str, fill: Callable[[Section], None]) -> Section:
-    """A section that ``fill`` fills; what it fails at is a finding, and what it found stays."""
+    """Make a section and call ``fill`` on it. If ``fill`` raises, the error becomes a finding."""
     section = Section(title)
     try:
         fill(section)

@@ -1,6 +1,6 @@
-"""torch's build, the devices that it sees, and the backends between them.
+"""Checks torch's build, its devices and its communication backends.
 
-A process of its own does the steps of `_STEPS`, with a time limit, and prints a line of JSON each::
+A separate process runs the steps of `_STEPS` with a time limit, and prints a JSON line for each::
 
     {"step": "import torch", "seconds": 2.1, "value": {...}}
     {"step": "devices", "error": "RuntimeError: ..."}
@@ -23,21 +23,21 @@ from typing import Any
 from vescale_fsdp.cli.checkup import Section
 from vescale_fsdp.cli.text import binary
 
-START = "start"  # what has failed if there are no processes at all
-LIMIT_S = 60.0  # torch takes 2 s, but from a cold disk it may take half of that
+START = "start"  # the step that has failed if the processes could not be started
+LIMIT_S = 60.0  # importing torch takes 2 s, but up to half a minute from a cold disk
 
-# Here if the NVIDIA driver is loaded, or its devices were given to the container.
+# One of these exists if the NVIDIA driver is loaded, or the container has its devices.
 _NVIDIA = ("proc/driver/nvidia/version", "dev/nvidia0", "dev/nvidiactl")
-_TAKEN = 0.1  # of a device's memory
-_SLOW_IMPORT_S = 15.0  # from a warm local disk it takes 2
-# With the path of this process, so that it finds the same packages, however they are found.
+_TAKEN = 0.1  # share of a device's memory
+_SLOW_IMPORT_S = 15.0  # from a warm local disk it takes 2 s
+# It gets the sys.path of this process, so that it imports the same packages.
 _CODE = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from vescale_fsdp.cli.checkup.devices import report
 report()
 """
-# What to change if the processes could not be started, or one of these steps has failed.
+# What to change if one of these steps has failed.
 LOOK_CHANGES = {
     START: "check that the temporary folder is writable; TMPDIR=... names another",
     "import torch": "do what it says; or install torch again, see pytorch.org/get-started",
@@ -48,14 +48,14 @@ LOOK_CHANGES = {
 
 @dataclass
 class Outcome:
-    """What came of steps that other processes have done.
+    """The results of steps that other processes run.
 
     Attributes:
-        values: of the steps that are done.
-        seconds: that each of these took, on the slowest rank.
-        failed: the first step that is not done; None if all are.
-        error: what is known of why.
-        total_s: from start to end.
+        values: the result of each completed step.
+        seconds: the time of each completed step, on the slowest rank.
+        failed: the step that failed; None if all are complete.
+        error: the reason, if known.
+        total_s: time from start to end.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def ask_torch(limit_s: float = LIMIT_S) -> Outcome:
-    """Do the steps of `_STEPS` in a process of their own."""
+    """Run the steps of `_STEPS` in a separate process."""
     command = [sys.executable, "-c", _CODE, json.dumps(sys.path)]
     outcome, why = Outcome(), ""
     try:
@@ -79,7 +79,7 @@ def ask_torch(limit_s: float = LIMIT_S) -> Outcome:
     except OSError as error:
         return Outcome(failed=START, error=f"{type(error).__name__}: {error}")
     for line in lines.decode(errors="replace").splitlines():
-        if line.startswith('{"step"'):  # torch, or what it loads, may print too
+        if line.startswith('{"step"'):  # torch and its libraries may print other lines
             found = json.loads(line)
             if "error" in found:
                 why = found["error"]
@@ -92,7 +92,7 @@ def ask_torch(limit_s: float = LIMIT_S) -> Outcome:
 
 
 def _end(done: subprocess.CompletedProcess[bytes]) -> str:
-    """How a process ended that has not reported all of its steps."""
+    """Describe how a process ended that has not reported all steps."""
     how = f"exit code {done.returncode}"
     if done.returncode < 0:
         with contextlib.suppress(ValueError):
@@ -103,7 +103,7 @@ def _end(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def report() -> None:
-    """Do the steps, until one fails, and print what came of each."""
+    """Run the steps until one fails, and print the result of each."""
     for step, do in _STEPS.items():
         begin = time.perf_counter()
         found: dict[str, Any] = {"step": step}
@@ -140,7 +140,7 @@ def _find_devices() -> dict[str, Any]:
     found: dict[str, Any] = {"type": None, "devices": [], "complaint": ""}
     from vescale_fsdp import devices
 
-    with warnings.catch_warnings(record=True) as caught:  # why torch sees none, among others
+    with warnings.catch_warnings(record=True) as caught:  # they may say why torch sees no device
         warnings.simplefilter("always")
         found |= devices.describe_all()
     found["complaint"] = "; ".join(str(each.message) for each in caught)
@@ -151,7 +151,10 @@ _STEPS: dict[str, Callable[[], Any]] = {"import torch": _import_torch, "devices"
 
 
 def look_at_devices(section: Section, outcome: Outcome, root: Path = Path("/")) -> None:
-    """Fill in what torch has answered; ``root`` is that of the file system."""
+    """Add facts and findings about torch and its devices.
+
+    ``root`` is the root of the file system, for tests.
+    """
     if outcome.failed in LOOK_CHANGES:
         section.broken(f"{outcome.failed}: {outcome.error}", LOOK_CHANGES[outcome.failed])
     torch = outcome.values.get("import torch")

@@ -1,8 +1,9 @@
-"""The machine: CPUs, memory, shared memory, open files, huge pages, limits of control groups.
+"""Checks the machine: CPUs, memory, shared memory, open files, huge pages, control groups.
 
-A limit of a control group holds for it and all groups below: the smallest on the way up counts.
-In a container the path in ``/proc/self/cgroup`` may be the host's and lead nowhere; the root of the
-mount is then the container's own group. ``root`` is that of the file system, for tests.
+A limit of a control group (cgroup) also holds for all groups below it, so the smallest limit of a
+process' group and its parents counts. In a container, the path in ``/proc/self/cgroup`` may be the
+host's and not exist; then the root of the mount is the container's own group. ``root`` is the root
+of the file system, for tests.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from pathlib import Path
 from vescale_fsdp.cli.checkup import Section
 from vescale_fsdp.cli.text import binary
 
-_UNLIMITED = 1 << 60  # version 1 says "no limit" with a number near 2**63
+_UNLIMITED = 1 << 60  # cgroup version 1 writes a number near 2**63 for "no limit"
 _LITTLE_MEMORY_BYTES = 2 << 30
 _LITTLE_SHARED_BYTES = 1 << 30  # Docker's default is 64 MiB
 _FEW_FILES = 4096  # the usual soft limit is 1,024
 _MANY_FILES = 65_536
-_BUSY = 2.0  # processes that want to run, for each CPU
+_BUSY = 2.0  # load average per CPU
 
 
 def usable_cpus(root: Path = Path("/")) -> float:
-    """How many CPUs' worth of time this process can have."""
+    """Return the number of CPUs that this process can use."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(float(cpus), cpu_quota(root) or float(cpus))
 
 
 def look_at_host(section: Section, root: Path = Path("/")) -> None:
-    """Fill in the facts, and findings where something is scarce."""
+    """Add the facts, and findings if something is scarce."""
     _look_at_cpus(section, root)
     _look_at_memory(section, root)
     _look_at_shared_memory(section, root / "dev/shm")
@@ -137,14 +138,14 @@ def _look_at_huge_pages(section: Section, setting: Path) -> None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The tightest limit on memory, and how much of it is in use."""
+    """The lowest limit on memory, and how much of it is in use."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The memory limit of this process, or None if there is none."""
+    """Return the memory limit of this process. None: there is no limit."""
     found = []
     for folder in _folders(root, "memory"):
         for limit_name, used_name in (
@@ -158,7 +159,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' worth of time this process may use, or None if there is no limit."""
+    """Return the number of CPUs that the control group allows. None: there is no limit."""
     found = []
     for folder in _folders(root, "cpu"):
         words = _read(folder / "cpu.max").split()
@@ -171,7 +172,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process' group and of those above it, for one controller."""
+    """Yield the folders of this process' control group and of its parents, for one controller."""
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)

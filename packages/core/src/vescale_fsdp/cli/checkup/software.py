@@ -1,4 +1,4 @@
-"""Versions of Python, our packages and what they need; variables that change how a job runs."""
+"""Checks versions of Python and packages, and environment variables that change how a job runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vescale_fsdp.cli.checkup import Section
 
 _CORE = "vescale-fsdp"
 _PLUGINS = ("vescale-fsdp-lightning", "vescale-fsdp-accelerate")
-# Shown if they are installed, next to what our packages need.
+# Shown if they are installed, in addition to the requirements of our packages.
 _PARTNERS = ("torch", "numpy", "lightning", "pytorch-lightning", "accelerate", "transformers")
-# Ours, with the values that they may have; none: any number that is not negative.
+# Our variables and their allowed values. Empty: any number that is not negative.
 OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
@@ -46,7 +46,7 @@ _SHOWN = (
 )
 _SHOWN_FAMILIES = ("VESCALE_FSDP_", "NCCL_", "TORCH_NCCL_", "GLOO_")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What is slow: the variable, the values, and what they do.
+# Variables that slow a job down: the values, and what they do.
 _SLOW = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "waits for every kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "compares every collective between ranks"),
@@ -61,7 +61,7 @@ _LONGEST = 200
 
 
 def look_at_software(section: Section) -> None:
-    """Versions, whether they are in the supported ranges, and whether ours match."""
+    """Add versions, and findings if one is not supported or our packages do not match."""
     ours = {name: _version(name) for name in (_CORE, *_PLUGINS)}
     needs_python, ranges = _ranges([name for name, version in ours.items() if version])
     python = platform.python_version()
@@ -113,7 +113,7 @@ def _look_at_ours(section: Section, ours: dict[str, str | None]) -> None:
 
 
 def _ranges(distributions: list[str]) -> tuple[str, dict[str, str]]:
-    """The range of Python, and the range of each package, that these distributions ask for."""
+    """Return the range of Python and the ranges of packages that these distributions require."""
     python, ranges = "", {}
     for name in distributions:
         python = python or _in_order(SpecifierSet(metadata.metadata(name)["Requires-Python"]))
@@ -124,12 +124,12 @@ def _ranges(distributions: list[str]) -> tuple[str, dict[str, str]]:
 
 
 def _in_order(specifiers: SpecifierSet) -> str:
-    """People read the lower bound first; metadata have any order."""
+    """Format a range with the lower bound first. Metadata have any order."""
     return ",".join(sorted(map(str, specifiers), key=lambda each: (each[:1] != ">", each)))
 
 
 def contains(range_: str, version: str) -> bool:
-    """Whether a version is in a range. One that is not of Python's kind is."""
+    """Whether a version is in a range. True if it is not a version in the form of PEP 440."""
     try:
         return SpecifierSet(range_).contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -148,11 +148,11 @@ def _with_range(version: str, needed: str) -> str:
 
 
 def look_at_environment(section: Section, environ: Mapping[str, str], cpus: float) -> None:
-    """Fill in those that are set, and findings where a value is wrong or slow.
+    """Add the variables that are set, and findings if a value is wrong or slow.
 
     Args:
         environ: as ``os.environ``.
-        cpus: that this process can use.
+        cpus: number of CPUs that this process can use.
     """
     for name in sorted(environ):
         if name in _SHOWN or name.startswith(_SHOWN_FAMILIES):
@@ -202,7 +202,7 @@ def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) 
                 f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
             )
         return
-    threads = value.split(",")[0].strip()  # a list, one number for each nested level, is allowed
+    threads = value.split(",")[0].strip()  # it may be a list with a number per level
     if not threads.isdigit() or not int(threads):
         section.better(
             f"OMP_NUM_THREADS={value} is not a number above 0", "export OMP_NUM_THREADS=1"

@@ -1,7 +1,7 @@
-"""What two ranks do together, step by step, on gloo; imported where torch works.
+"""The steps of the self test: two ranks on gloo. This module imports torch.
 
-Each step is a function that both ranks call, with an empty folder that they share. What it raises
-is the finding. The ranks are those of `vescale_fsdp.testing`.
+Each step is a function that both ranks call with an empty folder that they share. If it raises, the
+error becomes a finding. `vescale_fsdp.testing` starts the ranks.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from vescale_fsdp.cli.checkup.devices import LIMIT_S, START, Outcome
 from vescale_fsdp.engine import fully_shard
 from vescale_fsdp.testing import RankError, run_ranks
 
-MESSAGE_BYTES = 16 << 20  # that each rank sends when the bandwidth is measured
+MESSAGE_BYTES = 16 << 20  # that each rank sends to measure the bandwidth
 _NUM_MESSAGES = 5
 _CONNECT_TIMEOUT_S = 15.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def run_steps(outcome: Outcome, limit_s: float = LIMIT_S) -> bool:
-    """Do all steps on two ranks, until one fails, and add what came of them to ``outcome``.
+    """Run the steps on two ranks until one fails, and add the results to ``outcome``.
 
-    Ranks that do not find each other as the environment has it go on over the loopback.
+    If the ranks cannot connect over the interface of the environment, they use the loopback.
 
     Args:
-        limit_s: for each step; ranks that take longer are killed.
+        limit_s: for each step. Ranks that take longer are killed.
 
     Returns:
-        Whether only over the loopback they have met.
+        Whether the ranks could connect only over the loopback.
     """
     begin, wanted, only_over_loopback = time.monotonic(), os.environ.get(_INTERFACE, ""), False
     try:
@@ -53,7 +53,7 @@ def run_steps(outcome: Outcome, limit_s: float = LIMIT_S) -> bool:
                 prefix="vescale-fsdp-doctor-", ignore_cleanup_errors=True
             ) as folder,
             mock.patch.dict(os.environ),
-            redirect_stderr(io.StringIO()),  # what the ranks print
+            redirect_stderr(io.StringIO()),  # hide the output of the ranks
         ):
             os.environ.pop(_INTERFACE, None)  # without it, ranks of run_ranks use the loopback
             try:
@@ -83,7 +83,7 @@ def _run(step: str, outcome: Outcome, limit_s: float, folder: str, wanted: str |
 
 
 def _timed(step: str, folder: str, wanted: str | None) -> tuple[Any, float]:
-    """What a step returns, and how long it took this rank."""
+    """Run a step. Returns its result and its time on this rank, in seconds."""
     begin = time.perf_counter()
     value: Any = None
     if step in STEPS:
@@ -94,7 +94,11 @@ def _timed(step: str, folder: str, wanted: str | None) -> tuple[Any, float]:
 
 
 def connect(folder: Path, wanted: str | None) -> None:
-    """Meet in a group over the interface ``wanted``, "" for gloo's choice; None: in that of now."""
+    """Connect the ranks.
+
+    Args:
+        wanted: the network interface; "" for gloo's choice. None: keep the current process group.
+    """
     if wanted is not None:
         rank = dist.get_rank()
         dist.destroy_process_group()
@@ -112,7 +116,7 @@ def connect(folder: Path, wanted: str | None) -> None:
 
 
 def _all_gather(_: Path) -> None:
-    # Rank r gives 10 r, 10 r + 1, 10 r + 2.
+    # Rank r has 10 r, 10 r + 1, 10 r + 2.
     mine = torch.arange(3.0) + 10 * dist.get_rank()
     everything = torch.empty(6)
     _gather(everything, mine)
@@ -120,7 +124,7 @@ def _all_gather(_: Path) -> None:
 
 
 def _all_to_all(_: Path) -> None:
-    # Rank r gives 10 r + d to rank d, twice.
+    # Rank r sends 10 r + d to rank d, twice.
     mine = torch.tensor([0.0, 0.0, 1.0, 1.0]) + 10 * dist.get_rank()
     received = torch.empty(4)
     _exchange(received, mine)
@@ -128,7 +132,7 @@ def _all_to_all(_: Path) -> None:
 
 
 def _bandwidth(_: Path) -> dict[str, float]:
-    """Megabytes (10**6) per second that each rank receives from the other, while it sends too."""
+    """Measure the MB/s (10**6 bytes) that each rank receives from the other while it also sends."""
     elements = MESSAGE_BYTES // 4
     mine, both, other = torch.ones(elements), torch.ones(2 * elements), torch.ones(2 * elements)
     return {
@@ -149,9 +153,9 @@ def _speed(send: Callable[[], None]) -> float:
 
 
 def _train(_: Path) -> None:
-    """Two steps of SGD on shards, against the same on one process with both ranks' data."""
+    """Compare two steps of SGD on a sharded model with one process that has both ranks' data."""
     plain, sharded = _make_model(), _make_sharded_model()
-    # Not Adam, whose steps are the same if all gradients are wrong by a factor.
+    # Not Adam: its steps do not change if all gradients have a wrong factor.
     optimizers = [
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)
     ]
@@ -164,12 +168,12 @@ def _train(_: Path) -> None:
             optimizer.zero_grad()
     for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         difference = float((found.full_tensor() - expected).detach().abs().max())
-        if not difference < 1e-4:  # the steps move by more than 0.01
+        if not difference < 1e-4:  # a step changes parameters by more than 0.01
             raise AssertionError(f"{name} is off by {difference:g} after two steps")
 
 
 def _checkpoint(folder: Path) -> None:
-    """Write a sharded model and read it into another one."""
+    """Save a sharded model, and load it into another one."""
     saved, loaded = _make_sharded_model(), _make_sharded_model()
     with torch.no_grad():
         for param in loaded.parameters():
