@@ -50,7 +50,7 @@ from vescale_fsdp.engine.slot import (
     resting_spec,
     same_memory,
 )
-from vescale_fsdp.engine.unsharded import Guard, num_steps
+from vescale_fsdp.engine.guard import Guard, num_steps
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
