@@ -32,6 +32,7 @@ from vescale_fsdp.dbuffer import (
 )
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.guard import Guard, num_steps
 from vescale_fsdp.engine.placement import (
     InnerShard,
     even_chunks,
@@ -50,7 +51,6 @@ from vescale_fsdp.engine.slot import (
     resting_spec,
     same_memory,
 )
-from vescale_fsdp.engine.guard import Guard, num_steps
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
