@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         repeated_blocks,
         share_comm_ctx,
+        stream_parameters,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -65,6 +66,7 @@ _HOME = {
     "register_fsdp_forward_method": "engine",
     "repeated_blocks": "engine",
     "share_comm_ctx": "engine",
+    "stream_parameters": "engine",
     "unsharded": "engine",
     "RaggedShard": "ragged",
     "RaggedTensor": "ragged",
@@ -100,6 +102,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "repeated_blocks",
     "share_comm_ctx",
+    "stream_parameters",
     "unsharded",
 ]
 

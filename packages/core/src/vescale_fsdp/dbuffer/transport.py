@@ -67,11 +67,11 @@ class Exchange:
     Args:
         sent: what goes to each rank, in the order of ranks; not to be written to before `wait`.
         received: where to put what comes from each rank; not to be touched before `wait`.
-            In both nothing is done with the entry of this rank.
+            In both nothing is done with the entry of this rank, and with empty ones.
         rank: this one, in ``group``.
         group: of the ranks; its backend is gloo. All of them make the same exchange.
 
-    Cost: one send and one receive for each other rank; nothing is copied.
+    Cost: one send and one receive for each other rank; none for empty parts. Nothing is copied.
     """
 
     def __init__(
@@ -97,13 +97,15 @@ class Exchange:
         for distance in range(1, size):
             peer = (rank - distance) % size
             part = received[peer]
-            work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
-            self._works.append(work)
+            if part.nbytes:
+                work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
+                self._works.append(work)
         for distance in range(1, size):  # the next one first, so that not all send to the same
             peer = (rank + distance) % size
             part = sent[peer]
-            work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
-            self._works.append(work)
+            if part.nbytes:
+                work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
+                self._works.append(work)
 
     def wait(self) -> None:
         """Return when all has arrived, and what was sent may be written to.

@@ -44,6 +44,7 @@ from vescale_fsdp.engine.quantized import (
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.roles import HEADS, Roles, is_matrix, may_be_hidden, repeated_blocks
 from vescale_fsdp.engine.store import init_process_group, store_for
+from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 
 __all__ = [
@@ -77,5 +78,6 @@ __all__ = [
     "repeated_blocks",
     "share_comm_ctx",
     "store_for",
+    "stream_parameters",
     "unsharded",
 ]
