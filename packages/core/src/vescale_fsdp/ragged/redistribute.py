@@ -277,7 +277,7 @@ def _combination(
 def group_along(
     spec: DTensorSpec, axes: Sequence[int]
 ) -> tuple[dist.ProcessGroup, list[tuple[int, ...]]]:
-    """The process group along axes of a mesh through this rank, and the coordinates of its ranks."""
+    """The process group along axes of a mesh through this rank, and its ranks' coordinates."""
     here = coordinate_of(spec)
     members = [
         tuple(there[axes.index(axis)] if axis in axes else here[axis] for axis in range(len(here)))
