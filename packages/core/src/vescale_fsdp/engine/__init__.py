@@ -32,6 +32,7 @@ from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
+from vescale_fsdp.engine.generation import generating
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
@@ -70,6 +71,7 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "fully_shard",
+    "generating",
     "init_process_group",
     "is_matrix",
     "mark_blank",
