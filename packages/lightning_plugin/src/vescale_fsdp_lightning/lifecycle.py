@@ -208,7 +208,8 @@ class Lifecycle(Sharding):
         Args:
             options: those of `vescale_fsdp.stream_parameters`.
         """
-        return stream_parameters(self.lightning_module, **options)
+        module = self.lightning_module  # type: ignore[attr-defined]
+        return stream_parameters(module, **options)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None

@@ -73,7 +73,7 @@ def gather_uneven(
         each = enumerate(outputs)
         pairs = [(dist.irecv, part, rank) for rank, part in each if rank != receiver]
     else:
-        pairs = [(dist.isend, input, receiver)]
+        pairs = [(dist.isend, input, receiver)]  # type: ignore[list-item]
     operations = [
         dist.P2POp(kind, part, group=group, group_peer=peer)
         for kind, part, peer in pairs

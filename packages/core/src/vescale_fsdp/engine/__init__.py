@@ -5,7 +5,7 @@ Read in this order; each file is one concept.
 - What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which
   parameters it takes, tied ones too), `placement` and `granularity` (how they are sharded),
   `axes` (over which axes of the mesh, and their communicators), `quantized` (what is sent in 8
-  bits), by the `roles` of parameters.
+  bits).
 - What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
   `parameters` (their shards) in `slot` s (one each); `guard` watches their memory. Other
   kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters that gather
@@ -33,7 +33,16 @@ from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.generation import generating
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
+from vescale_fsdp.engine.granularity import (
+    HEADS,
+    Granularity,
+    GranularityPolicy,
+    Roles,
+    combine,
+    is_matrix,
+    may_be_hidden,
+    repeated_blocks,
+)
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
 from vescale_fsdp.engine.quantized import (
@@ -43,7 +52,6 @@ from vescale_fsdp.engine.quantized import (
     checked_block,
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
-from vescale_fsdp.engine.roles import HEADS, Roles, is_matrix, may_be_hidden, repeated_blocks
 from vescale_fsdp.engine.store import init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank

@@ -30,8 +30,8 @@ Example: three tensors over 4 ranks.
 
 21 elements need S >= 6, so S = 6 is the least, and 3 of 24 elements (``.``) are padding.
 
-Files: ``layout`` (input and output), ``search`` (branch and bound), ``solve`` (the least shard size
-for an order, and a bound for all orders), ``orders`` (the orders that are tried), ``api``
+Files: ``layout`` (input and output), ``solve`` (branch and bound: the least shard size for an
+order, and a bound for all orders), ``orders`` (the orders that are tried), ``api``
 (``plan``, and advice on what to change where padding is large).
 """
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner.layout import ShardLayout, TensorSpec, checked_int
 from vescale_fsdp.planner.orders import choose_order
-from vescale_fsdp.planner.search import Item, earliest_start, units
-from vescale_fsdp.planner.solve import lower_bound
+from vescale_fsdp.planner.solve import Item, earliest_start, lower_bound, units
 
 PADDING_LIMIT = 0.05
 
