@@ -5,9 +5,10 @@ A granularity turns the shape of a parameter into the planner's block, in elemen
 run along the last dimension (of a vector: one element). Blocks are anchored at the first element
 of the tensor; the last one may be partial.
 
-Roles are found by names and types. The matrix of a hidden layer maps one hidden vector to another. Embeddings and heads have one row
-per token; norms and biases are vectors. Matrix optimizers and 8-bit all-gathers treat these in
-another way. Repeated blocks become units if the user does not choose units.
+Roles are found by names and types. The matrix of a hidden layer maps one hidden vector to another.
+Embeddings and heads have one row per token; norms and biases are vectors. Matrix optimizers and
+8-bit all-gathers treat these in another way. Repeated blocks become units if the user does not
+choose units.
 """
 
 from __future__ import annotations
