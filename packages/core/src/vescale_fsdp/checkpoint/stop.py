@@ -236,7 +236,7 @@ class _Peers:
             with self._changed:
                 self._tally.learn([last])
                 self._changed.notify_all()
-        except Exception as error:  # noqa: BLE001  the store is gone, or a rank
+        except Exception as error:  # noqa: BLE001  the store has closed, or a rank has died
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -72,7 +72,7 @@ def look(title: str, fill: Callable[[Section], None]) -> Section:
     section = Section(title)
     try:
         fill(section)
-    except Exception as error:  # noqa: BLE001  # machines differ in more ways than we can list
+    except Exception as error:  # noqa: BLE001  # an error here becomes a finding
         section.better(
             f"could not finish the check of the {title}: {type(error).__name__}: {error}",
             "nothing; or report it, with this line",
