@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vescale_fsdp.testing.allocations import Block, peak_of, through_the_allocator, traced
+from vescale_fsdp.testing.helpers import Block, peak_of, through_the_allocator, traced
 
 if TYPE_CHECKING:
     from benchmarks.engines import Engine

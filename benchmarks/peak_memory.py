@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.testing.allocations import Block, peak_of, through_the_allocator, traced
+from vescale_fsdp.testing.helpers import Block, peak_of, through_the_allocator, traced
 
 VOCABULARY = 32  # so that the root is small compared with the blocks
 

@@ -60,6 +60,24 @@ def test_plain_example_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_streaming_example_gives_weights_to_an_engine(tmp_path: Path) -> None:
+    options = ["--max-steps", "4", "--every", "2", *SMALL]
+    output = run_example(torchrun("stream_weights.py", *options), tmp_path)
+    assert output.count("the engine has new weights") == 2
+    assert output.count("class Reader") == 2
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [[], ["--max-unsharded-bytes", "0"]])
+def test_transformers_generate_with_other_lengths_on_each_rank(
+    options: list[str], tmp_path: Path
+) -> None:
+    output = run_example(torchrun("generate_transformers.py", *options), tmp_path)
+    assert "process 0 generated 5 tokens" in output
+    assert "process 1 generated 25 tokens" in output
+
+
+@pytest.mark.timeout(400)
 def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     options = [*SMALL, "--max-steps"]
     output = run_example(torchrun("train_gpt_muon.py", *options, "6"), tmp_path)

@@ -39,6 +39,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
     assert "Nothing was measured" in " ".join(done.stdout.split())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_on_a_cpu_it_runs_and_judges_neither_speed_nor_memory(tmp_path: Path) -> None:
     size = ["--models", "moe-tiny", "--worlds", "1", "64", "--rounds", "1", "--steps", "1"]

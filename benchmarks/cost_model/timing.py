@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes
+from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency

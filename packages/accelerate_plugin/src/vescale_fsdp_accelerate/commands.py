@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vescale_fsdp.notices import renamed
+from vescale_fsdp.errors import renamed
 from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
 
 __all__ = ["accelerate_config", "add_to"]

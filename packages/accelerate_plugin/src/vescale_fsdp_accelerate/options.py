@@ -62,7 +62,7 @@ class Options:
         granularity: the blocks that must not be split: ``rows:32``, ``elements:256``,
             ``tile:32x32``, ``whole``. None: those that the optimizer needs.
         sharding: which of parameters, gradients and optimizer states are sharded; a row of
-            `vescale_fsdp.engine.zero_table`. None: ``zero3``, and ``hsdp`` with replicas.
+            `vescale_fsdp.engine.axes`. None: ``zero3``, and ``hsdp`` with replicas.
         accumulate: how gradients accumulate, as in ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
         reduce_dtype: dtype in which gradients are summed under mixed precision.
@@ -174,7 +174,7 @@ class Options:
         return {each.name: getattr(self, each.name) for each in current_fields()}
 
     def _take_former_names(self) -> None:
-        from vescale_fsdp.notices import renamed
+        from vescale_fsdp.errors import renamed
 
         where, prefix = type(self).__name__, ""
         if type(self) is Options:

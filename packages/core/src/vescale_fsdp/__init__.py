@@ -38,9 +38,11 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         combine,
         fully_shard,
+        generating,
         register_fsdp_forward_method,
         repeated_blocks,
         share_comm_ctx,
+        stream_parameters,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -62,9 +64,11 @@ _HOME = {
     "clip_grad_norm_": "engine",
     "combine": "engine",
     "fully_shard": "engine",
+    "generating": "engine",
     "register_fsdp_forward_method": "engine",
     "repeated_blocks": "engine",
     "share_comm_ctx": "engine",
+    "stream_parameters": "engine",
     "unsharded": "engine",
     "RaggedShard": "ragged",
     "RaggedTensor": "ragged",
@@ -97,9 +101,11 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "fully_shard",
+    "generating",
     "register_fsdp_forward_method",
     "repeated_blocks",
     "share_comm_ctx",
+    "stream_parameters",
     "unsharded",
 ]
 

@@ -32,11 +32,14 @@ thing only (`stand_in`). Alternatives are in docs/design/cuda.md.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 _HIGH_PRIORITY = -1  # a few short kernels that a gather waits for: before the blocks of a long one
 _NOTHING = nullcontext()
@@ -48,6 +51,23 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Return when it has ended (on CUDA: let the current stream wait for it)."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this rank may allocate on a device; on a CPU its part of what is free.
+
+    Linux; elsewhere, on a CPU, 0.
+    """
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    (available,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def module_of(device: torch.device) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.allocations import peak_of, traced
+from vescale_fsdp.testing.helpers import peak_of, traced
 
 SIZE = 128 * 128 * 4  # bytes of a matrix
 

@@ -28,7 +28,7 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.reading import Arrival
+from vescale_fsdp.checkpoint.loading import Arrival
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State

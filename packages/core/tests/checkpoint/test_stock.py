@@ -41,7 +41,7 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.checkpoint.dcp_directory import StockDirectory
-from vescale_fsdp.checkpoint.reading import Arrival
+from vescale_fsdp.checkpoint.loading import Arrival
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State, assert_same, everything, fingerprint

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vescale_fsdp import CheckpointCorruptError
+from vescale_fsdp.checkpoint.encoding import decode, encode
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
-from vescale_fsdp.checkpoint.values import decode, encode
 from vescale_fsdp.errors import CheckpointValueError
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from vescale_fsdp import compat
-from vescale_fsdp.cli import main
-from vescale_fsdp.cli.checkup import Section, devices, look, selftest, steps
+from vescale_fsdp.cli import doctor, main
+from vescale_fsdp.cli.checkup import Section, devices, look, steps
 from vescale_fsdp.cli.checkup.devices import Outcome, ask_torch
 from vescale_fsdp.testing import RankError, RankFailure, run_ranks
 
@@ -43,7 +43,7 @@ def healthy() -> tuple[Outcome, list[str]]:
         patch.setattr(tempfile, "tempdir", folder)
         patch.setenv("GLOO_SOCKET_IFNAME", loopback())
         outcome = ask_torch()
-        assert selftest.self_test(outcome) == ""
+        assert doctor.self_test(outcome) == ""
         return outcome, [path.name for path in Path(folder).iterdir()]
 
 
@@ -57,7 +57,7 @@ def loopback() -> str:
 def give(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
     """Let this be the outcome of every self-test."""
     monkeypatch.setattr(devices, "ask_torch", lambda: outcome)
-    monkeypatch.setattr(selftest, "self_test", lambda outcome: "")
+    monkeypatch.setattr(doctor, "self_test", lambda outcome: "")
 
 
 # The command
@@ -137,7 +137,7 @@ def test_without_the_self_test_nothing_is_claimed(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     give(monkeypatch, Outcome(GOOD_LOOKS, dict.fromkeys(GOOD_LOOKS, 0.1)))
-    monkeypatch.setattr(selftest, "self_test", None)  # not called
+    monkeypatch.setattr(doctor, "self_test", None)  # not called
     assert main(["doctor", "--no-self-test"]) == 0
     out = capsys.readouterr().out
     assert "self-test" not in out
@@ -246,9 +246,9 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, over: str) -> Section:
 
     monkeypatch.setattr(steps, "run_ranks", run)
     outcome = Outcome(dict(GOOD_LOOKS), dict.fromkeys(GOOD_LOOKS, 0.1))
-    only_over = selftest.self_test(outcome)
+    only_over = doctor.self_test(outcome)
     section = Section("self-test")
-    selftest.look_at_self_test(section, outcome, only_over)
+    doctor.look_at_self_test(section, outcome, only_over)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     return section
 

@@ -526,6 +526,6 @@ def test_bad_codes(arguments: list[str], message: str, tmp_path: Path, capsys: C
 
 
 def test_heads_are_those_of_the_engine() -> None:
-    from vescale_fsdp.engine import roles
+    from vescale_fsdp.engine import granularity
 
-    assert sources.HEADS == roles.HEADS
+    assert sources.HEADS == granularity.HEADS

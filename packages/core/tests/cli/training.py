@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Granularity, MixedPrecisionPolicy, fully_shard, repeated_blocks
-from vescale_fsdp.dbuffer import buffer, codec, collectives, gradients, memory, pending
+from vescale_fsdp.dbuffer import buffer, codec, collectives, gradients, memory, transport
 from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.program.window import Window
@@ -180,7 +180,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(memory.SlabPool, "take", counted_take),
         mock.patch.object(memory.SlabPool, "give", counted_give),
         mock.patch.object(collectives, "mapped_empty", counted_empty),
-        mock.patch.object(pending, "mapped_empty", counted_empty),
+        mock.patch.object(transport, "mapped_empty", counted_empty),
         mock.patch.object(codec, "mapped_empty", counted_empty),
         mock.patch.object(gradients.GradientBuffer, "add", counted_add),
         mock.patch.object(dist, gather.__name__, counted_gather),

@@ -29,5 +29,6 @@ def check_training() -> None:
     assert launches
 
 
+@pytest.mark.nightly  # 20 s in Triton's interpreter; the kernels' own tests run at each change
 def test_training_is_that_of_one_process_that_rounds() -> None:
     run_ranks(check_training, 2)

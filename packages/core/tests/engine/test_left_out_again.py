@@ -199,7 +199,7 @@ def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> No
     run_ranks(check, 2, model_class, where, ONE, None, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("where", [rank_0, rank_0_later, in_turn])
 @pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
 def test_ranks_leave_out_units_of_two_forwards_before_a_backward(

@@ -21,7 +21,7 @@ from vescale_fsdp import MixedPrecisionPolicy
 from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.allocations import peak_of, through_the_allocator, traced
+from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
 from .helpers import shard_units
 

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from vescale_fsdp.program.names import Names, fill
 from vescale_fsdp.program.order import AT_THE_END, Program, Walk
-from vescale_fsdp.program.predict import backward_precedence, insert_by
+from vescale_fsdp.program.predict import Names, backward_precedence, fill, insert_by
 from vescale_fsdp.program.reductions import Reduction, Reductions
 
 NAMES = ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y", "head"]

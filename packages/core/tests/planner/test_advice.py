@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec, advise, lay_out
-from vescale_fsdp.planner.advice import is_forced
+from vescale_fsdp.planner.api import is_forced
 
 from .shapes import (
     ALIGNMENT,

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec
-from vescale_fsdp.planner.search import Item
-from vescale_fsdp.planner.solve import lower_bound
+from vescale_fsdp.planner.solve import Item, lower_bound
 
 from .naive import least_in_any_order, least_shard_size
 

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp.planner.orders import best_fit
-from vescale_fsdp.planner.search import Item
-from vescale_fsdp.planner.solve import solve_below
+from vescale_fsdp.planner.solve import Item, solve_below
 
 items_lists = st.lists(st.builds(Item, st.integers(0, 60), st.integers(1, 12)), max_size=12)
 

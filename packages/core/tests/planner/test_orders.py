@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.planner import TensorSpec
 from vescale_fsdp.planner.orders import choose_order
-from vescale_fsdp.planner.search import Item
-from vescale_fsdp.planner.solve import lower_bound, solve
+from vescale_fsdp.planner.solve import Item, lower_bound, solve
 
 from .naive import least_in_any_order
 

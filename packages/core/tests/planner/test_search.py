@@ -1,6 +1,6 @@
 """Units, earliest starts, and that the search settles on sets of spanning blocks."""
 
-from vescale_fsdp.planner.search import Item, earliest_start, units
+from vescale_fsdp.planner.solve import Item, earliest_start, units
 
 from .naive import is_legal_start
 

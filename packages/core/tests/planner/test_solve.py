@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_fsdp.planner.search import Item, earliest_start
-from vescale_fsdp.planner.solve import _InOrder, _merged, solve, solve_below
+from vescale_fsdp.planner.solve import Item, _InOrder, _merged, earliest_start, solve, solve_below
 
 items_lists = st.lists(st.builds(Item, st.integers(1, 300), st.integers(1, 40)), max_size=12)
 

@@ -14,7 +14,7 @@ from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import Comm, PendingReduce
 from vescale_fsdp.engine import hooks
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.inner_shard import InnerShard
+from vescale_fsdp.engine.placement import InnerShard
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.errors import RankMismatchError
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.testing import RankError, assert_equal_across_ranks, free_port, run_ranks
-from vescale_fsdp.testing.sources import dump
+from vescale_fsdp.testing.worker import dump
 
 from . import sibling
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from vescale_fsdp import CheckpointMismatchError, CheckpointValueError, checkpoint
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.sealed import read_manifest as read_sealed
+from vescale_fsdp.checkpoint.seal import read_manifest as read_sealed
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
 from vescale_fsdp_lightning.places import agree, from_first

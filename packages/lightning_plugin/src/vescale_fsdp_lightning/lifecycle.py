@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp import clip_grad_norm_
+from vescale_fsdp import clip_grad_norm_, stream_parameters
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
@@ -201,6 +201,15 @@ class Lifecycle(Sharding):
         return self._checkpoints.optimizer_state(
             self.model, getattr(optimizer, "_optimizer", optimizer)
         )
+
+    def stream_parameters(self, **options: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The whole parameters of the LightningModule, one after the other. Collective.
+
+        Args:
+            options: those of `vescale_fsdp.stream_parameters`.
+        """
+        module = self.lightning_module  # type: ignore[attr-defined]
+        return stream_parameters(module, **options)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None

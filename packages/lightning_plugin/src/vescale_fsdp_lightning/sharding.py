@@ -26,7 +26,7 @@ from vescale_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from vescale_fsdp.notices import renamed
+from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh

@@ -15,11 +15,11 @@ A checkpoint is a directory::
 
 The files, from the bottom up:
 
-* the data on disk: `manifest`, `files`, and `seal`, which makes a checkpoint complete or absent
-* the state of models and optimizers: `tensors`, `values` (as JSON), `optimizer`, `rng`, together in
-  `contents`; `targets` are the places to load into; `full` makes whole tensors in one process
-* the work of each rank: `ranks`, `planning`; `saving` and `reading` do all of it or nothing
-* the format above: `saving`, `loading`, and `sealed`, which finds and checks checkpoints
+* the data on disk: `manifest`, `files`, and `seal`, which publishes, finds and prunes checkpoints
+* the state of models and optimizers: `encoding` (tensors as bytes, values as JSON), `optimizer`,
+  together in `contents`; `targets` are the places to load into; `full` makes whole tensors in one
+  process
+* the work of each rank: `ranks`, `planning`; `saving` and `loading` do all of it or nothing
 * other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
 * in one process: `convert` from one to another, and `sources`, which reads any
 * `stop` ends a job; `engine.store` restarts it
@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.loading import load
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.safetensors import LoadedNames, load_safetensors, save_safetensors
 from vescale_fsdp.checkpoint.saving import SaveHandle, save
-from vescale_fsdp.checkpoint.sealed import latest, verify
+from vescale_fsdp.checkpoint.seal import latest, verify
 from vescale_fsdp.checkpoint.sources import read, read_extra
 from vescale_fsdp.checkpoint.stop import StopOnSignal
 from vescale_fsdp.engine import init_process_group

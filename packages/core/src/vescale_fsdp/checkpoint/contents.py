@@ -1,18 +1,20 @@
 """The contents of a checkpoint: tensors by name, and values as JSON texts.
 
-There are three kinds of items:
+There are three kinds of items, by what each rank has of them:
 
-* ``model``, ``optimizer.<name>``: all ranks together. Tensors are sharded, or the same on the ranks
-  that have them. DCP's planner decides which rank writes which part.
-* ``extra``: from rank 0 only.
-* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank has its own. If several ranks have the
-  same, it is saved once.
+* ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
+  the same on the ranks that have them; DCP's planner says who writes which part.
+* ``extra``: the first rank's.
+* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several
+  ranks is kept once. ``rng`` is the state of the generators of Python, NumPy, torch and CUDA.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import random
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp import compat
-from vescale_fsdp.checkpoint import rng, tensors, values
+from vescale_fsdp import compat, devices
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import to_json
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
@@ -39,7 +41,7 @@ class Stateful(Protocol):
     """An object with these two methods: a scheduler, a data loader, a moving average."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, in types that `values.encode` accepts."""
+        """Return the state, in types that `encoding.encode` accepts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Set the state."""
@@ -56,7 +58,7 @@ class OwnItem:
         """Return a SHA-256 of the value, to find ranks that have the same."""
         total = hashlib.sha256(self.text.encode())
         for name, tensor in self.tensors.items():
-            data = tensors.on_host(tensor)
+            data = encoding.on_host(tensor)
             total.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
             total.update(bytes_of(data))
         return total.hexdigest()
@@ -74,14 +76,14 @@ class Contents:
 
     def add(self, name: str, value: Any) -> None:
         """Add an item that all ranks have together: the model or an optimizer."""
-        encoded, found = values.encode(value, name)
+        encoded, found = encoding.encode(value, name)
         self._check(name, found)
         self.planned |= found
         self.texts[name] = to_json(encoded)
 
     def add_own(self, name: str, value: Any) -> None:
         """Add an item of which each rank has its own. DTensors in it are saved as sharded ones."""
-        encoded, found = values.encode(value, name)
+        encoded, found = encoding.encode(value, name)
         self._check(name, found)
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
         self.planned |= {key: each for key, each in found.items() if key not in plain}
@@ -100,7 +102,7 @@ class Contents:
                 )
             self._names.add(name)
             if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
-                tensors.check(tensor, name)
+                encoding.check(tensor, name)
 
 
 def collect(
@@ -121,7 +123,7 @@ def collect(
     if optimizer is not None and (feedback := ErrorFeedback(model)):
         contents.add_own("error_feedback", feedback.tensors())
     if with_rng:
-        contents.add_own("rng", rng.capture())
+        contents.add_own("rng", capture())
     given = dict(extra or {})
     contents.add_own("extra", given)
     step = given.get("step")
@@ -154,3 +156,62 @@ def named(optimizer: Optimizers) -> Mapping[str, Optimizer]:
     if optimizer is None:
         return {}
     return {"0": optimizer} if isinstance(optimizer, Optimizer) else optimizer
+
+
+def capture() -> dict[str, Any]:
+    """Return the states, in types that `encoding.encode` accepts. CUDA: of the current device."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (str(name), keys.tolist(), *map(_plain, rest))
+    cuda = devices.generator_state()
+    if cuda is not None:
+        found["cuda"] = cuda
+    return found
+
+
+def _plain(number: Any) -> int | float:
+    return float(number) if isinstance(number, float) else int(number)
+
+
+def restorer(state: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that sets these states. They are first set on temporary generators.
+
+    So a damaged state raises here, and changes nothing. Generators that this process does not have
+    (NumPy is not imported, no CUDA) are skipped.
+    """
+    random.Random().setstate(state["python"])
+    torch.Generator().set_state(state["torch"])
+    numpy = sys.modules.get("numpy") if "numpy" in state else None
+    if numpy is not None:
+        numpy.random.RandomState().set_state(state["numpy"])
+
+    def apply() -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if numpy is not None:
+            numpy.random.set_state(state["numpy"])
+        if "cuda" in state:
+            devices.set_generator_state(state["cuda"])
+
+    return apply
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set these states."""
+    restorer(state)()
+
+
+def seed_for(text: str) -> Callable[[], None]:
+    """Return a function that seeds the generators from a text. Equal texts give equal seeds."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    def apply() -> None:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+
+    return apply

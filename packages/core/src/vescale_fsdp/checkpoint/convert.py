@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint import seal, tensors, values
+from vescale_fsdp.checkpoint import encoding, seal
 from vescale_fsdp.checkpoint.dcp import (
     data_file,
     flat_state,
@@ -143,7 +143,7 @@ def _to_safetensors(job: _Job) -> list[str]:
     return finish_files(job.stage.path, files)
 
 
-def _tensor_name(fqn: str, value: values.Json) -> str:
+def _tensor_name(fqn: str, value: encoding.Json) -> str:
     name = value.get("$tensor") if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise CheckpointValueError(
@@ -164,7 +164,9 @@ def _to_dcp(job: _Job) -> list[str]:
         names[id(stand_ins[-1])] = name
         return stand_ins[-1]
 
-    found = {name: values.decode(text, tensor_of, name) for name, text in job.source.texts.items()}
+    found = {
+        name: encoding.decode(text, tensor_of, name) for name, text in job.source.texts.items()
+    }
     flat, paths = flat_state(_stock_state(found))
     keys = {names[id(each)]: key for key, each in flat.items() if id(each) in names}
     boxes: dict[str, list[Any]] = {key: [] for key in keys.values()}  # keeps the state's order
@@ -201,7 +203,7 @@ def _to_vescale(job: _Job) -> bytes:
     texts: list[Any] = []
     with DataWriter(job.stage.path, seal.data_name(0)) as writer:
         for name, entry, chunk, data in job.chunks(list(job.source.tensors)):
-            span = writer.write(bytes_of(tensors.on_host(data)), f"tensor {name!r}")
+            span = writer.write(bytes_of(encoding.on_host(data)), f"tensor {name!r}")
             box = chunk.offsets, chunk.sizes
             chunks.append([name, entry.dtype, entry.shape, box, astuple(span)])
         for name, text in job.source.texts.items():

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint import seal, tensors, values
+from vescale_fsdp.checkpoint import encoding, seal
 from vescale_fsdp.checkpoint.contents import (
     Contents,
     Optimizers,
@@ -40,10 +40,10 @@ from vescale_fsdp.checkpoint.contents import (
 )
 from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames, put
 from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
+from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
 from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.reading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.saving import Writing, finish_saves, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
@@ -52,7 +52,7 @@ from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
 def write_item(writer: DataWriter, value: Any, label: str) -> Span:
     """Append a tensor or a plain value in the form of ``torch.save``. Returns its span."""
     if isinstance(value, torch.Tensor):
-        value = tensors.on_host(value)
+        value = encoding.on_host(value)
         if value.untyped_storage().nbytes() != value.numel() * value.element_size():
             value = value.clone()  # torch.save would write the whole storage of a view
     buffer = io.BytesIO()
@@ -165,7 +165,7 @@ def export_dcp(
         paths.update(of_keys)
         held = {key: each for key, each in flat.items() if isinstance(each, torch.Tensor)}
         for key, each in held.items():
-            tensors.check(each, key)
+            encoding.check(each, key)
         # If several ranks have a value, the first of them writes it.
         return Contents(planned=held, texts=dict.fromkeys(flat.keys() - held.keys(), ""))
 
@@ -174,7 +174,7 @@ def export_dcp(
         with DataWriter(writing.folder, data_file(writing.ranks.rank)) as writer:
             for name, data, shape, offsets, sizes in writing.local.chosen(writing.task):
                 span = astuple(write_item(writer, data, f"tensor {name!r}"))
-                dtype = tensors.dtype_name(data.dtype)
+                dtype = encoding.dtype_name(data.dtype)
                 boxes.append([paths[name], dtype, shape, offsets, sizes, span])
             for key in sorted(writing.task["values"].keys() & flat.keys()):
                 others.append(
@@ -240,7 +240,7 @@ def flat_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[s
         key = ".".join(path)
         flat[key], paths[key] = {}, path
     for key, each in flat.items():
-        _, inner = values.encode(each, key)
+        _, inner = encoding.encode(each, key)
         if inner and not isinstance(each, torch.Tensor):
             raise CheckpointValueError(
                 f"{key!r} has tensors within a {type(each).__name__}; put them into a list or dict"
@@ -328,7 +328,7 @@ def import_dcp(
             def boxes(name: str, chunk: Chunk) -> Boxes:
                 dtype = found.tensors[name].dtype
                 whole = directory.chunk(reader, dtype, chunk, f"tensor {name!r}")
-                return lambda offsets, lengths: tensors.box_of(whole, offsets, lengths)
+                return lambda offsets, lengths: encoding.box_of(whole, offsets, lengths)
 
             change.take(arrivals(manifest, change.wanted, boxes))
             others.update(plain_values(directory, reader, found.others))
@@ -353,7 +353,7 @@ def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str])
         except CheckpointCorruptError as error:
             _log.warning("skipped %r: %s", key, error)
             continue
-        put(found, directory.paths[key], values.decode(text, _no_tensor, key))
+        put(found, directory.paths[key], encoding.decode(text, _no_tensor, key))
     return found
 
 

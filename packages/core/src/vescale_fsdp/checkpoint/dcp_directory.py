@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vescale_fsdp.checkpoint import values
+from vescale_fsdp.checkpoint import encoding
+from vescale_fsdp.checkpoint.encoding import dtype_name
 from vescale_fsdp.checkpoint.files import DataReader, bytes_of, read_regular, size_of
 from vescale_fsdp.checkpoint.manifest import (
     DTYPES,
@@ -42,7 +43,6 @@ from vescale_fsdp.checkpoint.manifest import (
     TensorEntry,
     boxes_fault,
 )
-from vescale_fsdp.checkpoint.tensors import dtype_name
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -174,11 +174,11 @@ class StockDirectory:
             )
         return found.detach().contiguous()
 
-    def value(self, reader: DataReader, key: str) -> values.Json:
-        """Read an item that is not a tensor, as the JSON of `values.encode`."""
+    def value(self, reader: DataReader, key: str) -> encoding.Json:
+        """Read an item that is not a tensor, as the JSON of `encoding.encode`."""
         found = self._loaded(reader, self.values[key], f"value {key!r}")
         try:
-            encoded, tensors = values.encode(found, key)
+            encoded, tensors = encoding.encode(found, key)
         except CheckpointValueError as error:
             raise CheckpointCorruptError(
                 f"{self.folder / self.values[key].file} is refused: {error}"
@@ -335,7 +335,7 @@ class StockNames:
         is_flat = len(path) == 1 and key.startswith(prefix + ".")
         return (key[len(prefix) + 1 :],) if is_flat else ()
 
-    def _leaf(self, key: str, item: str, rest: KeyPath) -> values.Json:
+    def _leaf(self, key: str, item: str, rest: KeyPath) -> encoding.Json:
         if key not in self._directory.tensors:
             return self._directory.value(self._reader, key)
         name = ".".join(map(str, (item, *rest)))
@@ -350,7 +350,7 @@ class StockNames:
             return sorted(heads)  # the names of the optimizers
         return ["0"] if heads else []
 
-    def _tree(self, name: str, found: dict[str, KeyPath]) -> values.Json:
+    def _tree(self, name: str, found: dict[str, KeyPath]) -> encoding.Json:
         """Return states and options of one optimizer; of all if they are saved merged."""
         mine = {key: rest[1:] for key, rest in found.items() if rest[0] == name}
         tree: dict[str, Any] = {"state": {}, "param_groups": []}

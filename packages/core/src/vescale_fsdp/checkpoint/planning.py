@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_fsdp.checkpoint import tensors
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointMismatchError
@@ -82,7 +82,7 @@ def _digest(text: str) -> str:
 def _box(item: WriteItem) -> list[Any]:
     data = item.tensor_data
     assert data is not None, "bytes are not planned here"
-    dtype, is_shard = tensors.dtype_name(data.properties.dtype), item.type is WriteItemType.SHARD
+    dtype, is_shard = encoding.dtype_name(data.properties.dtype), item.type is WriteItemType.SHARD
     offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
     return [item.index.fqn, offsets, sizes, dtype, list(data.size), is_shard]
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from vescale_fsdp.checkpoint import tensors
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.files import write_file
+from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
 from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.reading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.safetensors_files import (
     INDEX,
     Entry,
@@ -86,7 +86,7 @@ def save_safetensors(
         raise ValueError(f"max_file_bytes is {max_file_bytes}, expected at least 1")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}, expected one of floating point")
-    target, ties = Path(directory), tensors.ties_of(model)
+    target, ties = Path(directory), encoding.ties_of(model)
     texts = {"format": "pt", **ties, **(metadata or {})}
     writing = Writing(target, f"the export to {target}", into=True)
     files: list[File] = []  # on rank 0
@@ -141,7 +141,7 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
             )
         if ties.get(name) in state:
             continue
-        tensors.check(value, name)
+        encoding.check(value, name)
         contents.planned[name] = value
     return contents
 
@@ -158,7 +158,7 @@ def _check_texts(metadata: Mapping[str, str]) -> None:
 
 def _dtype_in_file(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype in the file. Ints, bools and 8-bit floats are never converted."""
-    return wanted if wanted is not None and tensors.is_float(held) else held
+    return wanted if wanted is not None and encoding.is_float(held) else held
 
 
 def check_no_weights(directory: Path) -> None:
@@ -292,9 +292,9 @@ def _check_dtype(
     name: str, entry: TensorEntry, tensor: torch.Tensor, path: str | os.PathLike[str]
 ) -> None:
     found = DTYPES[entry.dtype]
-    if found != tensor.dtype and not (tensors.is_float(found) and tensors.is_float(tensor.dtype)):
+    if found != tensor.dtype and not (encoding.is_float(found) and encoding.is_float(tensor.dtype)):
         raise CheckpointMismatchError(
-            f"{name!r} is {entry.dtype} in {path}, and {tensors.dtype_name(tensor.dtype)} here; "
+            f"{name!r} is {entry.dtype} in {path}, and {encoding.dtype_name(tensor.dtype)} here; "
             "only floats of 16 bits and more are converted"
         )
 
@@ -319,7 +319,7 @@ def manifest_of(
         origin[f"model.{new}"] = name
         span = Span(entry.file, entry.offset, entry.num_bytes, 0)
         chunk = Chunk((0,) * len(entry.shape), entry.shape, span)
-        dtype = tensors.dtype_name(entry.dtype)
+        dtype = encoding.dtype_name(entry.dtype)
         entries[f"model.{new}"] = TensorEntry(dtype, entry.shape, (chunk,))
     return Manifest(Seal("", 0, None, ""), 1, {}, {}, entries, {}), origin
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vescale_fsdp.checkpoint import tensors
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.files import (
     DataReader,
     bytes_of,
@@ -223,8 +223,8 @@ class PlacedWriter:
             if place.file not in self._descriptors:
                 self._descriptors[place.file] = os.open(path, os.O_WRONLY)
             descriptor = self._descriptors[place.file]
-            for first, piece in _pieces(tensors.plain(data.detach()), itemsize):
-                here = tensors.on_host(piece.to(place.dtype))
+            for first, piece in _pieces(encoding.plain(data.detach()), itemsize):
+                here = encoding.on_host(piece.to(place.dtype))
                 at = [offsets[0] + first, *offsets[1:]] if place.shape else []
                 left = bytes_of(here)
                 for start, length in runs_of(place.shape, at, here.shape):

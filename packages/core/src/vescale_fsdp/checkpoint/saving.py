@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from vescale_fsdp import devices
-from vescale_fsdp.checkpoint import seal, tensors
+from vescale_fsdp.checkpoint import encoding, seal
 from vescale_fsdp.checkpoint.contents import Contents, Optimizers, Stateful, Weights, collect
 from vescale_fsdp.checkpoint.files import DataWriter, bytes_of, write_errors
 from vescale_fsdp.checkpoint.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
 from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
 from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.sealed import FEWEST, next_sequence, prune
+from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 
@@ -331,7 +331,7 @@ def _items(writing: Writing, *, copies: bool) -> list[_Item]:
     staging, found = devices.Staging(), []
     contents, task = writing.contents, writing.task
     for item in writing.local.chosen(task):
-        data = tensors.staged(item.data, staging) if copies else item.data
+        data = encoding.staged(item.data, staging) if copies else item.data
         found.append(_Item(item.name, data, (item.offsets, item.sizes), item.shape))
     texts = []
     for name, ranks in task["values"].items():
@@ -340,7 +340,7 @@ def _items(writing: Writing, *, copies: bool) -> list[_Item]:
         texts.append(_Item(name, text.encode(), ranks=ranks))
         suffix = f"@{ranks[0]}" if name in task["several"] else ""
         for key, tensor in own.tensors.items() if own is not None else ():
-            data = tensors.staged(tensor, staging) if copies else tensors.on_host(tensor)
+            data = encoding.staged(tensor, staging) if copies else encoding.on_host(tensor)
             box = ((0,) * data.dim(), tuple(data.shape))
             found.append(_Item(key + suffix, data, box, data.shape))
     staging.wait()
@@ -355,9 +355,9 @@ def _write(writing: Writing, items: Sequence[_Item]) -> Any:
                 span = writer.write(memoryview(item.data), f"value {item.name!r}")
                 variants.append([item.name, item.ranks, astuple(span)])
             else:
-                data = tensors.on_host(item.data)
+                data = encoding.on_host(item.data)
                 span = writer.write(bytes_of(data), f"tensor {item.name!r}")
-                dtype = tensors.dtype_name(data.dtype)
+                dtype = encoding.dtype_name(data.dtype)
                 chunks.append([item.name, dtype, item.shape, item.box, astuple(span)])
         writer.finish()
     return {"file": [writer.name, writer.num_bytes], "chunks": chunks, "values": variants}

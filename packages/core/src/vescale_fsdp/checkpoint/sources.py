@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint import values
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.dcp import plain_values
 from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames
 from vescale_fsdp.checkpoint.files import DataReader
@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.manifest import (
 )
 from vescale_fsdp.checkpoint.safetensors import manifest_of
 from vescale_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, TensorFiles
-from vescale_fsdp.checkpoint.sealed import read_manifest, read_text
+from vescale_fsdp.checkpoint.seal import read_manifest, read_text
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 _PIECE = 1 << 28  # bytes: a larger safetensors tensor is read in several chunks
@@ -93,7 +93,7 @@ class _Sealed:
         return data.view(DTYPES[self.tensors[name].dtype]).view(chunk.sizes)
 
 
-def _checked(name: str, text: values.Json) -> dict[str, Any]:
+def _checked(name: str, text: encoding.Json) -> dict[str, Any]:
     parts = {"state": dict, "param_groups": list} if name.startswith("optimizer.") else {}
     fits = isinstance(text, dict) and all(type(text.get(k)) is kind for k, kind in parts.items())
     if not fits:
@@ -120,7 +120,7 @@ class _Stock:
         extra = plain_values(self._directory, self._reader, names.others)
         step = extra.get("step")
         self.step = step if type(step) is int else None
-        self.texts = {**names.texts, "extra": values.encode(extra, "extra")[0]}
+        self.texts = {**names.texts, "extra": encoding.encode(extra, "extra")[0]}
 
     def read(self, name: str, chunk: Chunk) -> torch.Tensor:
         dtype = self.tensors[name].dtype
@@ -185,7 +185,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
                 found[name] = _tensor(source, name, path)
             return found[name]
 
-        return {name: values.decode(text, tensor_of, name) for name, text in source.texts.items()}
+        return {name: encoding.decode(text, tensor_of, name) for name, text in source.texts.items()}
 
 
 def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     with open_source(Path(path)) as source:
         text = source.texts.get("extra", {})
-        found = values.decode(text, lambda name: _tensor(source, name, path), "extra")
+        found = encoding.decode(text, lambda name: _tensor(source, name, path), "extra")
     return found if isinstance(found, dict) else {}
 
 

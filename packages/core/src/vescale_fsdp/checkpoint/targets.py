@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint import rng, tensors, values
+from vescale_fsdp.checkpoint import contents, encoding
 from vescale_fsdp.checkpoint.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
@@ -108,7 +108,7 @@ class Saved:
 
     def check_shape(self, name: str, tensor: torch.Tensor) -> None:
         """Raise unless a tensor has the saved shape and can be written to."""
-        tensors.check(tensor, name)
+        encoding.check(tensor, name)
         shape = self.manifest.tensors[name].shape
         if tuple(tensor.shape) != shape:
             raise CheckpointMismatchError(
@@ -165,7 +165,7 @@ class ModelTarget(Target):
             merged |= variant
         self.names: set[str] = set()
         lacking = []
-        ties = tensors.ties_of(model)
+        ties = encoding.ties_of(model)
         filled: set[str] = set()  # a tensor with several names is filled once
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
@@ -214,7 +214,7 @@ class ModelTarget(Target):
         def tensor_of(name: str) -> torch.Tensor:
             return self.fresh.setdefault(name, self._saved.new_tensor(name).to(device))
 
-        self._state[fqn] = values.decode(text, tensor_of, f"model.{fqn}")
+        self._state[fqn] = encoding.decode(text, tensor_of, f"model.{fqn}")
 
     def apply(self) -> None:
         """Run ``load_state_dict``. Tensors are filled; this sets extra states and runs hooks."""
@@ -258,7 +258,7 @@ class OptimizerTarget(Target):
                 saved.check_form(self._key, each, {"params": list})
             states = {**variant["state"], **states}
             groups += variant["param_groups"]
-        self._groups = values.decode(groups, self._new, self._key)
+        self._groups = encoding.decode(groups, self._new, self._key)
         listed = {n for group in self._groups for n in group["params"] if isinstance(n, str)}
         self.saved_params = listed & self._named.of_model
         self._named.check(self._groups, saved.strict)
@@ -278,12 +278,12 @@ class OptimizerTarget(Target):
     def _make_targets(self, states: dict[str, Any], made: set[str]) -> None:
         """Find the optimizer's tensor for each saved one."""
         own = self._named.tree()["state"]
-        _, there = values.encode({"state": own}, self._key)
+        _, there = encoding.encode({"state": own}, self._key)
         used: set[str] = set()
         for fqn, text in states.items():
             if fqn not in self._named.params and fqn not in own:
                 continue  # this rank or this model does not have the parameter
-            self._state[fqn] = values.decode(text, self._find(there, made, used), self._key)
+            self._state[fqn] = encoding.decode(text, self._find(there, made, used), self._key)
             for key in own.get(fqn, {}).keys() - self._state[fqn].keys():
                 self._state[fqn][key] = own[fqn][key]
                 used |= self._lacking(fqn, key, there)
@@ -380,14 +380,14 @@ class StatefulTarget(Target):
                 "ranks, or leave it out and set it for this number of ranks"
             )
         self._before = copy.deepcopy(read_stateful(name, other))
-        _, there = values.encode(self._before, key)
+        _, there = encoding.encode(self._before, key)
         text, suffix = found
 
         def tensor_of(name: str) -> torch.Tensor:
             own = name + suffix if name + suffix in saved.manifest.tensors else name
             return self.fresh.setdefault(own, saved.new_tensor(own, there.get(name)))
 
-        self._state = values.decode(text, tensor_of, key)
+        self._state = encoding.decode(text, tensor_of, key)
 
     def apply(self) -> None:
         """Run ``load_state_dict``."""
@@ -411,7 +411,7 @@ class ValueTarget(Target):
             return self.fresh.setdefault(key + suffix, saved.new_tensor(key + suffix))
 
         text, suffix = found or (None, "")
-        self.value = values.decode(text, tensor_of, name)
+        self.value = encoding.decode(text, tensor_of, name)
 
 
 class FeedbackTarget(Target):
@@ -479,19 +479,19 @@ class RngTarget(ValueTarget):
         """Set the generators. Raises before it changes anything if the states are damaged."""
         if self.value is not None:
             try:
-                setter = rng.restorer(self.value)
+                setter = contents.restorer(self.value)
             except (LookupError, TypeError, ValueError, RuntimeError) as error:
                 raise CheckpointCorruptError(
                     f"'rng' holds no states of random number generators: {error}"
                 ) from error
         elif self._seed:
-            setter = rng.seed_for(self._seed)
+            setter = contents.seed_for(self._seed)
         else:
             return
-        self._before = rng.capture()
+        self._before = contents.capture()
         setter()
 
     def undo(self) -> None:
         """Restore the old states."""
         if self._before is not None:
-            rng.restore(self._before)
+            contents.restore(self._before)

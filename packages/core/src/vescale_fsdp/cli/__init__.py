@@ -1,15 +1,11 @@
 """The command line ``vescale-fsdp``.
 
-`app` collects the commands, also those of plug-ins.
-
-* `plan`: `sources` and `modules` make the `model`, and `settings` parses the options. `layouts`
-  calls the planner, `estimate` and `timeline` count bytes, `suggest` looks for less padding.
-  `report` holds all of this and converts it to JSON; `tables` and `picture` show it.
-* `checkpoint`: its tables are in `checkpoint_contents`.
-* `doctor` shows the results of `checkup`.
-* `text` formats amounts, tables and errors.
-
-An import of this package loads none of these modules. ``vescale-fsdp --help`` does not load torch.
+`app` has the commands, and those that plug-ins add. `plan`: what to plan comes from `sources`
+(`modules` -> `model`), how from `settings`; `layouts` asks the planner, `estimate` and `timeline`
+count bytes, `report` is all of that, its JSON, and what would pad less; `tables` and `picture` show
+it. `checkpoint` has commands of its own, whose tables are in `checkpoint_contents`; `doctor` shows
+what `checkup` finds, and has two ranks work together. `text` has amounts, tables and errors.
+Importing this package loads nothing of that, and ``vescale-fsdp --help`` no torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rich.console import Console
 from vescale_fsdp.checkpoint import seal
 from vescale_fsdp.checkpoint.contents import PER_RANK
 from vescale_fsdp.checkpoint.manifest import NAME, Manifest, TensorEntry, Variant
-from vescale_fsdp.checkpoint.sealed import sealed
+from vescale_fsdp.checkpoint.seal import sealed
 from vescale_fsdp.cli.text import InputError, binary, count, line, several, table
 
 # With the manifest, or what is wrong with it.

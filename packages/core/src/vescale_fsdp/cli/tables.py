@@ -11,9 +11,8 @@ from rich.console import Console
 from vescale_fsdp.cli.estimate import Figures
 from vescale_fsdp.cli.layouts import ALIGNMENT_BYTES, PlannedGroup
 from vescale_fsdp.cli.model import Dtype, kinds
-from vescale_fsdp.cli.report import FSDP2, OURS, Report
+from vescale_fsdp.cli.report import FSDP2, OURS, Report, Suggestion
 from vescale_fsdp.cli.settings import Code
-from vescale_fsdp.cli.suggest import Suggestion
 from vescale_fsdp.cli.text import (
     binary,
     bits_per_s,

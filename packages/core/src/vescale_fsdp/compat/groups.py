@@ -54,6 +54,46 @@ def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: Process
     return _start(dist.reduce_scatter_single, "a reduce-scatter", group, output, input, op=op)
 
 
+def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup) -> Work:
+    """Start an all-gather of parts of several sizes. ``input`` may be this rank's output."""
+    work = dist.all_gather(outputs, input, group=group, async_op=True)
+    return waiting.bounded(work, input, group, "an all-gather")
+
+
+def gather_uneven(
+    outputs: list[Tensor], input: Tensor, receiver: int, group: ProcessGroup
+) -> devices.Waitable | None:
+    """Start a gather of parts of several sizes to one rank of the group.
+
+    Args:
+        outputs: on the receiver; nothing is done with its own one.
+        input: on the others.
+    """
+    if dist.get_rank(group) == receiver:
+        each = enumerate(outputs)
+        pairs = [(dist.irecv, part, rank) for rank, part in each if rank != receiver]
+    else:
+        pairs = [(dist.isend, input, receiver)]  # type: ignore[list-item]
+    operations = [
+        dist.P2POp(kind, part, group=group, group_peer=peer)
+        for kind, part, peer in pairs
+        if part.numel()
+    ]
+    return _All(dist.batch_isend_irecv(operations)) if operations else None
+
+
+class _All:
+    """Several works. Waits like one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+
 def all_to_all_single(
     output: Tensor,
     input: Tensor,

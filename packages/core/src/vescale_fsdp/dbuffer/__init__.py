@@ -1,10 +1,10 @@
 """DBuffer: one flat buffer per communication group, gathered and reduced in place.
 
-`memory` is there only while it is needed, `buffer` has the parameters of a group as views of a flat
-tensor, `gradients` their gradients, where a `packing` says. `collectives` moves both between ranks:
-by which `transport`, and what has started and not ended, is `pending`. Small ones are sent in one
-`message`. A `codec` writes what is sent: `block_codec` sends codes of `eight_bits`. On CUDA the
-kernels of `codec_kernels` write and read many messages in one launch (`codec_launches`), from
+`memory` is allocated only while it is needed. `buffer` has the parameters of a group as views of a
+flat tensor, and `gradients` has their gradients, at the offsets of a `packing`. `collectives`
+gathers and reduces both, over a `transport`. A `message` holds several small buffers. A `codec`
+encodes what is sent: `block_codec` sends the codes of `eight_bits`. On CUDA the kernels of
+`codec_kernels` write and read many messages in one launch (`codec_launches`), from
 `codec_tables`.
 """
 
@@ -29,8 +29,13 @@ from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
 from vescale_fsdp.dbuffer.memory import SlabPool, hand_back, mapped_empty, on_lane, pool_for
 from vescale_fsdp.dbuffer.message import Flags, GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
-from vescale_fsdp.dbuffer.pending import PendingReduce
-from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES, Exchange, ThenCopy, let_ranks_go_first
+from vescale_fsdp.dbuffer.transport import (
+    SHORTEST_BYTES,
+    Exchange,
+    PendingReduce,
+    ThenCopy,
+    let_ranks_go_first,
+)
 
 __all__ = [
     "SHORTEST_BYTES",

@@ -39,10 +39,11 @@ from vescale_fsdp.dbuffer.codec import (
     start_encoded_gather,
 )
 from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
-from vescale_fsdp.dbuffer.pending import Issued, PendingReduce
 from vescale_fsdp.dbuffer.transport import (
     Batch,
     Exchange,
+    Issued,
+    PendingReduce,
     is_worthwhile,
     memory_for,
     start_custom_gather,

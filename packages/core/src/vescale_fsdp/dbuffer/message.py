@@ -1,14 +1,14 @@
 """One message for several small buffers, and for flags.
 
-An all-gather's message has a row for each rank, a reduction's a row for each rank that is to have a
-sum. In a row lie the parts of the buffers, one after the other::
+An all-gather's message has a row for each rank. A reduction's message has a row for each rank that
+receives a sum. A row has the parts of the buffers, one after the other::
 
                   a      b        c
     rank 0     | a a a | b b . | c c c c |
     rank 1     | a a a | b b . | c c c c |          `.` is a gap, for the next part's alignment
 
-So one collective serves all of them, for a copy of each. For the CPU: on streams several
-collectives are one operation without copies (`transport.Batch`).
+So one collective serves all buffers, at the cost of a copy of each. This is for CPUs: on streams
+several collectives are one operation without copies (`transport.Batch`).
 
 `Flags` are bytes that are set where any rank has set them.
 """
@@ -26,8 +26,7 @@ from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.memory import SlabPool
-from vescale_fsdp.dbuffer.pending import PendingReduce
-from vescale_fsdp.dbuffer.transport import Exchange, ThenCopy
+from vescale_fsdp.dbuffer.transport import Exchange, PendingReduce, ThenCopy
 from vescale_fsdp.devices import Waitable
 
 _ALIGNMENT = 16  # bytes

@@ -1,27 +1,30 @@
-"""Collectives that are not one call of ``torch.distributed``.
+"""Collectives that are not one call of ``torch.distributed``, and reductions that are under way.
 
-`Exchange`, for gloo: an all-gather or all-to-all as separate sends and receives. In gloo's own
-collectives, a rank's data precedes its message that it is ready to receive, in one stream. So its
-peer starts to send only after it has received, and data flows in one direction at a time. Here all
-receives are posted first. On a link of 1 Gbit/s this reaches 950 Mbit/s in each direction instead
-of 520 to 630, for half of the processor time (docs/design/performance.md).
+`Exchange`, on gloo: every rank sends a part to every other one, by sends and receives. An
+all-gather is such an exchange, and so is an all-to-all. In gloo's own collectives, the data that a
+rank sends comes before its note that it is ready to receive, in one stream. So its peer begins to
+send only when it has received, and data flows one way at a time. Here all receives are posted
+first. At 1 Gbit/s that is 950 Mbit/s each way instead of 520 to 630, for half of the processor time
+(docs/design/performance.md).
 
-`Batch`, for streams: all all-gathers of a unit, or all its reductions, in one operation of the
-communicator. Most units have one buffer, and so one collective in each direction. Some parameters
-cannot be in a flat buffer and have their own collectives: those with ``Shard(d)``, and those with
-FSDP2's extension hooks (for example each layer of torchao's float8). NCCL runs several collectives
-as one operation with one launch (``ncclGroupStart``), so nothing is copied into one message.
+`Batch`, on streams: the all-gathers of a unit, or its reductions, in one operation of the
+communicator. Most units are one buffer, with one collective each way. Parameters that cannot be in
+a flat buffer have collectives of their own: those with ``Shard(d)``, and those with an all-gather
+of their own (each layer of torchao's float8, for example). NCCL runs several as one operation, with
+one launch (``ncclGroupStart``), so nothing has to be copied into one message and out of it.
 
-Custom collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They
-allocate their own memory, but parameters must stay at their addresses. So there is one copy before
-and one after the collective. With FSDP2's all-gather through symmetric memory the parameters are in
-that memory, and there is no copy after it.
+Collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They allocate
+what they send and receive themselves (from a pool of their own, for example). The parameters are
+elsewhere, at constant addresses; so one copy goes in, and one comes out. With FSDP2's all-gather
+through symmetric memory the parameters themselves are in that memory, and nothing is copied out.
 
-`let_ranks_go_first`, for gloo: each gloo communicator has a thread that waits for the network. A
-rank that sends holds a lock for some microseconds. If data arrives at this moment and all cores are
-busy, the system may run the thread instead of the rank. The thread then spins on the lock until its
-time slice ends: 3 to 7 ms, several times in each step. With the batch scheduling policy the thread
-waits as long as the rank can run (docs/design/performance.md, 5).
+gloo's network threads (`let_ranks_go_first`). Each gloo communicator has a thread that waits for
+the network. A rank that sends holds a lock for some microseconds. If data arrives at that time and
+every core computes, the system runs the thread instead of the rank. It then asks for the lock, over
+and over, until its time slice ends: 3 to 7 ms, several times in each step. As a batch thread it
+waits as long as the rank has something to run (docs/design/performance.md, 5).
+
+`PendingReduce` is a reduction under way. `Issued` counts all collectives that were issued.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
+from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
 
 # Of the part for each rank. For shorter ones one call of a collective is enough.
@@ -62,11 +67,11 @@ class Exchange:
     Args:
         sent: what goes to each rank, in the order of ranks; not to be written to before `wait`.
         received: where to put what comes from each rank; not to be touched before `wait`.
-            In both nothing is done with the entry of this rank.
+            In both nothing is done with the entry of this rank, and with empty ones.
         rank: this one, in ``group``.
         group: of the ranks; its backend is gloo. All of them make the same exchange.
 
-    Cost: one send and one receive for each other rank; nothing is copied.
+    Cost: one send and one receive for each other rank; none for empty parts. Nothing is copied.
     """
 
     def __init__(
@@ -92,13 +97,15 @@ class Exchange:
         for distance in range(1, size):
             peer = (rank - distance) % size
             part = received[peer]
-            work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
-            self._works.append(work)
+            if part.nbytes:
+                work = dist.irecv(part, group=group, group_src=peer, tag=part.nbytes % _NUM_TAGS)
+                self._works.append(work)
         for distance in range(1, size):  # the next one first, so that not all send to the same
             peer = (rank + distance) % size
             part = sent[peer]
-            work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
-            self._works.append(work)
+            if part.nbytes:
+                work = dist.isend(part, group=group, group_dst=peer, tag=part.nbytes % _NUM_TAGS)
+                self._works.append(work)
 
     def wait(self) -> None:
         """Return when all has arrived, and what was sent may be written to.
@@ -264,3 +271,91 @@ def let_ranks_go_first() -> None:
             number = int(thread.name)
             if os.sched_getscheduler(number) == os.SCHED_OTHER:
                 os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+
+
+@dataclass
+class PendingReduce:
+    """A reduction in flight. Holds its buffers until it is finished."""
+
+    reduce_dtype: torch.dtype
+    size: int = 1
+    pool: SlabPool | None = None
+    work: Waitable | None = None
+    parts: Sequence[torch.Tensor] | None = None  # all_to_all: from each rank, still to be summed
+    sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None  # if encoded
+    done: torch.Tensor | None = None  # native: the sum over ranks, or the average
+    is_average: bool = False
+    divisor: float = 1.0
+    _borrowed: list[torch.Tensor] = field(default_factory=list)
+
+    def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Scratch memory until `finish`."""
+        assert self.pool is not None, "a reduction over several ranks has a pool"
+        self._borrowed.append(self.pool.take(num_elements, dtype))
+        return self._borrowed[-1]
+
+    def has_arrived(self, seconds: float, device: torch.device) -> bool:
+        """Whether it has ended, waiting so long at most."""
+        if self.work is None:
+            return True
+        if not isinstance(self.work, waiting.Ending):
+            self.work = waiting.Ending(self.work, has_streams=devices.has_streams(device))
+        return self.work.has_ended(seconds)
+
+    def finish(self, what: str = "a reduction") -> torch.Tensor:
+        """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.
+
+        Call it once.
+
+        Args:
+            what: it is, in the words of an error.
+        """
+        if self.work is not None:
+            waiting.wait(self.work, what)
+            self.work = None
+        result = self.done
+        if self.parts is not None:
+            # Before it is divided a sum may be too large for fp16.
+            wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
+            result = self.sum_parts(self.parts) if self.sum_parts else _sum(self.parts, wide)
+        assert result is not None, "a reduction has one of the two"
+        if self.divisor != 1.0 and not self.is_average:
+            result.mul_(1.0 / self.divisor)
+        result = result.to(self.reduce_dtype)
+        while self._borrowed and self.pool is not None:
+            self.pool.give(self._borrowed.pop())
+        self.parts = self.sum_parts = self.done = None
+        return result
+
+
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """In ``dtype`` and in rank order, so that the sum is the same on every run."""
+    first, second, *others = parts
+    result = mapped_empty(first.numel(), dtype, first.device)
+    if first.dtype == dtype:
+        torch.add(first, second, out=result)
+    else:
+        result.copy_(first).add_(second)
+    for part in others:
+        result.add_(part)
+    return result
+
+
+class Issued:
+    """What this rank has issued on one axis: how many collectives, and a digest of their sizes.
+
+    The same on all ranks that have issued the same, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.subject = 0  # what is sent, beside its size: hashed too
+        self._of = {"gathers": (0, 0), "reductions": (0, 0)}
+
+    def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
+        """One more, on its way."""
+        number, digest = self._of[kind]
+        self._of[kind] = number + 1, hash((digest, num_elements, self.subject))
+
+    def as_list(self) -> list[list[int]]:
+        """Of gathers, then of reductions: the number, and the digest."""
+        return [list(each) for each in self._of.values()]

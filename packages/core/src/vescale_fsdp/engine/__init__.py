@@ -4,12 +4,12 @@ Read in this order; each file is one concept.
 
 - What is made: `api` (``fully_shard``), `arguments` (what it refuses), `ownership` (which
   parameters it takes, tied ones too), `placement` and `granularity` (how they are sharded),
-  `zero_table` and `axes` (over which axes of the mesh, and their communicators), `quantized` (what
-  is sent in 8 bits), by the `roles` of parameters.
+  `axes` (over which axes of the mesh, and their communicators), `quantized` (what is sent in 8
+  bits).
 - What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
-  `parameters` (their shards) in `slot` s (one each), under a `guard`. Other kinds of groups:
-  `quantized_weight` (codes in forward too), `extension` (parameters that gather themselves, with
-  their `outputs`); `inner_shard`.
+  `parameters` (their shards) in `slot` s (one each); `guard` watches their memory. Other
+  kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters that gather
+  themselves).
 - How modules and autograd call: `hooks` and `boundary`; `buffers` (of a root, before forwards) and
   `unfilled` (tensors without values).
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
@@ -32,7 +32,17 @@ from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, combine
+from vescale_fsdp.engine.generation import generating
+from vescale_fsdp.engine.granularity import (
+    HEADS,
+    Granularity,
+    GranularityPolicy,
+    Roles,
+    combine,
+    is_matrix,
+    may_be_hidden,
+    repeated_blocks,
+)
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
 from vescale_fsdp.engine.quantized import (
@@ -42,8 +52,8 @@ from vescale_fsdp.engine.quantized import (
     checked_block,
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
-from vescale_fsdp.engine.roles import HEADS, Roles, is_matrix, may_be_hidden, repeated_blocks
 from vescale_fsdp.engine.store import init_process_group, store_for
+from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 
 __all__ = [
@@ -69,6 +79,7 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "fully_shard",
+    "generating",
     "init_process_group",
     "is_matrix",
     "mark_blank",
@@ -77,5 +88,6 @@ __all__ = [
     "repeated_blocks",
     "share_comm_ctx",
     "store_for",
+    "stream_parameters",
     "unsharded",
 ]

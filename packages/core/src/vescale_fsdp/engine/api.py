@@ -21,6 +21,7 @@ from vescale_fsdp.engine.arguments import (
     check_engine_arguments,
     checked_modules,
 )
+from vescale_fsdp.engine.axes import row_of
 from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
@@ -36,8 +37,7 @@ from vescale_fsdp.engine.quantized import (
 from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.engine.zero_table import row_of
-from vescale_fsdp.notices import renamed
+from vescale_fsdp.errors import renamed
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -91,7 +91,7 @@ def fully_shard(
         dp_mesh_dims: ``mesh`` has all axes of the job, the parameters are DTensors on it, and this
             names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
             Without axes to shard over the parameters stay whole (DDP).
-        sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.zero_table`): "ddp",
+        sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.axes`): "ddp",
             "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. None is "zero3" on
             one axis and "hsdp" on two. The first three do not reshard after forward.
         accumulate: how a backward accumulates gradients while synchronization is off

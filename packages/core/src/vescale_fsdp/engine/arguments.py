@@ -15,7 +15,7 @@ from vescale_fsdp import devices
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import Unit, unit_of
-from vescale_fsdp.notices import warn_user
+from vescale_fsdp.errors import warn_user
 
 # What holds for a whole model, by what its root has: the attribute of a unit, and its default.
 _ARGUMENTS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {

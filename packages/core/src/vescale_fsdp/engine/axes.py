@@ -1,21 +1,49 @@
-"""Which axes of a mesh a group is sharded over, and which it is replicated over.
+"""Over which axes of a mesh a group is sharded or replicated, and ZeRO's stages as placements.
 
-One axis: all ranks share the work of holding the parameters. Two axes, hybrid sharding (HSDP): the
-inner axis shards, the outer one holds replicas of the same shards. Four ranks as 2 x 2::
+One axis: the group is sharded over all ranks. Two axes, hybrid sharding (HSDP): the inner axis
+shards, and the outer one has replicas of the same shards. Four ranks as 2 x 2::
 
                         inner 0      inner 1
-    outer 0 (replica)   shard 0      shard 1      gathers and reduce-scatters along a row,
-    outer 1 (replica)   shard 0      shard 1      then sums of the reduced shards along a column
+    outer 0 (replica)   shard 0      shard 1      all-gathers and reduce-scatters along a row,
+    outer 1 (replica)   shard 0      shard 1      then all-reduces of the shards along a column
 
 The communicators of the axes are made once, and shared by all models on the mesh.
+
+``sharding`` says what is sharded over which axis, and when:
+
+========== ============================ ============================ ============================
+sharding   parameters, from forward     gradients, between micro-    optimizer states, and the
+           to backward                  batches                      parameters between steps
+========== ============================ ============================ ============================
+ddp        replicated                   local sums                   replicated
+zero1      replicated                   local sums                   sharded
+zero2      replicated                   sharded                      sharded
+zero3      sharded                      local sums *                 sharded
+hsdp       sharded over the inner axis  local sums *                 sharded over the inner axis
+hsdp_zero1 sharded over the inner axis  local sums *                 sharded over both axes
+========== ============================ ============================ ============================
+
+Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
+one shards. Micro-batches are those before the last of a step: backwards for which the user has
+switched synchronization off. After the last one gradients are sharded as the optimizer states are.
+
+Without ``sharding`` it is zero3 on one axis, and hsdp on two, as in FSDP2.
+
+(*) With ``accumulate="sharded"`` gradients between micro-batches are sharded over the axis that
+shards, and local sums over the other.
+
+Source: ZeRO, arXiv 1910.02054, section 5; hsdp_zero1 is what Megatron calls a distributed optimizer
+over the outer axis.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
+from types import MappingProxyType
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +53,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
-from vescale_fsdp.engine.zero_table import Row
 
 
 @dataclass(frozen=True)
@@ -210,3 +237,106 @@ def comm_for(axes: Axes) -> Comm:
         let_ranks_go_first()
         _COMMS[key] = (dist.group.WORLD, comm)
     return comm
+
+
+class _Kept(Enum):
+    CUT = auto()  # each rank holds its part
+    COPIED = auto()  # each rank holds the same
+    OWN_SUM = auto()  # each rank holds a term of the sum
+
+
+_CUT, _COPIED, _OWN_SUM = _Kept.CUT, _Kept.COPIED, _Kept.OWN_SUM
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table. A column has one entry per axis, the outer one first."""
+
+    parameters: tuple[_Kept, ...]
+    gradients: tuple[_Kept, ...]
+    optimizer: tuple[_Kept, ...]
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.parameters)
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether parameters are resharded between forward and backward."""
+        return self.parameters[-1] is _CUT
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether each backward reduces gradients, also those of micro-batches."""
+        return self.gradients[-1] is _CUT
+
+    @property
+    def cuts_states(self) -> bool:
+        """Whether optimizer states are sharded."""
+        return self.optimizer[-1] is _CUT
+
+    @property
+    def cuts_states_outside(self) -> bool:
+        """Whether optimizer states are sharded over the outer axis too."""
+        return self.num_axes == 2 and self.optimizer[0] is _CUT
+
+
+ZERO_TABLE: Mapping[str, Row] = MappingProxyType(
+    {
+        "ddp": Row((_COPIED,), (_OWN_SUM,), (_COPIED,)),
+        "zero1": Row((_COPIED,), (_OWN_SUM,), (_CUT,)),
+        "zero2": Row((_COPIED,), (_CUT,), (_CUT,)),
+        "zero3": Row((_CUT,), (_OWN_SUM,), (_CUT,)),
+        "hsdp": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_COPIED, _CUT)),
+        "hsdp_zero1": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_CUT, _CUT)),
+    }
+)
+
+_DEFAULTS = {1: "zero3", 2: "hsdp"}  # by the number of axes: FSDP2's
+
+
+def row_of(
+    sharding: str | None,
+    num_axes: int,
+    accumulate: str | None,
+    reshard_after_forward: bool | int | None,
+) -> Row:
+    """Return the row for the arguments of ``fully_shard``.
+
+    Raises:
+        ValueError: there is no such row, it needs another number of axes, or the other two
+            arguments contradict it.
+    """
+    if sharding is None:
+        sharding = _DEFAULTS[num_axes]
+    if sharding not in ZERO_TABLE:
+        raise ValueError(
+            f"fully_shard: sharding must be one of {', '.join(ZERO_TABLE)}, got {sharding!r}"
+        )
+    row = ZERO_TABLE[sharding]
+    if row.num_axes != num_axes:
+        names = " and ".join(n for n, r in ZERO_TABLE.items() if r.num_axes == num_axes)
+        raise ValueError(
+            f"fully_shard: sharding={sharding!r} is for a mesh of {row.num_axes} axes, got "
+            f"{num_axes}; for that there are {names}"
+        )
+    if reshard_after_forward and not row.cuts_parameters:
+        raise ValueError(
+            f"fully_shard: sharding={sharding!r} keeps parameters after forward; leave out "
+            f"reshard_after_forward={reshard_after_forward}, or use 'zero3'"
+        )
+    if accumulate is None:
+        return row
+    if accumulate not in ("unsharded", "sharded"):
+        raise ValueError(
+            f"fully_shard: accumulate must be 'unsharded' or 'sharded', got {accumulate!r}"
+        )
+    if (accumulate == "sharded") == row.cuts_gradients:
+        return row
+    if not row.cuts_parameters:  # another row has what is asked for
+        other = {"zero1": "use sharding='zero2'", "zero2": "use sharding='zero1'"}
+        raise ValueError(
+            f"fully_shard: sharding={sharding!r} does not accumulate {accumulate} gradients; "
+            + other.get(sharding, "nothing is sharded there")
+        )
+    return replace(row, gradients=(*row.gradients[:-1], _CUT))

@@ -35,8 +35,7 @@ from vescale_fsdp.dbuffer import Comm, ParameterBuffer, pool_for
 from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Group
-from vescale_fsdp.engine.guard import Guard
-from vescale_fsdp.engine.outputs import Kind, Outputs
+from vescale_fsdp.engine.guard import Guard, Kind, Outputs
 from vescale_fsdp.engine.placement import local_data, spec_at_rest
 from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
 from vescale_fsdp.engine.store import first_and_other

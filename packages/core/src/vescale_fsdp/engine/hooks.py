@@ -188,11 +188,14 @@ def pre_forward(
         # An activation checkpoint runs the forward again.
         unit.unshard()
         return _cast_inputs(unit, (args, kwargs))
+    if unit.before_pass is not None and not engine.is_running:
+        unit.before_pass(unit, method)
     wants_gradients = torch.is_grad_enabled()
     if unit.broadcasts_buffers and unit.is_root:
-        if unit.buffers_are_due:
-            broadcast_buffers(module, [g.axes for u in engine.units() for g in u.groups])
+        send_buffers(unit, module)
         unit.buffers_are_due = wants_gradients and unit.requires_gradient_sync
+    if not wants_gradients and not engine.is_running and _is_pinned(unit, module):
+        return _cast_inputs(unit, (args, kwargs))  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
     running.has_begun = True
@@ -239,6 +242,20 @@ def post_forward(unit: Unit, output: Any) -> Any:
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
+
+
+def send_buffers(root: Unit, module: nn.Module) -> None:
+    """Give all ranks the first one's buffers, if a step may have changed them. Collective."""
+    engine = engine_of(root)
+    assert engine is not None, "make_root made it"
+    if root.buffers_are_due:
+        broadcast_buffers(module, [g.axes for u in engine.units() for g in u.groups])
+    root.buffers_are_due = False
+
+
+def _is_pinned(unit: Unit, module: nn.Module) -> bool:
+    """Whether all parameters in a module stay unsharded within a context, on all ranks."""
+    return unit.num_pins > 0 and all(each.num_pins for each in units_in(module).values())
 
 
 def _may_get_gradients(unit: Unit, call: boundary.Call) -> bool:

@@ -33,8 +33,8 @@ from vescale_fsdp.dbuffer import (
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.guard import Guard, num_steps
-from vescale_fsdp.engine.inner_shard import InnerShard
 from vescale_fsdp.engine.placement import (
+    InnerShard,
     even_chunks,
     given_spec,
     placements_of,

@@ -23,9 +23,8 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import CodeDtype, Coding, Residuals, is_offered
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
+from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, Roles, is_matrix
 from vescale_fsdp.engine.reduce import Gradients
-from vescale_fsdp.engine.roles import Roles, is_matrix
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError

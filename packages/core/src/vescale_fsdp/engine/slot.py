@@ -7,6 +7,7 @@ place.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,18 @@ class Slot:
         elif self.dim is None:
             return wrap_local(part, self.spec, False)
         elif part.dim() != len(self.shape):
-            part = part.view(-1 if part.numel() else 0, *self.shape[1:])
+            part = part.view(self._rows(part), *self.shape[1:])
         if self.dim:
             part = part.movedim(0, self.dim)
         return DTensor(part, self.spec, requires_grad=False)
+
+    def _rows(self, part: torch.Tensor) -> int:
+        """The size of dimension 0 of this rank's part, also where the others are empty."""
+        size, inner = self.shape[0], math.prod(self.shape[1:])
+        if inner:
+            return part.numel() // inner
+        chunk = -(-size // self.axes.num_resting_shards)
+        return max(0, min(chunk, size - chunk * self.axes.resting_rank))
 
     def new_sharded(self, part: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """The sharded parameter around this rank's part, which errors can name."""

@@ -14,7 +14,7 @@ from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
-from vescale_fsdp.notices import warn_no_effect
+from vescale_fsdp.errors import warn_no_effect
 
 
 class TuningMethods:

@@ -18,11 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
-from vescale_fsdp.engine.axes import comm_for
+from vescale_fsdp.engine.axes import Row, comm_for
 from vescale_fsdp.engine.group import Group, together
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unfilled import check_materialized
-from vescale_fsdp.engine.zero_table import Row
 from vescale_fsdp.program.residency import Lease, Residency
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
@@ -108,6 +107,8 @@ class Unit(Residency):
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
+        # Called before a pass that begins with this unit, with it and the method.
+        self.before_pass: Callable[[Unit, str], None] | None = None
         self.groups: list[Group] = []
         self.engine: Owner | None = None
         self.running = Running()

@@ -30,15 +30,14 @@ Example: three tensors over 4 ranks.
 
 21 elements need S >= 6, so S = 6 is the least, and 3 of 24 elements (``.``) are padding.
 
-Files: ``layout`` (what goes in, what comes out), ``api`` (``plan``), ``search`` (branch and bound),
-``solve`` (the least shard size for an order, and what no order can beat), ``orders`` (which orders
-compete), ``advice`` (what to change where padding is large), ``peers`` (what other systems pay).
+Files: ``layout`` (input and output), ``solve`` (branch and bound: the least shard size for an
+order, and a bound for all orders), ``orders`` (the orders that are tried), ``api``
+(``plan``, and advice on what to change where padding is large).
 """
 
 from __future__ import annotations
 
-from vescale_fsdp.planner.advice import Advice, PaddingWarning, advise
-from vescale_fsdp.planner.api import lay_out, plan
+from vescale_fsdp.planner.api import Advice, PaddingWarning, advise, lay_out, plan
 from vescale_fsdp.planner.layout import ShardLayout, TensorSpec
 
 __all__ = [

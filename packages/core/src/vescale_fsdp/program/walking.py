@@ -11,14 +11,15 @@ from functools import partial
 
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.names import Names, fill
 from vescale_fsdp.program.order import Program, Walk
 from vescale_fsdp.program.predict import (
     BackKind,
     Kind,
+    Names,
     Since,
     backward_precedence,
     continued,
+    fill,
     insert_by,
     reduce_not_before,
 )

@@ -18,7 +18,7 @@ from vescale_fsdp.ragged.holdings import (
     remaining_box,
 )
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes
+from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap
 
@@ -33,6 +33,7 @@ __all__ = [
     "as_bytes",
     "contiguous_strides",
     "flat_range_to_boxes",
+    "group_along",
     "holding_of",
     "max_over_ranks",
     "ragged_axis_of",

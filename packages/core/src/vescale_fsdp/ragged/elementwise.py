@@ -22,10 +22,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.mixing import (
     check_linear,
     cut_differently,
+    keep_layout,
     local_beside,
     local_of_ragged,
     may_move,

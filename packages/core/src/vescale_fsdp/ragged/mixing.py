@@ -1,4 +1,4 @@
-"""What may stand beside a ragged tensor, and what a ragged tensor that is partial may do.
+"""Operators with a ragged tensor and another operand, and the layout of the gradients of both.
 
 An element-wise operator runs on the local parts, so every operand must become one:
 
@@ -7,33 +7,53 @@ An element-wise operator runs on the local parts, so every operand must become o
 | number, or plain tensor with one element | itself |
 | DTensor, replicated on every axis, that broadcasts to the ragged shape | its local elements |
 | DTensor, partial, smaller than the ragged tensor (a sum, a norm) | reduced first |
-| ragged, broadcasts along dimensions that are not cut, to the same cuts | repeated locally |
-| ragged, of the same shape and mesh, but cut differently | moved, by one uneven all-to-all |
+| ragged, broadcasts along unsharded dimensions, to the same shards | repeated locally |
+| ragged, of the same shape and mesh, with other shards | redistributed, by one uneven all-to-all |
 | all else | ``ValueError`` |
 
-What needs memory needs that of the local elements, never of the whole. Whether something is moved
-follows from the placements alone, so all ranks do the same.
+The memory needed is that of local elements, never of the whole tensor. Whether a tensor is
+redistributed follows from the placements alone, so all ranks do the same.
 
-A gradient between a backward pass and its reduction over replicas is ``Partial`` on the replica
-axis, ragged on the other. It is not moved, and only what commutes with the sum is right:
+Between a backward and its reduction over replicas, a gradient is ``Partial`` on the replica axis
+and ragged on the other. It is not redistributed. It takes only operators that commute with a sum:
 
 | operators | condition |
 |---|---|
 | copies, views, ``zeros_like``, ``zero_`` | none; a cast stays among floating-point types |
-| ``mul``, ``div``, ``neg``, and their ``foreach`` forms | by what is not partial itself |
-| ``add``, ``sub``, and their ``foreach`` forms | of tensors that are partial in the same way |
+| ``mul``, ``div``, ``neg``, and their ``foreach`` forms | the factor is not partial itself |
+| ``add``, ``sub``, and their ``foreach`` forms | both tensors are partial in the same way |
+
+Gradients must have the layout of the tensor that they belong to, but autograd's formulas know no
+layouts. For example, the gradient of ``x.sum()`` is an expanded number: a replicated DTensor, which
+a ragged leaf would store as its ``.grad``. So where a ragged tensor enters a reduction, and where
+another tensor enters an operator with a ragged one, a hook brings the gradient into the layout:
+
+| tensor | gradient that arrives | what the hook does |
+|---|---|---|
+| ragged | replicated | keeps this rank's elements; no communication |
+| ragged | any other layout | redistributes |
+| replicated DTensor | ragged, or a partial sum | all-gathers, or reduces |
+| plain, one element | DTensor | takes the value of all ranks |
+
+Autograd computes the gradient of a mean by a division in the size of the whole tensor. The gradient
+of a sum is an expanded number and needs no memory.
+
+The gradient of a slice has no information about the shards of the whole tensor. The hook looks at
+the autograd node that it runs in: the next node is the one that made the whole, and has its spec.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.holdings import ragged_axis_of
 from vescale_fsdp.ragged.recuts import (
     held_here,
     rescaled,
@@ -43,7 +63,7 @@ from vescale_fsdp.ragged.recuts import (
     sizes_here,
 )
 from vescale_fsdp.ragged.redistribute import InFlight, done, move
-from vescale_fsdp.ragged.tensor import RaggedTensor
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 aten = torch.ops.aten
 
@@ -277,3 +297,69 @@ def _one_element(func: Any, tensor: torch.Tensor, num_dims: int, in_list: bool) 
             f"dimension to a RaggedTensor of {num_dims}; use `.full_tensor()`"
         )
     return tensor.view(1) if tensor.dim() or not num_dims else tensor
+
+
+_SPEC = "vescale_fsdp spec of output"
+_NOWHERE = object()  # None is the node of a leaf
+
+
+def keep_layout(tensor: torch.Tensor) -> None:
+    """Have the gradient of ``tensor`` brought into its layout, if autograd is recording it."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return
+    # An in-place operator gives the tensor another node, and that one has no hook yet.
+    if getattr(tensor, "_layout_is_kept_at", _NOWHERE) is tensor.grad_fn:
+        return
+    tensor._layout_is_kept_at = tensor.grad_fn  # type: ignore[attr-defined]
+    tensor.register_hook(_hook_for(tensor._spec if isinstance(tensor, DTensor) else None))
+
+
+def _hook_for(spec: DTensorSpec | None) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The hook holds the spec only: with the tensor itself it would keep that alive."""
+
+    def in_layout(grad: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(grad, DTensor):
+            return None
+        if spec is None:
+            return grad.full_tensor()
+        if ragged_axis_of(spec.placements) is None:
+            if all(p.is_replicate() for p in grad.placements):
+                return None
+            return grad.redistribute(placements=[Replicate()] * spec.mesh.ndim)
+        if isinstance(grad, RaggedTensor) and same_layout(grad._spec, spec):
+            return None
+        if all(p.is_replicate() for p in grad.placements) and not grad.requires_grad:
+            own = respecified_as(spec, dtype=grad.dtype)
+            # Contiguous: that of a sum is one number, expanded, which fused kernels misread.
+            return wrap_local(local_part(grad._local_tensor, own).contiguous(), own, False)
+        return grad.redistribute(placements=spec.placements)
+
+    return in_layout
+
+
+def remember_layout(tensor: RaggedTensor) -> None:
+    """Let the gradient of a slice of ``tensor`` find the layout of the whole."""
+    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
+        node: Any = tensor.grad_fn
+        node.metadata[_SPEC, tensor.output_nr] = tensor._spec
+
+
+def running_node() -> str:
+    """The name of the autograd node that runs now; empty outside of a backward."""
+    node = compat.current_node()
+    return "" if node is None else node.name()
+
+
+def layout_of_whole() -> DTensorSpec | None:
+    """The layout of the input of the autograd node that runs now, if it is known."""
+    node = compat.current_node()
+    if node is None or not node.next_functions:
+        return None
+    source, number = node.next_functions[0]
+    if source is None:
+        return None
+    leaf = getattr(source, "variable", None)
+    if isinstance(leaf, RaggedTensor):
+        return leaf._spec
+    known: DTensorSpec | None = source.metadata.get((_SPEC, number))
+    return known

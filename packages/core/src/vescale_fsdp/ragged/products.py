@@ -17,9 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
-from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.holdings import contiguous_strides
-from vescale_fsdp.ragged.mixing import refuse_partial
+from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
 aten = torch.ops.aten

@@ -223,11 +223,7 @@ def _holdings(spec: DTensorSpec, members: Sequence[Sequence[int]]) -> list[Holdi
 
 def _exchanged(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFlight:
     axes, here = _axes_to_cross(source.placements, target.placements), coordinate_of(source)
-    members = [
-        tuple(there[axes.index(axis)] if axis in axes else here[axis] for axis in range(len(here)))
-        for there in product(*(range(source.mesh.size(axis)) for axis in axes))
-    ]
-    group, members = _group_of(source.mesh, axes, members)
+    group, members = group_along(source, axes)
     sources, targets = _holdings(source, members), _holdings(target, members)
     combination = _combination([source.placements[axis] for axis in axes], axes, source.mesh)
     if combination is None and sources == targets:  # the same cut in other words
@@ -276,6 +272,18 @@ def _combination(
         )
     divisor = math.prod(mesh.size(axis) for axis in partial) if operation == "avg" else 1
     return Combination(_JOIN[operation], divisor)
+
+
+def group_along(
+    spec: DTensorSpec, axes: Sequence[int]
+) -> tuple[dist.ProcessGroup, list[tuple[int, ...]]]:
+    """The process group along axes of a mesh through this rank, and its ranks' coordinates."""
+    here = coordinate_of(spec)
+    members = [
+        tuple(there[axes.index(axis)] if axis in axes else here[axis] for axis in range(len(here)))
+        for there in product(*(range(spec.mesh.size(axis)) for axis in axes))
+    ]
+    return _group_of(spec.mesh, axes, members)
 
 
 def _group_of(

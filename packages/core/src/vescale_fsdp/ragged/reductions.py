@@ -31,8 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.gradients import keep_layout
-from vescale_fsdp.ragged.mixing import refuse_partial
+from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.recuts import (
     held_here,
     range_here,

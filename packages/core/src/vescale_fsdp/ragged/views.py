@@ -24,13 +24,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.gradients import (
+from vescale_fsdp.ragged.mixing import (
+    expanded_spec,
     keep_layout,
     layout_of_whole,
+    local_expanded,
     remember_layout,
     running_node,
 )
-from vescale_fsdp.ragged.mixing import expanded_spec, local_expanded
 from vescale_fsdp.ragged.products import permuted
 from vescale_fsdp.ragged.recuts import (
     range_here,

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .sources import ModuleSource
-from .worker import STORE_HOST, Call, Raised, rank_main
+from vescale_fsdp.testing.worker import STORE_HOST, Call, ModuleSource, Raised, rank_main
 
 PRELOADED = [
     "torch",

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .pool import Pool, RankFailure
-from .sources import dump
+from vescale_fsdp.testing.pool import Pool, RankFailure
+from vescale_fsdp.testing.worker import dump
 
 Result = TypeVar("Result")
 

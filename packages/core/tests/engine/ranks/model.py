@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vescale_fsdp.program.names import Names
 from vescale_fsdp.program.passes import Passes
+from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.residency import Lease, State
 from vescale_fsdp.program.window import policy_of
 

@@ -1,16 +1,16 @@
-"""Converts Python values to JSON and back, exactly, without pickle.
+"""Python values as JSON and back, exactly and without pickle; and tensors as bytes.
 
 None, bool, int, finite float, str and list are themselves; a dict with string keys is an object.
-Other values are an object with one key that begins with ``$``::
+A value that JSON cannot express is an object with one name that begins with ``$``::
 
     (1, 2)              {"$tuple": [1, 2]}
     {3: "x"}            {"$dict": [[3, "x"]]}
     b"ab"               {"$bytes": "YWI="}
-    float("nan")        {"$float": "7ff8000000000000"}      the bits, so that each NaN is exact
+    float("nan")        {"$float": "7ff8000000000000"}      the bits, so that each NaN comes back
     a tensor            {"$tensor": "extra.table"}          the name of a tensor of the checkpoint
 
-Types are exact. A subclass (``numpy.float64``, an enum) would be read as another type, so `encode`
-raises and names it. Reading runs no code from the file.
+Types are exact: a subclass (``numpy.float64``, an enum) would come back as another type, and so it
+is refused by name when it is saved. Nothing that is read can make code run.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from vescale_fsdp import compat, devices
 from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, VeScaleError
 
 Json = Any  # None, bool, int, float, str, list or dict of these
 Tensors = dict[str, torch.Tensor]
 _DEEPEST = 100
-_WORD = 2**63  # larger ints are hexadecimal, because Python limits the length of decimal ones
+_WORD = 2**63  # larger numbers are written in hexadecimal: Python limits decimal digits
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", deque: "$deque"}
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 
 
 def encode(value: Any, name: str) -> tuple[Json, Tensors]:
-    """Return a value as JSON, and its tensors by the names that the JSON has for them.
+    """The JSON of a value, and the tensors in it by the names that it uses for them.
 
     Args:
-        value: of the types in the table above, nested at most 100 deep.
-        name: of the value. Tensors get names ``name.key.index...``.
+        value: what the table above has, nested at most 100 deep.
+        name: of the value; tensors are named ``name.key.index...``.
     """
     tensors: Tensors = {}
     return _encode(value, (name,), tensors), tensors
@@ -92,7 +94,7 @@ def _encode(value: Any, path: tuple[Any, ...], tensors: Tensors) -> Json:
 
 
 def _new_name(name: str, tensors: Tensors) -> str:
-    """Return ``name``, with a number if it is taken, as in ``{"a": {"b": t}, "a.b": t}``."""
+    """``name``, or if ``{"a": {"b": t}, "a.b": t}`` has taken it, one with a number."""
     number, free = 1, name
     while free in tensors:
         number += 1
@@ -105,11 +107,11 @@ def _title(path: tuple[Any, ...]) -> str:
 
 
 def decode(value: Json, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
-    """Return the value of a JSON that `encode` made.
+    """The value that `encode` was given.
 
     Args:
-        tensor_of: returns the tensor of a name.
-        where: names the value in messages.
+        tensor_of: gives the tensor of a name.
+        where: for messages.
     """
     if isinstance(value, list):
         return [decode(each, tensor_of, where) for each in value]
@@ -149,3 +151,104 @@ def _decode_tagged(
                 made[decode(key, tensor_of, where)] = decode(each, tensor_of, where)
             return made
     raise CheckpointCorruptError(f"{where} holds the unknown {tag!r}")
+
+
+_PIECE = 1 << 16  # elements: at most 1 MiB, which fits the processor's cache
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether elements of this dtype may be cast. Floats of 8 bits may not: they need a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def check(tensor: torch.Tensor, name: str) -> None:
+    """Raise if this rank's part of a tensor cannot be saved."""
+    local = plain(compat.local_tensor(tensor))
+    if compat.is_wrapper(local):
+        found = f"holds several tensors ({type(local).__name__})"
+    elif tensor.device.type == "meta" or local.device.type == "meta":
+        found = "is on the meta device: call to_empty(device=...) and initialize it first"
+    elif local.layout is not torch.strided or local.is_nested:
+        found = f"has the layout {local.layout}"
+    elif dtype_name(local.dtype) not in DTYPES:
+        found = f"has the dtype {local.dtype}"
+    else:
+        return
+    raise CheckpointValueError(
+        f"{name!r} {found}; a checkpoint keeps dense tensors only. Convert it, or leave it out"
+    )
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Unwrap subclasses that hold one tensor with the same elements. Others are returned as is."""
+    while compat.is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = getattr(tensor, names[0])
+        if len(names) > 1 or inner.shape != tensor.shape or inner.dtype != tensor.dtype:
+            break
+        tensor = inner
+    return tensor
+
+
+def exchange(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Exchange the elements of two tensors in place, and return True.
+
+    Returns False and does nothing if that needs a cast or a copy between devices. It needs no new
+    memory, whose page faults would cost more than the copy.
+    """
+    if type(a) is not torch.Tensor or type(b) is not torch.Tensor:
+        return False
+    is_plain = a.is_contiguous() and b.is_contiguous() and a.shape == b.shape
+    if not is_plain or a.dtype != b.dtype or a.device.type != "cpu" or b.device.type != "cpu":
+        return False
+    spare = torch.empty(min(_PIECE, a.numel()), dtype=a.dtype)
+    for mine, others in zip(a.view(-1).split(_PIECE), b.view(-1).split(_PIECE), strict=True):
+        kept = spare[: mine.numel()].copy_(mine)
+        mine.copy_(others)
+        others.copy_(kept)
+    return True
+
+
+def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """Return the elements in row-major order in host memory. Copies only if needed, or ``copy``."""
+    data = plain(tensor.detach()).resolve_conj().resolve_neg()
+    if not copy:
+        return devices.on_host(data)
+    staging = devices.Staging()
+    copied = staging.copy(data)
+    staging.wait()
+    return copied
+
+
+def staged(tensor: torch.Tensor, staging: devices.Staging) -> torch.Tensor:
+    """Return a copy in host memory, in row-major order. Valid after ``staging.wait()``."""
+    return staging.copy(plain(tensor.detach()).resolve_conj().resolve_neg())
+
+
+def box_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a copy of the elements of a box."""
+    index = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+    return whole[index].clone(memory_format=torch.contiguous_format)
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Return the names of tied parameters and buffers, each with the first name of its tensor.
+
+    Example: ``{"lm_head.weight": "embed.weight"}``.
+    """
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for path, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        fqn = compat.fqn_of(model, path)
+        kept = first.setdefault(id(tensor), fqn)
+        if kept != fqn:
+            ties[fqn] = kept
+    return ties
