@@ -1,4 +1,4 @@
-"""8-bit Adam with parts of the engine taken away (Table 2 of the paper).
+"""8-bit Adam without parts of the engine (Table 2 of the paper).
 
     python -m benchmarks.ablation                          # 6 minutes on two cores
     python -m benchmarks.ablation --models moe-10m --rounds 3
@@ -8,23 +8,23 @@ train the same model with the same losses, and alternate. Public functions and o
 the parts that are left out:
 
     full            the whole engine
-    no-dbuffer      all-gathers and reductions have buffers of their own (``set_custom_all_gather``,
+    no-dbuffer      all-gather and reduce-scatter use separate buffers (``set_custom_all_gather``,
                     ``set_custom_reduce_scatter``), with copies between them and parameters or
-                    gradients: one flat copy a unit, the least that it can cost. On gloo the
-                    collectives are torch's then
+                    gradients: one flat copy per unit, which is the minimum. On gloo the
+                    collectives are torch's
     no-planner      shards are padded to the least common multiple of the blocks of a unit, with
                     tensors in the order of their definition, each at a multiple of its block.
-                    The engine has no such layout: a parameter that nobody uses stands for the
-                    padding, and is sent like it
-    no-raggedshard  not possible where an even ``Shard(0)`` splits a block: AdamW8bit refuses
-                    FSDP2's shards, and the message is kept. Otherwise it is possible
+                    The engine has no such layout. So each unit has an additional unused parameter
+                    of the size of the padding, which is sent as the padding would be
+    no-raggedshard  not possible if an even ``Shard(0)`` splits a block: AdamW8bit refuses FSDP2's
+                    shards, and its message is stored. Otherwise it is possible
 
 The paper trains a GPT-OSS-style model: 92.8% without DBuffer, 65.4% without planner, of the full
 speed. Its clusters, model size and layout without a planner differ from ours. The cost of that
-layout depends on the widths: nothing where all are small multiples of one number, as in
-``moe-10m``, and several times the model where they are not, as in ``vit-6m``. So the padding is
-also computed for units of real models, with it and with each tensor split by itself into equal
-numbers of blocks, which needs copies as well.
+layout depends on the widths. It is zero if all are small multiples of one number, as in
+``moe-10m``; else it can be several times the model, as in ``vit-6m``. So the padding is also
+computed for units of real models: with this layout, and with each tensor separately split into
+equal numbers of blocks, which would also need copies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PAPER = {"full": "100", "no-dbuffer": "92.8", "no-planner": "65.4"}
 
 
 def lcm_shard_size(specs: Sequence[TensorSpec], num_shards: int) -> int:
-    """Elements of a shard if cuts may fall at multiples of the least common multiple only."""
+    """Return the elements of a shard whose size is a multiple of the least common multiple."""
     end = 0
     for spec in specs:
         end = _round_up(end, math.lcm(spec.block, ALIGNMENT)) + spec.numel
@@ -83,7 +83,7 @@ def lcm_shard_size(specs: Sequence[TensorSpec], num_shards: int) -> int:
 
 
 def alone_shard_size(specs: Sequence[TensorSpec], num_shards: int) -> int:
-    """Elements of a shard if each tensor is cut by itself, into equal numbers of its blocks."""
+    """Return the elements of a shard if each tensor is split into equal numbers of blocks."""
     blocks = (-(-spec.numel // spec.block) for spec in specs)
     return sum(-(-num // num_shards) * spec.block for num, spec in zip(blocks, specs, strict=True))
 
@@ -113,7 +113,7 @@ def _spec(name: str, param: nn.Parameter, policy: Any) -> TensorSpec:
 
 
 def _pad(model: nn.Module, num_shards: int) -> None:
-    """Give each unit a parameter as large as what its padding would be more than ours."""
+    """Add a parameter to each unit, of the size of the additional padding without a planner."""
     for module, specs in units_of(model).values():
         ours = lay_out(specs, num_shards, alignment=ALIGNMENT).shard_size
         more = num_shards * (lcm_shard_size(specs, num_shards) - ours)
@@ -147,7 +147,7 @@ def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks:
 
 
 def try_without_ragged(preset: Preset, num_ranks: int) -> str:
-    """What AdamW8bit says of FSDP2's shards, by rank 0 of so many that are not there."""
+    """Return AdamW8bit's message about FSDP2's shards, on rank 0 of a fake process group."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -254,13 +254,13 @@ def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
 
 
 def main() -> int:
-    """Measure, print and keep."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ablation", description="8-bit Adam without parts of the engine."
     )
     parser.add_argument("--models", nargs="+", default=["moe-10m", "vit-6m"], choices=PRESETS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--network", default="loopback", help="or a rate, as 1gbit")
+    parser.add_argument("--network", default="loopback", help="loopback, or a rate such as 1gbit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, default=FILE)

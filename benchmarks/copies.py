@@ -1,23 +1,23 @@
-"""What is copied between parameters, gradients and collectives in a step: bytes and time (Table 1).
+"""Bytes and time of copies between parameters, gradients and collectives in a step (Table 1).
 
     python -m benchmarks.copies                            # 4 minutes on two cores
     python -m benchmarks.copies --models gpt-7m --rounds 2
 
-Real ranks over gloo, one thread each. The engines alternate; a profiler sees each operator of
-one step. FSDP2's copies have names of their own:
+Real ranks over gloo, one thread each. The engines alternate, and a profiler records the operators
+of one step. FSDP2's copies have separate operators:
 
-    all_gather_copy_in      a rank's shards into what it sends
-    split_with_sizes_copy   parameters out of the all-gather's output (copy-out)
-    chunk_cat               gradients into the reduce-scatter's input (copy-in)
+    all_gather_copy_in      a rank's shards to the all-gather's input
+    split_with_sizes_copy   the all-gather's output to parameters (copy-out)
+    chunk_cat               gradients to the reduce-scatter's input (copy-in)
 
-Ours has none of these: parameters are views of the all-gather's output. ``rest`` are all other
-copies of the step, less those that the model makes without an engine; of ours these are gradients
-on their way into what is reduced. What a process group copies is not counted, of either. Time is
-wall time of the operators as the profiler sees it, of rank 0.
+Our engine has none of these, because parameters are views of the all-gather's output. ``rest`` are
+all other copies of the step, without those that the model makes without an engine. For our engine
+these are copies of gradients to the reduce-scatter's input. Copies within a process group are not
+counted. Times are wall times of the operators on rank 0, by the profiler.
 
-The paper measures GPT-OSS-120B under FSDP2 on 64 GPUs: gathers 43.7 ms and 5.2 ms copy-out,
-reductions 94.2 ms and 12.4 ms copy-in, up to 14% of an iteration. There copies are one kernel
-for a unit; here they are the CPU's.
+The paper measures GPT-OSS-120B under FSDP2 on 64 GPUs: all-gather 43.7 ms and copy-out 5.2 ms,
+reduce-scatter 94.2 ms and copy-in 12.4 ms, up to 14% of an iteration. There a copy is one kernel
+per unit; here it runs on the CPU.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def on_rank(model_name: str, precision: str, rounds: int) -> dict[str, dict[str,
     for _ in range(rounds):
         for name, training in trainings.items():
             dist.barrier()
-            training.step()  # the caches hold another engine's data at first
+            training.step()  # not timed: the caches have data of another engine
             started = time.perf_counter()
             training.step()
             found[name]["step_s"].append(time.perf_counter() - started)
@@ -156,9 +156,9 @@ def _beyond(own: dict[str, list[float]], model: dict[str, list[float]]) -> list[
 
 
 def main() -> int:
-    """Measure, print and keep; what is there is measured again."""
+    """Measure, print and store. Existing cells are measured again."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.copies", description="Copies of a step, beside FSDP2's."
+        prog="python -m benchmarks.copies", description="Copies in a step, compared with FSDP2."
     )
     default = ["gpt-7m", "moe-10m", "vit-6m", "norms-1500", *OTHER_PRESETS]
     parser.add_argument("--models", nargs="+", default=default, choices=MODELS)

@@ -1,11 +1,11 @@
-"""What a training would take of a GPU's memory, by a model of the caching allocator, beside FSDP2.
+"""GPU memory of a training, simulated with a model of the caching allocator; compared with FSDP2.
 
     python -m benchmarks.cuda_memory                # on any machine; two minutes
 
 Both engines run in the simulator of the core's tests, which allocates as `c10/cuda` does and
-computes nothing: rank 0 of a world of torch's fake group, bf16 compute, fp32 reductions, fused
-AdamW. Peaks are of the third to the fifth step, of all that lies on the device: shards, states of
-the optimizer, activations, buffers. What NCCL and libraries take is not in it.
+computes nothing. It simulates rank 0 of a world with torch's fake group, bf16 compute, fp32
+reductions and fused AdamW. Peaks are those of the third to fifth step and contain shards, optimizer
+states, activations and buffers, but not the memory of NCCL and other libraries.
 """
 
 from __future__ import annotations

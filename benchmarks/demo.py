@@ -1,10 +1,10 @@
-"""The demo: train the example under veScale-FSDP, then under stock FSDP2, and compare.
+"""The demo: trains the example with veScale-FSDP, then with FSDP2, and compares them.
 
     python3 dev.py demo
 
-Both runs are the same script, ``examples/train_gpt_lightning.py``: a GPT of 12 million parameters
-on two CPU processes with one thread each, a checkpoint on the way, the last third of the steps
-in a new Trainer that resumes from it. Exits with 1 if the two disagree, or do not learn.
+Both run the same script, ``examples/train_gpt_lightning.py``: a GPT of 12 million parameters on two
+CPU processes with one thread each. It saves a checkpoint, and trains the last third of the steps in
+a new Trainer that resumes from it. The exit code is 1 if the losses differ or do not decrease.
 """
 
 import argparse
@@ -30,16 +30,15 @@ SCRIPTS = {
     "FSDP2": ROOT / "benchmarks" / "demo_fsdp2.py",
 }
 WARM_UP_STEPS = 10  # of each Trainer, left out of the speed
-# Both do the same sums in the same order, so the losses are equal to the last bit where the
-# kernels' results do not depend on addresses. Where they do, a difference of one rounding (1e-7)
-# grows with the steps, as training is chaotic: to 3e-4 after 60 steps when we provoked it.
-# A wrong gradient or batch shows at once, and much larger.
+# Both compute the same sums in the same order. So the losses are bitwise equal, unless results of
+# kernels depend on addresses. Then a difference of one rounding (1e-7) grows with the steps: in a
+# test to 3e-4 after 60 steps. A wrong gradient or batch gives a much larger difference at once.
 EARLY_STEPS, EARLY_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-2
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine did."""
+    """The results of one engine."""
 
     losses: list[float]  # of each step, mean over the processes
     val_losses: list[float]
@@ -50,7 +49,7 @@ class Run:
 
 
 def run(script: Path, steps: int, folder: Path) -> Run:
-    """Train with one script in processes of its own."""
+    """Run a script in separate processes."""
     metrics = folder / "metrics.json"
     # No clipping: the norm of all gradients is summed in another order by the two engines, and
     # that would be the only difference between them.
@@ -95,7 +94,7 @@ def summarize(processes: list[dict[str, Any]], wall_s: float) -> Run:
 
 
 def show(ours: Run, theirs: Run) -> None:
-    """Print both beside each other."""
+    """Print both in one table."""
     table = Table(title="The same model, data, seed and steps: 12 M parameters, 2 CPU processes")
     table.add_column("")
     for column in (*SCRIPTS, "difference"):
@@ -132,12 +131,12 @@ def show(ours: Run, theirs: Run) -> None:
 
 
 def percent(a: float, b: float) -> str:
-    """How much `a` is above `b`."""
+    """Return how much `a` is above `b`, in percent."""
     return f"{100 * (a / b - 1):+.0f}%" if b else ""
 
 
 def verdict(ours: Run, theirs: Run) -> list[str]:
-    """Say who wins. Returns what is wrong, if anything."""
+    """Print which engine is faster and smaller. Returns what is wrong, if anything."""
     differences = [abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
     early, largest = max(differences[:EARLY_STEPS]), max(differences)
     if largest == 0:
@@ -173,8 +172,10 @@ def winner(ratio: float) -> str:
 
 def main() -> int:
     """Run both and compare; the result is the exit code."""
-    parser = argparse.ArgumentParser(description="Train a small GPT, beside FSDP2.")
-    parser.add_argument("--steps", type=int, default=150, help="of training, for each of the two")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT with veScale-FSDP and with FSDP2, and compare them."
+    )
+    parser.add_argument("--steps", type=int, default=150, help="steps for each engine")
     steps = parser.parse_args().steps
     started, runs = time.monotonic(), []
     for name, script in SCRIPTS.items():

@@ -1,7 +1,7 @@
-"""The Lightning example under PyTorch's own FSDP2: the peer that the demo measures against.
+"""The Lightning example with PyTorch's FSDP2, with which the demo compares.
 
-The same model, data, seed and steps, through the same script. What differs is Lightning's
-strategy for FSDP2, and `configure_model`, where it wants the model sharded by hand.
+Model, data, seed, steps and script are the same. The differences are Lightning's strategy for
+FSDP2, and `configure_model`, in which this strategy requires that the user shards the model.
 """
 
 import sys
@@ -39,5 +39,5 @@ if __name__ == "__main__":
     try:
         train(args, FSDP2Module)
     finally:
-        if dist.is_initialized():  # Lightning leaves it to the exit, where gloo may abort
+        if dist.is_initialized():  # Lightning does not, and gloo may abort at exit
             dist.destroy_process_group()

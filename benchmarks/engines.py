@@ -1,16 +1,15 @@
-"""The same training step under each engine, and the two parts that no engine can do without.
+"""The same training step with each engine, and its two parts: computation and communication.
 
-vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded as most people do it, with
-                       the defaults: a unit for each block, and the root
-vescale-tuned,         as one does it who has tried: what runs last in forward and first in backward
-fsdp2-tuned            stays gathered, the last four blocks, and norm and head as a unit; ours with
-                       in_flight=5, as many blocks as ZeRO-3 may have live
-deepspeed, deepspeed-* the same under ZeRO-3, where DeepSpeed is installed (`zero3`)
-vescale-lean           ours with in_flight=1: the least memory
-vescale-int8, -e4m3    ours, with weights that are gathered in 8 bits; with -int8-grads gradients
-                       travel in 8 bits too
-compute                a local model in the compute dtype; AdamW on this rank's share of it
-wire                   the collectives of vescale-tuned's step, with nothing between them
+vescale, fsdp2, ddp    the whole step: forward, backward, AdamW; sharded with the defaults: a unit
+                       for each block, and the root
+vescale-tuned,         the last four blocks, and norm and head as a unit, are not resharded between
+fsdp2-tuned            forward and backward; ours with in_flight=5, the same number of unsharded
+                       blocks as in ZeRO-3
+deepspeed, deepspeed-* the same with ZeRO-3, if DeepSpeed is installed (`zero3`)
+vescale-lean           ours with in_flight=1, for the lowest memory
+vescale-int8, -e4m3    ours, with all-gathers in 8 bits; with -int8-grads also reduce-scatters
+compute                a local model in the compute dtype; AdamW on this rank's shard of it
+wire                   only the collectives of vescale-tuned's step
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ class Engine(Protocol):
     """A step that can be timed.
 
     Attributes:
-        expected_bytes: that one rank sends in a step, without headers.
+        expected_bytes: the bytes that one rank sends in a step, without headers.
     """
 
     expected_bytes: float
 
     def step(self) -> float:
-        """One step; returns the loss."""
+        """Run one step. Returns the loss."""
 
 
 class Training:
     """Forward, backward and optimizer of one model, sharded or not.
 
     Attributes:
-        mark: is told the name of each part of a step when it begins.
+        mark: called with the name of each part of a step when it begins.
     """
 
     expected_bytes = 0.0
@@ -100,7 +99,7 @@ class Training:
 
 
 class Wire:
-    """What our engine sends in a step."""
+    """The collectives of our engine in a step."""
 
     def __init__(self, collectives: list[Any], expected_bytes: float) -> None:
         self._replay, self.expected_bytes = Replay(collectives), expected_bytes
@@ -113,11 +112,11 @@ class Wire:
 def _sharded(
     shard: Callable[..., Any], *, num_kept: int = 0, **options: Any
 ) -> Callable[[nn.Module, str, int], tuple[nn.Module, list[nn.Parameter]]]:
-    """Wraps a model in units: its blocks, and what is around them.
+    """Return a function that shards a model: its blocks are units, and the rest is the root.
 
     Args:
-        num_kept: more than 0: norm and head are a unit, and it and so many of the last blocks are
-            told to stay gathered between forward and backward.
+        num_kept: if above 0, norm and head are a unit, and this unit and as many of the last blocks
+            are not resharded between forward and backward.
     """
 
     def wrap(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.Parameter]]:
@@ -142,7 +141,7 @@ def _ddp(model: nn.Module, precision: str, n: int) -> tuple[nn.Module, list[nn.P
 
 
 def _reduce_in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses these as strings
-    """The mean of a bucket, sent in bf16. (torch's own hook of this kind wants CUDA.)"""
+    """Return the mean of a bucket, sent in bf16. (torch's own hook for this requires CUDA.)"""
     whole = bucket.buffer()
     sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(sent, async_op=True)
@@ -178,16 +177,16 @@ ENGINES = {
 
 
 def missing(name: str) -> str | None:
-    """Why an engine cannot run here; None if it can."""
+    """Return why an engine cannot run on this machine. None: it can."""
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed (benchmarks/README.md says how)"
     return None
 
 
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> Engine:
-    """One of `ENGINES`, or of `zero3.VARIANTS`, after its first steps.
+    """Make one of `ENGINES` or of `zero3.VARIANTS`, and run its first steps.
 
-    Nothing is allocated, recorded or agreed later. All have made the same steps.
+    After these steps, engines have allocated, recorded and agreed on everything.
     """
     torch.manual_seed(0)
     training = _training(name, preset, precision, Batches(preset, rank), num_ranks)

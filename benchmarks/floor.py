@@ -1,13 +1,13 @@
-"""The least memory of a step in which a whole unit is there while it runs.
+"""A lower bound for the memory of a step of any engine that unshards whole units.
 
-An engine from a dream: it gathers a unit at once and from nowhere, before the unit's forward and
-when a gradient has reached its outputs, and lets it go at once, the root too; each gradient is
-reduced the moment that autograd has made it, and is gone. What is left is what no engine can be
-without that gathers whole units, in forward and backward, into memory of their own: activations,
-the unit that runs, the gradient that is being made, and the shards of parameters and of AdamW's
-two states. (It keeps values where torch does not count them, and leaves out the batch.)
+It simulates an ideal engine: a unit is unsharded immediately before its forward and its backward,
+and resharded immediately after, also the root. Each gradient is reduced and freed as soon as
+autograd has computed it. What remains is needed by every engine that unshards whole units into
+separate memory: activations, the current unit, the current gradient, and the shards of parameters
+and of AdamW's two states. (It stores other values where torch does not count them, and the batch is
+not counted.)
 
-Where this is more than a target allows, the target cannot be met with these units.
+If this bound is above a target, the target cannot be met with these units.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 __all__ = ["NUM_SHARDS", "least_bytes", "units_of"]
 
-NUM_SHARDS = 3  # that rest: of the parameters, and of AdamW's states
+NUM_SHARDS = 3  # between steps: of the parameters and of AdamW's two states
 
 
 class _Fleeting:
-    """A unit whose parameters are there while it runs."""
+    """A unit that is unsharded only while it runs."""
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
         self._params = params
@@ -65,7 +65,7 @@ class _Fleeting:
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """The units that `engines` makes: each block, and the root with what is in none."""
+    """Yield the same units as in `engines`: each block, and the root with all other parameters."""
     blocks: Any = model.blocks
     inner = {id(param) for param in blocks.parameters()}
     yield from ((block, list(block.parameters())) for block in blocks)
@@ -73,7 +73,7 @@ def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]
 
 
 def least_bytes(preset: Preset, num_ranks: int) -> tuple[int, int]:
-    """Tensors at most in a step of this rank, and what rests of them between steps."""
+    """Return the peak of tensors in a step on this rank, and the bytes between steps."""
 
     def make() -> Training:
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Models for one large GPU: a GPT, and one whose blocks have experts, without host synchronization.
+"""Models for one large GPU: a GPT, and one with experts, without host synchronization.
 
-The experts of `models` pick tokens by masks, which asks the device how many there are. Here each
-expert has room for a fixed number of tokens, and what does not fit goes to a place of its own.
+The experts of `models` select tokens by masks, for which the host waits for the device. Here each
+expert has a fixed number of places for tokens, and all tokens above that go to one extra place.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Preset:
 
     Attributes:
         make: builds it on the default device.
-        speed_target: the least speed beside FSDP2's that we aim at.
+        speed_target: the target for our speed divided by FSDP2's.
     """
 
     make: Callable[[], GPT]

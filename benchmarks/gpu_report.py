@@ -1,8 +1,9 @@
-"""The first hour on a GPU: runs what has only been simulated, and writes a page of results.
+"""Tests and measures the engine on a GPU, and writes a report.
 
     python3 dev.py gpu
 
-Writes ``gpu-report.md`` into the current directory. Exits with 0 if all of it held.
+Without a GPU, this code has run only in a simulator. It writes ``gpu-report.md`` to the current
+directory. The exit code is 0 if all parts passed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PYTEST = ["-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--no-header"
 
 @dataclass(frozen=True)
 class Part:
-    """One command, and what it shows if it passes."""
+    """One command, and what it proves if it passes."""
 
     title: str
     shows: str
@@ -69,7 +70,7 @@ def has_gpu() -> bool:
 
 
 def plan() -> str:
-    """What would be run, one command a line."""
+    """Return the commands to run, one per line."""
     lines = [f"  {each.title}: {each.shows}\n      {_command(each)}" for each in PARTS]
     return "\n".join(lines)
 

@@ -1,22 +1,22 @@
-"""One GPU beside FSDP2: step time, host time, peak memory, kernels and copies, and the targets.
+"""One GPU, compared with FSDP2: step time, host time, peak memory, kernels, copies, and targets.
 
     python -m benchmarks.gpu_single                       # a GPU of 80 GB; writes results/gpu.json
     python -m benchmarks.gpu_single --models gpt-tiny moe-tiny --worlds 1 64 --device cpu
 
-World size 1 trains over NCCL. For larger worlds torch's fake process group stands for the other
-ranks: this one does all that rank 0 of 64 or 1024 does, but nothing is sent and nothing arrives.
-So buffers, kernels, copies and host time are those of a large world; numbers are not, and nothing
-is known of how well communication is hidden.
+World size 1 trains over NCCL. In larger worlds torch's fake process group replaces the other ranks:
+the process does all that rank 0 of 64 or 1024 does, but nothing is sent or received. So buffers,
+kernels, copies and host time are those of a large world. Values are not, and the overlap of
+communication is not measured.
 
-Each engine has a process of its own, and they alternate, a few steps at a time. So noise of
-the machine affects both, and ratios are computed within one round. Without a CUDA device it
-says so and exits with 2; ``--device cpu`` shows that the script runs, and measures nothing of use.
+Each engine has a separate process, and they alternate after a few steps. So noise of the machine
+affects both, and ratios are computed within one round. Without a CUDA device the exit code is 2.
+``--device cpu`` is only a test of the script.
 
-    step      wall time of a step, the device waited for at both ends of a turn
-    host      of the calling thread for one step, from an idle device on, without waiting for it
-    kernels   on the device in one step, of which copies (casts and sets included)
+    step      wall time of a step, with a wait for the device before and after the steps
+    host      time of the calling thread for one step, starting with an idle device, without waits
+    kernels   number on the device in one step, and how many are copies (with casts and sets)
     peak      bytes since the first steps: allocated, and reserved by the caching allocator
-    in place  whether the parameters in forward are in the all-gather's output
+    in place  whether the parameters in forward are views of the all-gather's output
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_copy(kernel: str) -> bool:
 
 @dataclass
 class Measured:
-    """What one engine did with one model in one world; lists are by round."""
+    """Results of one engine for one model and world size. Lists have one entry per round."""
 
     engine: str
     step_s: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Measured:
 
 
 class Trainer:
-    """One model under one engine, on rank 0 of a world; what happens within one process."""
+    """One model with one engine, on rank 0 of a world, within one process."""
 
     def __init__(self, engine: str, preset: Preset, world_size: int, device: torch.device) -> None:
         self.device = device
@@ -127,7 +127,7 @@ class Trainer:
         return loss.detach()
 
     def turn(self, num_steps: int) -> dict[str, float]:
-        """Seconds of a step, and of the host for one; the loss of the last."""
+        """Run some steps. Returns seconds of a step, host seconds of a step, and the last loss."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(num_steps):
@@ -171,7 +171,7 @@ class Trainer:
         }
 
     def is_in_place(self) -> bool | None:
-        """Whether the parameters that a block computes with lie in what a gather wrote."""
+        """Whether the parameters of a block in forward are views of the all-gather's output."""
         gathered: set[int] = set()
         found: list[bool] = []
         gather = dist.all_gather_single
@@ -193,7 +193,7 @@ class Trainer:
 
 
 def serve(pipe: Connection, engine: str, model: str, world_size: int, device: str) -> None:
-    """The process of one engine: run what the pipe asks for until it asks for the end."""
+    """Run in the process of one engine: call the methods that the pipe names, until its end."""
     trainer = Trainer(engine, PRESETS[model], world_size, torch.device(device))
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
@@ -203,7 +203,7 @@ def serve(pipe: Connection, engine: str, model: str, world_size: int, device: st
 
 
 class Engine:
-    """Calls methods of a `Trainer` in a process of its own."""
+    """Calls methods of a `Trainer` in a separate process."""
 
     def __init__(self, engine: str, model: str, world_size: int, device: str) -> None:
         starts = multiprocessing.get_context("spawn")
@@ -216,7 +216,7 @@ class Engine:
         self._answer()
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Call a method there."""
+        """Call a method in that process, and return its result."""
         self._pipe.send((name, *args))
         return self._answer()
 
@@ -236,7 +236,7 @@ class Engine:
 
 
 def measure(model: str, world_size: int, device: str, rounds: int, steps: int) -> list[Measured]:
-    """Let the engines take turns; the results in the order of `ENGINES`."""
+    """Alternate between the engines. Returns the results in the order of `ENGINES`."""
     results = [Measured(name) for name in ENGINES]
     with ExitStack() as stack:
         engines = []
@@ -258,7 +258,7 @@ def measure(model: str, world_size: int, device: str, rounds: int, steps: int) -
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a target holds; None: it was not measured."""
+    """Whether a target is met. None: it was not measured."""
 
     target: str
     holds: bool | None
@@ -318,7 +318,7 @@ def _columns(result: Measured, world_size: int) -> list[str]:
 
 
 def load(path: Path) -> dict[tuple[str, int], list[Measured]]:
-    """What was kept there, by model and ranks, in the order of `ENGINES`."""
+    """Read stored results, by model and ranks, in the order of `ENGINES`."""
     found: dict[tuple[str, int], list[Measured]] = {}
     for key, values in read(path).get("readings", {}).items():
         model, world_size, _ = key.split(", ")
@@ -350,15 +350,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 64, 1024])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="at a time")
+    parser.add_argument("--steps", type=int, default=10, help="consecutive steps of an engine")
     parser.add_argument(
-        "--json", type=Path, help="where to keep what was measured (on a GPU: results/gpu.json)"
+        "--json", type=Path, help="file for the results (on a GPU: results/gpu.json)"
     )
     return parser.parse_args()
 
 
 def main() -> int:
-    """Measure, print, and say which targets hold."""
+    """Measure, print, and say which targets are met."""
     arguments, console = _arguments(), Console(width=120)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         console.print(

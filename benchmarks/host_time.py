@@ -1,13 +1,13 @@
-"""Host time of a step with many small parameters, beside FSDP2, part by part.
+"""Host time of each part of a step with many small parameters, compared with FSDP2.
 
     python -m benchmarks.host_time --blocks 250 --rounds 5
 
-Blocks of six parameters of 64 elements: computing and sending take almost no time, so the
-result is the host's time in hooks, bookkeeping and dispatch. Two ranks, AdamW(foreach=True). Each
-rank holds all engines, and they alternate, a few steps at a time. ``compute`` is the forward and
-backward of the same model without an engine: a part of every step that no engine can save.
+Each block has six parameters of 64 elements. Computation and communication take almost no time, so
+the result is the host time of hooks, bookkeeping and dispatch. There are two ranks with
+AdamW(foreach=True). Each rank has all engines, which alternate after a few steps. ``compute`` is
+forward and backward of the same model without an engine, the minimum for every engine.
 
-CPU time is of the process, all threads, so that of the backends is in it.
+CPU time is that of the process with all threads, also those of the backends.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ def measure(
         for _ in range(3):
             training.step()
     gc.collect()
-    gc.freeze()  # what one engine holds must not slow the collector of another
+    gc.freeze()  # objects of one engine must not slow the garbage collection of another
     wall: dict[str, Seconds] = {name: defaultdict(list) for name in engines}
     cpu: dict[str, Seconds] = {name: defaultdict(list) for name in engines}
     for _ in range(rounds):
         for name, training in trainings.items():
             dist.barrier()
-            training.step()  # the caches hold another engine's data at first
+            training.step()  # not timed: the caches have data of another engine
             taken = [training.step() for _ in range(steps)]
             for part, of_part in zip(PARTS, zip(*taken, strict=True), strict=True):
                 wall[name][part].append(statistics.median(each[0] for each in of_part))
@@ -170,15 +170,15 @@ def _ratio(a: list[float], b: list[float]) -> float:
 def main() -> None:
     """Measure and show."""
     parser = argparse.ArgumentParser(description="Host time with many small parameters.")
-    parser.add_argument("--blocks", type=int, default=250, help="of six parameters each")
-    parser.add_argument("--width", type=int, default=64, help="elements of a parameter")
+    parser.add_argument("--blocks", type=int, default=250, help="blocks of six parameters")
+    parser.add_argument("--width", type=int, default=64, help="elements per parameter")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each engine in each round")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each engine per round")
     parser.add_argument(
         "--engines", nargs="+", default=["vescale", "vescale, flatten_", "fsdp2", "compute"]
     )
-    parser.add_argument("--json", type=Path, help="where to write the seconds of rank 0")
+    parser.add_argument("--json", type=Path, help="file for the seconds of rank 0")
     args = parser.parse_args()
     call = (args.engines, args.blocks, args.width, args.rounds, args.steps)
     first = run_ranks(measure, args.ranks, *call, timeout_s=1200)[0]

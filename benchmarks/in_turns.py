@@ -1,11 +1,11 @@
-"""Compares two checkouts: both train and alternate, a few steps at a time.
+"""Compares two checkouts: both train, and alternate after a few steps.
 
     git worktree add ../before COMMIT
     python -m benchmarks.in_turns ../before --models gpt-7m norms-1500 --ranks 2
 
-The processes of both checkouts live at the same time, and those of one run at a time. Neighbouring
-measurements are seconds apart, so their ratio hardly depends on how fast the machine is at the
-moment. Printed are the median ms a step of each, and median and quartiles of the ratios, this
+The processes of both checkouts exist at the same time, and those of one run at a time. Consecutive
+measurements are seconds apart, so their ratio depends little on changes of the machine's speed. It
+prints the median ms of a step for each checkout, and median and quartiles of the ratios of this
 checkout to the other. Both run the models of this checkout, with AdamW.
 """
 
@@ -36,7 +36,7 @@ START_LIMIT_S = 120
 
 
 def train(args: argparse.Namespace) -> None:
-    """One rank: a turn for each line that rank 0 reads from the socket."""
+    """Run as one rank: some steps for each line that rank 0 reads from the socket."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -76,7 +76,7 @@ def train(args: argparse.Namespace) -> None:
 
 @contextmanager
 def started(checkout: Path, model: str, args: argparse.Namespace) -> Iterator[TextIO]:
-    """The ranks of a checkout, and the stream on which rank 0 is given turns."""
+    """Start the ranks of a checkout. Yields the stream on which rank 0 gets its orders."""
     ranks = str(args.ranks)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     if args.network:
@@ -104,13 +104,13 @@ def started(checkout: Path, model: str, args: argparse.Namespace) -> Iterator[Te
 
 
 def turn(stream: TextIO) -> float:
-    """Let a checkout train; ms a step."""
+    """Run some steps of a checkout. Returns ms per step."""
     print("go", file=stream, flush=True)
     return float(stream.readline())
 
 
 def compare(model: str, args: argparse.Namespace) -> str:
-    """One line about ``model``."""
+    """Compare the checkouts for ``model``. Returns one line."""
     with ExitStack() as stack:
         both = [
             stack.enter_context(started(checkout, model, args)) for checkout in (args.other, ROOT)
@@ -137,10 +137,10 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="the root of the other checkout")
     parser.add_argument("--models", nargs="+", choices=list(PRESETS), default=["gpt-7m"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--network", help="1gbit, for example (root, Linux); else loopback")
+    parser.add_argument("--network", help="a rate such as 1gbit (root, Linux); default: loopback")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--turns", type=int, default=14, help="of each checkout")
-    parser.add_argument("--steps", type=int, default=4, help="at a time")
+    parser.add_argument("--turns", type=int, default=14, help="measurements of each checkout")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a measurement")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

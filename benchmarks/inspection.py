@@ -1,14 +1,14 @@
-"""Memory and copies of one step, counted by torch's profiler on the rank that makes it.
+"""Counts memory and copies of one step on this rank, with torch's profiler.
 
-Memory is what the CPU allocator has handed out at most during the step, since before the model was
-made: parameters, states, gathered buffers, gradients, activations, copies inside of collectives.
-Our mapped regions are switched off meanwhile and ask the allocator for the same bytes, so this runs
-apart from what is timed.
+Memory is the peak of the CPU allocator during the step, minus its value before the model was made.
+It contains parameters, optimizer states, unsharded buffers, gradients, activations, and copies in
+collectives. Our mapped regions are disabled and use the allocator for the same bytes, so this runs
+separately from timed steps.
 
-Copies are the bytes that operators write which move data and compute nothing: ``copy_`` (casts and
-copies between buffers), ``cat`` and their relatives, wherever they are called from: Python, C++,
-the threads of gloo. What gloo's own code moves between its buffers is not seen. The model copies
-too (transposed activations, say): the same count for ``compute`` is to be taken off.
+Copies are the bytes written by operators that only move data: ``copy_`` (casts and copies between
+buffers), ``cat`` and similar ones, called from Python, C++ or the threads of gloo. Copies between
+gloo's own buffers are not counted. The model also copies, for example transposed activations.
+Callers subtract the same count for ``compute``.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "copied_bytes", "inspect", "peak_after"]
 
-# Where the result is, among the arguments; None: the result is as large as all arguments together.
+# The argument that is the result. None: the result is as large as all arguments together.
 COPIES = {"aten::copy_": 0, "aten::cat": None, "aten::_cat": None}
 _MARK_BYTES = 8_388_593  # of a tensor that marks a time: a prime, which no other tensor has
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a rank counted in one step.
+    """The counts of a rank in one step.
 
     Attributes:
-        peak_bytes: at most in use, of tensors.
-        resting_bytes: in use before and after, of these.
-        copied_bytes: written by copies, the model's included.
+        peak_bytes: peak of tensors.
+        resting_bytes: the part of it that is also allocated between steps.
+        copied_bytes: written by copies, also the model's.
     """
 
     peak_bytes: int
@@ -58,7 +58,7 @@ def inspect(make: Callable[[], Engine]) -> tuple[Engine, Inspection]:
 
     def life() -> None:
         engines.append(make())
-        time.sleep(0.1)  # until the threads of gloo have let go of the last one
+        time.sleep(0.1)  # until gloo's threads have released the last engine
         torch.empty(_MARK_BYTES, dtype=torch.uint8)
         engines[0].step()
         time.sleep(0.1)
@@ -69,7 +69,7 @@ def inspect(make: Callable[[], Engine]) -> tuple[Engine, Inspection]:
 
 
 def peak_after(blocks: list[Block], mark_bytes: int) -> tuple[int, int]:
-    """The most bytes in use since the block of that size was there, and those in use then."""
+    """Return the peak of bytes in use after the block of that size, and the bytes at its time."""
     mark = next(block for block in blocks if block.num_bytes == mark_bytes)
     later = [
         replace(block, start=max(block.start, mark.start))
@@ -91,7 +91,7 @@ def copied_bytes(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing is written to stderr: the profiler's C++ says when it starts and stops."""
+    """A context without output to stderr, where the profiler's C++ code prints start and stop."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -1,10 +1,10 @@
-"""The models that are measured, each a stack of ``blocks`` between what comes first and last.
+"""The models of the benchmarks. Each has a stack of ``blocks``, with other layers around it.
 
 gpt-*      dense GPTs; on two cores ``gpt-7m`` computes about as long as its bytes take at 1 Gbit/s
-moe-*      mixtures of experts, whose experts are two 3-D parameters a block
-vit-6m     a vision transformer of awkward shapes: rows of 588 and 1076, a token of its own, 1003
-           classes, a bias everywhere
-norms-1500 1,500 parameters of 64 elements: little to compute or send, but many tensors
+moe-*      mixtures of experts; the experts of a block are two 3-D parameters
+vit-6m     a vision transformer with uneven shapes: rows of 588 and 1076, a class token, 1003
+           classes, biases in all layers
+norms-1500 1,500 parameters of 64 elements: little computation and communication, many tensors
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Asleep(nn.Module):
-    """Has the parameters of another module, and sleeps where that one computes."""
+    """Has the parameters of another module, and sleeps instead of computing."""
 
     def __init__(self, module: nn.Module, forward_s: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Asleep(nn.Module):
 
 
 def _asleep_gpt() -> GPT:
-    """A GPT that leaves the processor to the network: what is seen is the schedule."""
+    """A GPT that sleeps instead of computing, to see the schedule of communication."""
     model = GPT(VOCABULARY, CONTEXT, layers=8, width=256, heads=4)
     model.blocks = nn.ModuleList(Asleep(block, forward_s=0.010) for block in model.blocks)
     return model
@@ -127,7 +127,7 @@ class ViTBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of 14 by 14 pixels of three colours, and a token of its own for the class."""
+    """A vision transformer with patches of 14 by 14 pixels of three colours, and a class token."""
 
     def __init__(
         self, side: int, width: int, heads: int, hidden: int, layers: int, classes: int
@@ -148,7 +148,7 @@ class ViT(nn.Module):
 
 
 class Norms(nn.Module):
-    """Blocks of many layers with next to nothing in them."""
+    """Blocks of many tiny layers."""
 
     def __init__(self, width: int, layers: int, norms: int) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ class Preset:
     """A model and its data.
 
     Attributes:
-        make: the model, from the state of torch's random numbers.
-        draw: inputs and targets of a batch, from a generator of random numbers.
+        make: makes the model, from the state of torch's random numbers.
+        draw: makes inputs and targets of a batch, from a generator of random numbers.
         tokens: of one rank in one step.
     """
 
@@ -229,7 +229,7 @@ PRESETS = {
 
 
 class Batches:
-    """The same random batches for every engine, over and over; each rank has its own."""
+    """A few random batches, repeated. They are the same for every engine, and differ by rank."""
 
     def __init__(self, preset: Preset, rank: int) -> None:
         random = torch.Generator().manual_seed(rank)

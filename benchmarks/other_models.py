@@ -1,8 +1,8 @@
-"""Models that are no transformers: a residual convolutional network, and a recommender.
+"""Models other than transformers: a residual convolutional network, and a recommender.
 
-conv-3m bottleneck blocks of 1x1 and 3x3 convolutions with group norms, in three stages dlrm-3m
-26 embedding tables with the row counts of Criteo's data of one week, divided by 500, 13 counts
-through an MLP, products of all pairs, and an MLP on top
+conv-3m    bottleneck blocks of 1x1 and 3x3 convolutions with group norms, in three stages
+dlrm-3m    26 embedding tables with the row counts of Criteo's data of one week, divided by 500; an
+           MLP for 13 counts; products of all pairs; an MLP on top
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_COUNTS = 13
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Tables(nn.Module):
 
 
 class Recommender(nn.Module):
-    """DLRM (arXiv 1906.00091): tables, an MLP for what is counted, pairwise products, an MLP."""
+    """DLRM (arXiv 1906.00091): tables, an MLP for counts, pairwise products, an MLP."""
 
     def __init__(self, rows: tuple[int, ...], width: int, hidden: int) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Padding and planning time for real models, beside FSDP2 and Megatron-FSDP v2 (Figure 11).
+"""Padding and planning time for real models, compared with FSDP2 and Megatron-FSDP v2 (Figure 11).
 
     python -m benchmarks.padding
 
-Groups are those that a user makes: one a layer, and the root. Shapes of the language models are
-those of the planner's tests. Without blocks a cut may go between any two elements, as by default.
-Blocks keep rows of the last dimension together: those of experts where there are any, else of every
-matrix in a layer. The two others know no blocks: FSDP2 keeps rows of dimension 0, and
-Megatron-FSDP v2 does so in one buffer (`vescale_fsdp.cli.layouts`). Plans are pure integers: of
-these figures only the times depend on the machine.
+There is one group per layer, and the root. Shapes of the language models are those of the planner's
+tests. Without blocks, tensors may be split between any two elements, as by default. Blocks are rows
+of the last dimension: those of experts if there are any, else of every matrix in a layer. The other
+engines have no blocks: FSDP2 does not split rows of dimension 0, and Megatron-FSDP v2 does the same
+in one buffer (`vescale_fsdp.cli.layouts`). Plans use only integers, so only the times depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def resnet_block() -> Iterator[tuple[str, Shape]]:
 
 
 def vit_root() -> Iterator[tuple[str, Shape]]:
-    """ViT-L/14: what is not in a block."""
+    """ViT-L/14: all parameters outside of blocks."""
     yield "patches.weight", (1024, 3, 14, 14)
     yield "class_token", (1, 1, 1024)
     yield "position", (257, 1024)
@@ -82,7 +82,7 @@ def dlrm_tables() -> Iterator[tuple[str, Shape]]:
         yield f"tables.{index}.weight", (size, 128)
 
 
-# With the test that says which tensors have blocks; None: there are plans without blocks only.
+# Each with a function that says which tensors have blocks. None: only plans without blocks.
 Blocked = Callable[[str, Shape], bool]
 MODELS: dict[str, tuple[Group, Blocked | None]] = {
     "DeepSeek-V3-671B, MoE layer": (SHAPES.deepseek_v3_moe_layer, SHAPES.experts),
@@ -101,7 +101,7 @@ MODELS: dict[str, tuple[Group, Blocked | None]] = {
 
 
 def specs_of(group: Group, blocked: Blocked | None, rows: int | None) -> list[TensorSpec]:
-    """The tensors; those that are ``blocked`` keep that many rows together."""
+    """Return the tensors. Those that are ``blocked`` have blocks of that many rows."""
     return [
         TensorSpec(
             name, shape, rows * shape[-1] if rows and blocked and blocked(name, shape) else 1
@@ -111,7 +111,7 @@ def specs_of(group: Group, blocked: Blocked | None, rows: int | None) -> list[Te
 
 
 def measure(name: str, group: Group, blocked: Blocked | None) -> list[dict[str, Any]]:
-    """One entry for each size of blocks and number of ranks; padding in percent of elements."""
+    """Return an entry for each block size and number of ranks. Padding is in percent."""
     found = []
     for rows in ROWS if blocked else [None]:
         specs = specs_of(group, blocked, rows)
@@ -145,7 +145,7 @@ def measure(name: str, group: Group, blocked: Blocked | None) -> list[dict[str, 
 
 
 def main() -> int:
-    """Plan everything, print a line for each, and keep it."""
+    """Compute all plans, print a line for each, and store them."""
     parser = argparse.ArgumentParser(description="Padding and planning time for real models.")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Peak memory of a training step beside FSDP2's, in one run, by the CPU allocator's own account.
+"""Peak memory of a training step, compared with FSDP2, as counted by the CPU allocator.
 
     python -m benchmarks.peak_memory --ranks 2 4 --fake-ranks 64 256 1024
 
-On real ranks over gloo, and on rank 0 of many with torch's fake process group, which sends
-nothing. There both engines reduce with reduce-scatter, as over NCCL.
+It uses real ranks over gloo, and rank 0 of many ranks with torch's fake process group, which sends
+nothing. With the fake group both engines use reduce-scatter, as over NCCL.
 
 ``resting`` are the shards of parameters and of AdamW's states. ``beyond`` is the step's peak
-without them, without reduced gradients, and with a batch of one token, so that activations are
-next to nothing (and counted); its unit is the largest unit's parameters in the dtype at rest.
-``total`` is everything, with a batch of ``--tokens``. Memory that waits in our pool of scratch
-memory is counted as if it were used.
+without these and without reduced gradients. Its batch has one token, so that activations are
+small; they are counted. It is given in multiples of the largest unit's parameters in the dtype of
+the shards. ``total`` is everything, with a batch of ``--tokens``. Unused memory in our pool of
+temporary memory is counted as used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing.helpers import Block, peak_of, through_the_allocator, traced
 
-VOCABULARY = 32  # the root is small beside the blocks
+VOCABULARY = 32  # so that the root is small compared with the blocks
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -61,15 +61,15 @@ MODELS: dict[str, Callable[[], GPT]] = {
 class Reading:
     """Bytes of one engine on one rank."""
 
-    unit: int  # of the largest unit's parameters in the dtype at rest
+    unit: int  # of the largest unit's parameters in the dtype of the shards
     resting: int
     beyond: int
     total: int
-    left: int  # that a step leaves behind, besides gradients
+    left: int  # still allocated after a step, without gradients
 
     @property
     def units(self) -> float:
-        """What there is beyond the resting shards, in units."""
+        """Peak without shards and reduced gradients, in multiples of the largest unit."""
         return self.beyond / self.unit
 
 
@@ -89,7 +89,7 @@ def _is_one_of(block: Block, addresses: dict[int, int]) -> bool:
 
 
 def read(model_name: str, precision: str, engine: str, num_tokens: int) -> Reading:
-    """Train some steps on this rank; what one took."""
+    """Train some steps on this rank. Returns the memory of one."""
     shard, options = ENGINES[engine]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def read(model_name: str, precision: str, engine: str, num_tokens: int) -> Readi
         length = min(num_tokens, CONTEXT)
         tokens = torch.arange(num_tokens + num_tokens // length).view(-1, length + 1) % VOCABULARY
         loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        time.sleep(0.1)  # until the threads of gloo have let go of the last one
+        time.sleep(0.1)  # until gloo's threads have released the last engine
 
     for size in (1, num_tokens):
         backward(size)
@@ -153,7 +153,7 @@ def on_rank(
 def measure(
     num_ranks: int, is_fake: bool, model: str, num_tokens: int
 ) -> dict[tuple[str, str], Reading]:
-    """The readings of rank 0, in processes of their own."""
+    """Return the readings of rank 0. The ranks run in separate processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -195,11 +195,13 @@ def show(title: str, readings: dict[tuple[str, str], Reading], console: Console)
 
 def main() -> None:
     """Measure all configurations asked for."""
-    parser = argparse.ArgumentParser(description="Peak memory of a step beside FSDP2's.")
+    parser = argparse.ArgumentParser(description="Peak memory of a step, compared with FSDP2.")
     parser.add_argument("--model", nargs="+", default=["gpt"], choices=MODELS)
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4], help="real, over gloo")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[2, 4], help="real ranks, over gloo"
+    )
     parser.add_argument("--fake-ranks", nargs="*", type=int, default=[64, 256, 1024])
-    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a rank, for the total")
+    parser.add_argument("--tokens", type=int, default=CONTEXT, help="tokens per rank, for total")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")

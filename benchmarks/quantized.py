@@ -1,17 +1,18 @@
-"""Loss curves of a small GPT over characters whose weights and gradients travel in 8 bits.
+"""Loss curves of a small GPT over characters, with weights and gradients sent in 8 bits.
 
     python -m benchmarks.quantized
     python -m benchmarks.quantized --ways fp32 e4m3-tiles
 
 Text, model, batches and schedule are those of `benchmarks.optimizers.curves`, with AdamW at the
-learning rate that was best there for float32. Each way of communication trains on 2 ranks from
-seeds 0, 1 and 2. What a way costs is the difference of validation losses to fp32 within a seed;
-what is to be expected from the seed alone is their spread.
+learning rate that was best there for float32. Each way of communication trains on 2 ranks with
+seeds 0, 1 and 2. The cost of a way is the difference of its validation loss to that of fp32 with
+the same seed. The spread over seeds is given for comparison.
 
-256 consecutive numbers share a scale; in tiles 128 x 128 do. The model's matrices are 128 wide,
-of 1 to 12 tiles: a scale is as rough as in a large model, whose outliers are what is not there.
+256 consecutive numbers share a scale, or the 128 x 128 numbers of a tile. The model's matrices are
+128 wide and have 1 to 12 tiles. So scales are as coarse as in a large model, but a large model has
+outliers that this one does not have.
 
-What is measured is written after each run; start it again to go on.
+Results are written after each run. Start the command again to continue.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def train(way: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def measure(way: str, steps: int, folder: Path) -> None:
-    """The runs of a way that its file lacks."""
+    """Train the runs of a way that are missing in its file."""
     path = folder / f"{way}.json"
     values = read(path)
     if values.get("settings", {}).get("steps", steps) != steps:
@@ -161,7 +162,7 @@ def _finals(folder: Path, way: str) -> dict[str, float]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Loss curves with communication of 8 bits.")
+    parser = argparse.ArgumentParser(description="Loss curves with 8-bit communication.")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=FOLDER.parents[1] / "results" / "quantized")

@@ -1,28 +1,28 @@
-"""Rank 0 of up to 10,240 ranks, and real ranks beside it: memory, copies, host time, planning.
+"""Rank 0 of up to 10,240 ranks, compared with real ranks: memory, copies, host time, planning.
 
     python -m benchmarks.scale                             # 12 minutes on two cores
     python -m benchmarks.scale --models gpt-4m --fake-ranks 64 --ranks 2
 
-With torch's fake process group the other ranks are not there and nothing is sent, but buffers,
-copies and the work of the host are those of the large world. Both engines gather and reduce with
-``all_gather`` and ``reduce_scatter``, as over NCCL. The same is counted on 2 and 4 real ranks
-over gloo (`VESCALE_FSDP_REDUCE=native`), and on the fake group of the same size: what differs
-there is what the fake group does not show.
+With torch's fake process group the other ranks do not exist and nothing is sent, but buffers,
+copies and host work are those of the large world. Both engines use ``all_gather`` and
+``reduce_scatter``, as over NCCL. The same is measured on 2 and 4 real ranks over gloo
+(`VESCALE_FSDP_REDUCE=native`) and with a fake group of the same size. The difference between the
+two is the error of the fake group.
 
-``vescale-lean`` is ours with ``in_flight=1``: beside the model's activations and what rests it has
-the unit that runs, and its gradients until they are reduced. ``floor`` is less than any engine can
-have that gathers these units whole (`floor`). Of both only memory is counted.
+``vescale-lean`` is ours with ``in_flight=1``. In addition to activations, shards and states it
+needs only the current unit, and its gradients until they are reduced. ``floor`` is a lower bound
+for every engine that unshards whole units (`floor`). For these two only memory is measured.
 
-Memory is counted by `inspection`, copies by `copies`, host time is CPU time of the process, less
-that of the model without an engine and of the collectives alone, which take turns with the
-engines. (The fake group fills a gather's output rank by rank.) On CPU FSDP2's copies into a
-reduction are an operator for each rank, on CUDA one kernel: its host time in large worlds is
-high here. gloo's reduce-scatter clones its input and copies its result, which the fake group
-does not: peak and copies of real ranks are higher by that, for both.
+Memory is counted by `inspection`, copies by `copies`. Host time is CPU time of the process, minus
+that of the model without an engine and that of the collectives alone, which alternate with the
+engines. (The fake group fills an all-gather's output rank by rank.) On CPU, FSDP2's copies to a
+reduce-scatter are one operator for each rank, on CUDA one kernel, so its host time in large worlds
+is too high here. gloo's reduce-scatter clones its input and copies its result, which the fake group
+does not do; so peak and copies of real ranks are higher for both engines.
 
-FSDP2 pads each tensor to a full number of rows on each rank; where its buffers would need more
-than ``--limit-gb`` it is left out, and only what it would gather is said. Each model has a file
-in benchmarks/results/scale; what is there of the same code is not measured again.
+FSDP2 pads each tensor to a full number of rows on each rank. If its buffers would need more than
+``--limit-gb``, it is left out, and only the size of its all-gather is given. Each model has a file
+in benchmarks/results/scale. Results of the same code are not measured again.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ from vescale_fsdp.planner import TensorSpec, lay_out
 __all__ = ["FOLDER", "MODELS", "Reading", "checks", "lines"]
 
 FOLDER = ROOT / "benchmarks" / "results" / "scale"
-# The models of `benchmarks.models` with fewer blocks: a unit is what matters here, and on CPU
-# FSDP2's copies into a reduction are an operator for each rank and parameter, which fill a profile.
+# The models of `benchmarks.models` with fewer blocks. A few units are enough here, and on CPU
+# FSDP2's copies to a reduce-scatter are an operator for each rank and parameter, which makes
+# profiles large.
 MODELS: dict[str, Preset] = {
     "gpt-4m": replace(PRESETS["gpt-7m"], make=lambda: GPT(VOCABULARY, CONTEXT, 3, 256, heads=4)),
     "moe-6m": replace(PRESETS["moe-10m"], make=lambda: MoE(8, 512, layers=2, width=256, heads=4)),
@@ -77,23 +78,23 @@ MODELS: dict[str, Preset] = {
 NAMES = ("vescale", "vescale-lean", "fsdp2", "compute")
 ROWS = ("vescale", "vescale-lean", "fsdp2", "floor")  # of the table
 NUM_WARM = 2
-BUFFERS_OF_UNIT = 4  # FSDP2: what is gathered, what is copied out of it, gradients, what is reduced
+BUFFERS_OF_UNIT = 4  # FSDP2: all-gather output, parameters, gradients, reduce-scatter input
 
 
 @dataclass
 class Reading:
-    """Of rank 0 under one engine.
+    """The results of rank 0 with one engine.
 
     Attributes:
-        peak_bytes, resting_bytes: of tensors at most in a step, and before it.
-        copied_bytes: written by copies in a step, the model's included, the process group's not.
-        sent_bytes: in a step, with gathers and reductions that send each part once.
-        cpu_s: of the process a step, a median for each round.
-        group_s: the same for its collectives alone: what the process group does, real or fake.
-        shard_s: of all calls of ``fully_shard``.
-        plan_s: of the plans among it.
-        gathered_bytes: of the largest unit, padding included.
-        left_out: why there is nothing else.
+        peak_bytes, resting_bytes: peak of tensors in a step, and their size between steps.
+        copied_bytes: written by copies in a step, with the model's, without the process group's.
+        sent_bytes: in a step, if collectives send each part once.
+        cpu_s: CPU time of the process in a step, a median for each round.
+        group_s: the same for its collectives alone, in the real or fake process group.
+        shard_s: seconds of all calls of ``fully_shard``.
+        plan_s: seconds of the plans in these calls.
+        gathered_bytes: of the largest unit, with padding.
+        left_out: why it was not measured.
     """
 
     peak_bytes: int = 0
@@ -109,7 +110,7 @@ class Reading:
 
 
 def fsdp2_gathered_bytes(model: nn.Module, num_ranks: int) -> int:
-    """What FSDP2 gathers for the largest unit, in the dtype of the parameters."""
+    """Return the bytes that FSDP2 gathers for the largest unit, in the parameters' dtype."""
     return max(
         num_ranks
         * fsdp2_shard_size([TensorSpec("", tuple(p.shape), 1) for p in unit], num_ranks)
@@ -134,7 +135,7 @@ def _make(name: str, preset: Preset, num_ranks: int, rank: int, reading: Reading
 def read_all(
     preset: Preset, num_ranks: int, rank: int, rounds: int, steps: int, limit: int
 ) -> dict[str, Reading]:
-    """Every engine on this rank, one at a time, and then in turns."""
+    """Measure every engine on this rank: memory one at a time, then times alternately."""
     readings = {name: Reading() for name in NAMES}
     trainings: dict[str, Training] = {}
     replays: dict[str, Replay] = {}
@@ -166,7 +167,7 @@ def read_all(
         trainings[name] = training
     readings["floor"] = Reading(*least_bytes(preset, num_ranks))
     gc.collect()
-    gc.freeze()  # what one engine holds must not slow the collector of another
+    gc.freeze()  # objects of one engine must not slow the garbage collection of another
     for _ in range(rounds):
         for name, training in trainings.items():
             readings[name].cpu_s.append(_turn(training.step, steps))
@@ -175,7 +176,7 @@ def read_all(
 
 
 def _turn(step: Callable[[], object], steps: int) -> float:
-    step()  # the caches hold another engine's data at first
+    step()  # not timed: the caches have data of another engine
     taken = []
     for _ in range(steps):
         started = time.process_time()
@@ -201,7 +202,7 @@ def _plan_again(model: nn.Module, reading: Reading) -> None:
 def on_rank(
     rank: int, num_ranks: int, port: int | None, model: str, rounds: int, steps: int, limit: int
 ) -> dict[str, Reading]:
-    """One rank of a group; without a port of a fake one."""
+    """Run as one rank of a group. Without a port it is a fake group."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if port is None:
@@ -221,7 +222,7 @@ def on_rank(
 def measure(
     model: str, num_ranks: int, *, is_fake: bool, rounds: int, steps: int, limit: int
 ) -> dict[str, Reading]:
-    """The readings of rank 0, in processes of their own."""
+    """Return the readings of rank 0. The ranks run in separate processes."""
     port = None
     if not is_fake:
         with socket.socket() as probe:
@@ -260,7 +261,7 @@ CHECK_HEAD = ["model", "ranks", "engine", "peak", "copies", "bytes sent", "host 
 
 
 def checks(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table of the fake group's figures over those of as many real ranks."""
+    """Head and rows of a table of the fake group's figures divided by those of real ranks."""
     rows = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         kept = read(path)["readings"]
@@ -303,20 +304,22 @@ def _columns(reading: Reading, compute: Reading) -> list[str]:
 
 
 def main() -> int:
-    """Measure what is not there yet, and show it."""
+    """Measure what is missing, and print everything."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scale", description="Rank 0 of many ranks."
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4], help="real, over gloo")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[2, 4], help="real ranks, over gloo"
+    )
     parser.add_argument(
         "--fake-ranks", nargs="*", type=int, default=[2, 4, 64, 1024, 10240], help="rank 0 alone"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of each engine in each round")
-    parser.add_argument("--limit-gb", type=float, default=6.0, help="for FSDP2's padded buffers")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each engine per round")
+    parser.add_argument("--limit-gb", type=float, default=6.0, help="limit for FSDP2's buffers")
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "VESCALE_FSDP_REDUCE": "native"}
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

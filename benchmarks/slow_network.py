@@ -1,10 +1,10 @@
-"""A network of a given speed on one machine: a namespace per rank, joined by a switch.
+"""A network of a given speed on one machine: a namespace per rank, connected by a switch.
 
     python -m benchmarks.slow_network --ranks 2 --rate 1gbit -- python train.py
 
-runs the command once per rank with the environment that ``torchrun`` would set, after it has
-measured that the limit holds, and says how many bytes each rank sent. Linux, root and iproute2.
-TCP's congestion control is Reno, whatever the system's own is.
+This checks the limit, runs the command once per rank with the environment of ``torchrun``, and
+prints the bytes that each rank sent. It needs Linux, root and iproute2. TCP's congestion control is
+Reno, independent of the system's setting.
 
 ::
 
@@ -14,9 +14,9 @@ TCP's congestion control is Reno, whatever the system's own is.
        limits what      limit what ranks
        rank 0 sends     0 and 1 receive
 
-The namespaces have no names: each exists as long as a process of it does. A holder ends when the
-pipe from the process that made it closes, and so nothing stays behind, however that one ends. The
-switch is in a namespace of its own: the network of the machine itself is not touched.
+The namespaces have no names. Each exists as long as a process runs in it, the holder. A holder ends
+when the pipe from the process that started it closes. So nothing remains, however that process
+ends. The switch has its own namespace, and the network of the machine is not changed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = ["Network", "Place", "bits_per_s", "counted_network", "die_with_parent
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _PORT = 29400
-_CHECK_S = 0.8  # of transfer at the full rate, when the limit is checked; the second half counts
-# The queue of a limit takes what 20 ms bring, as the buffer of a small switch does. Bursts are two
-# of the largest packets that the kernel hands over as one.
+_CHECK_S = 0.8  # duration of the transfer that checks the limit; the second half is measured
+# The queue of a limit has the data of 20 ms, as the buffer of a small switch. A burst is two of the
+# largest packets that the kernel sends as one.
 _LATENCY, _BURST = "20ms", "128kb"
-# What a full queue drops slows a sender down, as with CUBIC, and in every kernel. What a system has
-# chosen for itself is not always so: with BBR, two streams of a rank share a limit unevenly, and a
-# step of moe-10m on 4 ranks varies by 10%.
+# Reno slows down when a full queue drops packets, as CUBIC does, and every kernel has it. The
+# system's default may behave differently: with BBR, two streams of a rank share a limit unevenly,
+# and a step of moe-10m on 4 ranks varies by 10%.
 _CONGESTION_CONTROL = "reno"
 _CONGESTION_FILE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
@@ -59,37 +59,37 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: what `enter` needs, and what its environment must say."""
+    """The namespace of a rank, and the values for its environment."""
 
     namespace: str  # a path
     interface: str
     address: str  # of rank 0
 
     def enter(self) -> None:
-        """Move this process here, for good. It must have one thread only."""
+        """Move this process into the namespace, permanently. It must have only one thread."""
         _set_namespace(self.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
 class Network:
-    """What `counted_network` makes. Use it only inside of its ``with`` block."""
+    """The network of `counted_network`. Use it only inside of the ``with`` block."""
 
     def __init__(self, places: list[Place], rate: str | None) -> None:
         self.places = places
         self.rate = rate
 
     def sent_bytes(self) -> list[int]:
-        """What has left each rank's interface so far; over loopback, what all have sent.
+        """Return the bytes that each rank has sent so far; over loopback, all ranks together.
 
-        With the headers of packets, as the kernel hands them over: about 0.1% where a packet has
-        64 kB, 4.6% where it has 1,500 bytes.
+        Headers of packets are included, as the kernel sends them: about 0.1% for packets of 64 kB,
+        4.6% for packets of 1,500 bytes.
         """
         paths = list(dict.fromkeys(place.namespace for place in self.places))
         return [_in_namespace(path, lambda: _sent(self.places[0].interface)) for path in paths]
 
     @contextmanager
     def sampled(self, period_s: float = 0.001) -> Iterator[list[tuple[float, int]]]:
-        """Inside of it, a list grows: times, and the bytes that rank 0 has sent until then."""
+        """A context that samples the bytes that rank 0 has sent. Yields a list of (time, bytes)."""
         samples: list[tuple[float, int]] = []
         stop = threading.Event()
 
@@ -107,7 +107,7 @@ class Network:
             thread.join()
 
     def measure(self) -> list[float]:
-        """Bits per second that each rank can send to the next, all at the same time."""
+        """Measure the bits per second that each rank can send to the next, all at the same time."""
         assert self.rate is not None, "loopback has no limit to measure"
         num_bytes = int(bits_per_s(self.rate) * _CHECK_S / 8)
         links = []
@@ -122,7 +122,7 @@ class Network:
         return _transfer(links, num_bytes)
 
     def check(self) -> list[float]:
-        """`measure`, and raise unless the limit holds. (A busy machine may be slower than it.)
+        """Call `measure`, and raise if a rank is faster than the limit. It may be slower.
 
         Raises:
             RuntimeError: a rank receives more than 5% faster than the limit.
@@ -136,7 +136,7 @@ class Network:
 
 
 def why_not() -> str | None:
-    """Why this system does not let us make networks; None if it does."""
+    """Return why networks cannot be made on this system. None: they can."""
     if sys.platform != "linux":
         return "network namespaces are a thing of Linux"
     missing = [name for name in ("ip", "tc", "nsenter", "unshare") if not shutil.which(name)]
@@ -148,12 +148,12 @@ def why_not() -> str | None:
 
 @contextmanager
 def counted_network(num_ranks: int, rate: str | None) -> Iterator[Network]:
-    """A network for these ranks alone, so that its counters count only them.
+    """Make a network for these ranks only, so that its counters count only them.
 
     Args:
-        num_ranks: that run in it.
-        rate: of each rank, in each direction, as ``tc`` writes it: ``1gbit``, ``500mbit``. None:
-            no limit, and all ranks in one namespace, over loopback.
+        num_ranks: number of ranks.
+        rate: of each rank in each direction, in the form of ``tc``: ``1gbit``, ``500mbit``. None:
+            no limit; all ranks are in one namespace and use loopback.
     """
     with ExitStack() as stack:
         if rate is None:
@@ -186,12 +186,12 @@ def counted_network(num_ranks: int, rate: str | None) -> Iterator[Network]:
 
 @contextmanager
 def _holder() -> Iterator[int]:
-    """A process in a network namespace of its own, which does nothing. Gives its id."""
+    """Start a process that only keeps a new network namespace alive. Yields its id."""
     with subprocess.Popen(
         ["unshare", "--net", "cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # an interrupt from the keyboard is not for it
+        start_new_session=True,  # so that Ctrl+C does not reach it
     ) as process:
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
@@ -217,7 +217,7 @@ def _set_namespace(path: str) -> None:
 
 
 def _in_namespace(path: str, function: Callable[[], Result]) -> Result:
-    """Call a function in a thread that has moved there: a namespace is that of a thread."""
+    """Call a function in a thread that has entered a namespace. Namespaces belong to threads."""
     results: list[Any] = []
 
     def run() -> None:
@@ -245,7 +245,7 @@ def _sent(interface: str) -> int:
 
 
 def _transfer(links: Sequence[tuple[socket.socket, socket.socket]], num_bytes: int) -> list[float]:
-    """Bits per second over each link in the second half, when TCP has found the speed."""
+    """Measure bits per second over each link in the second half, when TCP has reached its speed."""
     speeds = [0.0] * len(links)
 
     def receive(index: int, connection: socket.socket) -> None:
@@ -282,14 +282,14 @@ def bits_per_s(rate: str) -> float:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends (on Linux)."""
+    """Make the kernel kill this process when its parent ends (on Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_in(network: Network, command: list[str]) -> int:
-    """Run a command on every rank; the first exit code that is not 0. Ends all if one fails."""
+    """Run a command on every rank. If one fails, end all. Returns its exit code, else 0."""
     processes = []
     for rank, place in enumerate(network.places):
         environ = {
@@ -316,7 +316,7 @@ def run_in(network: Network, command: list[str]) -> int:
 
 
 def main() -> int:
-    """Make the network, check it, run the command in it; the result is the exit code."""
+    """Make the network, check it, and run the command in it. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Run ranks on a network of a given speed.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="in each direction: 1gbit, 500mbit, ...")

@@ -1,22 +1,23 @@
-"""What ranks spend to agree before and during their first step, in small worlds and large ones.
+"""Measures what ranks need to agree before and during their first step, in small and large worlds.
 
     python -m benchmarks.startup                     # 64 processes; 1,024 and 4,096 clients
     python -m benchmarks.startup --ranks 16 --clients 256
 
-*Processes* train a small GPT over gloo, under our engine and FSDP2 in turn: seconds of the first
-step and of the second, and how many rounds the first takes and operations of the store a rank.
+*Processes* train a small GPT over gloo, first with our engine, then with FSDP2. The benchmark
+measures the seconds of the first and the second step, and counts the rounds of the first step and
+the store operations of each rank.
 
-*Clients* are threads, each with a connection of its own to one TCPStore, that run the code of
-`engine.store` as ranks do, with the payloads of a model of ``--layers``
-layers: so a store has as many clients as in a large world. How many rounds such a model takes is
-counted on two processes, which are given the model itself.
+*Clients* are threads that each have a connection to the same TCPStore. They run the code of
+`engine.store` as ranks do, with the payloads of a model of ``--layers`` layers. So the store has as
+many clients as in a large world. The rounds of such a model are counted on two processes that train
+it.
 
-What this shows and what not. All runs on one machine: nothing has a network to cross, but all
-clients share its cores, and Python's lock within a process, which real ranks do not. A round of
-clients is the time between the ends of two rounds, of the last client each. Digests of the entries
-are made before, as ranks make them on cores of their own. With more processes than cores, seconds
-of steps are mostly other ranks' turns on the cores: the difference between the first step and the
-second, beside FSDP2's, is what counts.
+Limits: all processes and threads share the cores of one machine, and the clients of a process share
+Python's lock, which real ranks do not. Nothing crosses a network. The time of a round is that
+between the ends of two rounds, each taken at the last client. Digests are computed before, because
+ranks compute them on their own cores. If there are more processes than cores, a step's time is
+mostly the compute of other ranks. So compare the difference between the first and the second step
+with that of FSDP2.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from benchmarks.models import GPT
-from benchmarks.optimizers.results import circumstances
+from benchmarks.optimizers.results import ROOT, circumstances, read, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -60,13 +61,14 @@ from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records
 from vescale_fsdp.testing import run_ranks
 
+FOLDER = ROOT / "benchmarks" / "results" / "startup"
 VOCABULARY, CONTEXT, WIDTH = 64, 8, 16
 SHARD = {"vescale": fully_shard, "fsdp2": torch_fully_shard}
 TIMEOUT_S = 600.0
 
 
 class Counted:
-    """A store that counts what is asked of it, by the name of the operation."""
+    """A store that counts its operations by name."""
 
     def __init__(self, store: Any, counts: Counter[str]) -> None:
         self.store, self._counts = store, counts
@@ -86,12 +88,12 @@ class Counted:
 
 @dataclass
 class Steps:
-    """Of one rank under one engine.
+    """The results of one rank with one engine.
 
     Attributes:
-        step_s: of each step.
+        step_s: seconds of each step.
         rounds: of the first step, by topic.
-        operations: of the store in the first step, by name, those of the backend left out.
+        operations: of the store in the first step, by name, without those of the backend.
     """
 
     step_s: list[float]
@@ -128,7 +130,7 @@ def _sharded(shard: Callable[..., Any], layers: int) -> nn.Module:
 
 
 def train(engines: Sequence[str], layers: int, num_steps: int) -> dict[str, Steps]:
-    """On one rank: the steps of each engine, one engine after the other."""
+    """Train on one rank, with one engine after the other. Returns the results by engine."""
     torch.set_num_threads(1)
     found: dict[str, Steps] = {}
     for name in engines:
@@ -153,7 +155,7 @@ def train(engines: Sequence[str], layers: int, num_steps: int) -> dict[str, Step
 
 
 def show_processes(results: list[dict[str, Steps]], layers: int, console: Console) -> None:
-    """Print a table; seconds of the slowest rank, operations of the least and most busy one."""
+    """Print a table: seconds of the slowest rank; least, median and most operations of a rank."""
     title = f"{len(results)} processes, GPT of {layers} blocks; one machine"
     table = Table(title=title, title_justify="left")
     for column in ("engine", "first step, s", "second, s", "more", "rounds", "operations a rank"):
@@ -173,11 +175,11 @@ def show_processes(results: list[dict[str, Steps]], layers: int, console: Consol
 
 @dataclass
 class Kind:
-    """Rounds of one kind among clients.
+    """The results of clients in rounds of one kind.
 
     Attributes:
-        round_s: between the ends of rounds, of the last client each.
-        operations: of each client a round, by rank.
+        round_s: seconds between the ends of two rounds, each taken at the last client.
+        operations: of each client per round, by rank.
     """
 
     round_s: list[float]
@@ -185,7 +187,7 @@ class Kind:
 
 
 def entries_of(layers: int) -> list[str]:
-    """What two ranks compare of a model with so many blocks."""
+    """Return the entries that two ranks compare for a model with ``layers`` blocks."""
     return run_ranks(_entries, 2, layers)[0]
 
 
@@ -194,10 +196,10 @@ def _entries(layers: int) -> list[str]:
 
 
 def _payloads(entries: list[str]) -> dict[str, tuple[Callable[[int], str], Any]]:
-    """By kind of a round: what a rank gives, and how that is merged."""
+    """Return for each kind of round a function for a rank's payload, and one that merges them."""
     layers = sum(each.startswith("unit") for each in entries)
     subjects = [Subject("mesh", ["mesh"], ""), Subject("model", entries, "")]
-    digests = json.loads(Digests.of(subjects, 0))  # once: ranks make them on cores of their own
+    digests = json.loads(Digests.of(subjects, 0))  # computed once: real ranks have their own cores
 
     def digest(rank: int) -> str:
         return json.dumps([[[value, rank]] for ((value, _),) in digests])
@@ -223,7 +225,7 @@ def clients(
     barrier: Barrier,
     pipe: Any,
 ) -> None:
-    """In one process: a client for each of ``ranks``. Sends their times and counts."""
+    """Run a client for each of ``ranks`` in one process. Sends their times and counts."""
     threading.stack_size(512 * 1024)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     kinds = _payloads(entries)
@@ -233,7 +235,7 @@ def clients(
     def run(rank: int) -> None:
         mine: dict[str, tuple[list[float], float]] = {}
         counts: Counter[str] = Counter()
-        # Here, not one after the other: now and then one waits for a name server.
+        # In the threads, not one after the other, because some wait for a name server.
         store = TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
         start.wait()
         start.wait()
@@ -246,7 +248,7 @@ def clients(
         rounds = Rounds(counted, range(size), rank, fan_in)
         for kind, (payload, merge) in kinds.items():
             text = payload(rank)
-            rounds.exchange(f"begin of {kind}", text, merge, TIMEOUT_S)  # all have begun
+            rounds.exchange(f"begin of {kind}", text, merge, TIMEOUT_S)  # now all have started
             counts.clear()
             ends = [time.monotonic()]
             for _ in range(num_rounds):
@@ -263,14 +265,14 @@ def clients(
     start.wait()
     for thread in threads:
         thread.join()
-    barrier.wait()  # who leaves the store early takes cores from others
+    barrier.wait()  # a process that ends early would use the cores of others
     pipe.send(found)
 
 
 def measure_clients(
     size: int, fan_in: int, num_processes: int, num_rounds: int, entries: list[str]
 ) -> dict[str, Kind]:
-    """Rounds among ``size`` clients of one store, by kind."""
+    """Measure rounds of ``size`` clients of one store, by kind."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = get_context("spawn")
     barrier = context.Barrier(num_processes)
@@ -323,25 +325,114 @@ def _spread(values: Sequence[float], form: str) -> str:
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
+# The page of results
+
+
+def figures_of_processes(results: list[dict[str, Steps]], blocks: int) -> dict[str, Any]:
+    """Return the figures of one world: seconds of the slowest rank, operations of a rank."""
+    found: dict[str, Any] = {}
+    for name in results[0]:
+        totals = [sum(each[name].operations.values()) for each in results]
+        found[name] = {
+            "step_s": [max(each[name].step_s[k] for each in results) for k in (0, 1)],
+            "rounds": sum(results[0][name].rounds.values()),
+            "operations": [median(totals), mean(totals), max(totals)] if any(totals) else None,
+        }
+    return {"blocks": blocks, "engines": found}
+
+
+def figures_of_clients(
+    kinds: Mapping[str, Kind], rounds: Mapping[str, int], layers: int
+) -> dict[str, Any]:
+    """Return the figures of one store: least, median and most seconds of a round."""
+    found = {
+        kind: {
+            "round_s": [min(each.round_s), median(each.round_s), max(each.round_s)],
+            "operations_of_rank_0": each.operations[0],
+        }
+        for kind, each in kinds.items()
+    }
+    return {"layers": layers, "rounds": sum(rounds.values()), "kinds": found}
+
+
+def keep(folder: Path, name: str, figures: Mapping[str, Any]) -> None:
+    """Write the figures of one world, or of one store, with their circumstances."""
+    write(folder / f"{name}.json", {"circumstances": circumstances(), **figures})
+
+
+def kept(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Return all stored figures: first of processes, then of clients, each by number."""
+    paths = [path for what in ("processes", "clients") for path in _paths(folder, what)]
+    return [read(path) for path in paths]
+
+
+def process_lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of processes for RESULTS.md."""
+    rows = []
+    for path in _paths(folder, "processes"):
+        for name, each in read(path)["engines"].items():
+            first, second = each["step_s"]
+            row = [_number(path), "FSDP2" if name == "fsdp2" else "veScale-FSDP"]
+            row += [f"{seconds:.2f}" for seconds in (first, second, first - second)]
+            has_rounds = each["operations"] is not None
+            row += [str(each["rounds"])] if has_rounds else [""]
+            row += [" / ".join(f"{n:.0f}" for n in each["operations"])] if has_rounds else [""]
+            rows.append(row)
+    head = ["processes", "engine", "first step, s", "second, s", "difference", "rounds"]
+    return [*head, "store operations of a rank: median, mean, most"], rows
+
+
+def client_lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of clients for RESULTS.md."""
+    rows = []
+    for path in _paths(folder, "clients"):
+        found = read(path)
+        kinds = found["kinds"]
+        name_s, step_s = (kinds[kind]["round_s"][1] for kind in ("name", "next step"))
+        row = [_number(path), f"{1000 * name_s:,.0f}"]
+        for kind in ("mesh and model", "next step"):
+            least, middle, most = (1000 * seconds for seconds in kinds[kind]["round_s"])
+            row.append(f"{middle:,.0f} ({least:,.0f} to {most:,.0f})")
+        row.append(f"{kinds['next step']['operations_of_rank_0']:.0f}")
+        rows.append([*row, f"{name_s + found['rounds'] * step_s:.2f}"])
+    head = ["clients", "name, ms", "mesh and model, ms per round", "next step, ms per round"]
+    return [*head, "operations of rank 0 per round", "name and first step, s (target: 2)"], rows
+
+
+def _paths(folder: Path, what: str) -> list[Path]:
+    return sorted(folder.glob(f"*-{what}.json"), key=lambda path: int(path.stem.split("-")[0]))
+
+
+def _number(path: Path) -> str:
+    return f"{int(path.stem.split('-')[0]):,}"
+
+
 def main() -> None:
-    """Measure and show."""
-    parser = argparse.ArgumentParser(description="What ranks spend to agree as they begin.")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64], help="processes that train")
-    parser.add_argument("--blocks", type=int, default=4, help="of the model that they train")
-    parser.add_argument("--clients", type=int, nargs="*", default=[1024, 4096])
-    parser.add_argument("--layers", type=int, default=61, help="of the model that clients have")
-    parser.add_argument("--fan-in", type=int, nargs="+", default=[FAN_IN])
-    parser.add_argument("--processes", type=int, default=4, help="that have the clients")
+    """Measure, print and store. Figures of the same sizes are replaced."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup",
+        description="What ranks need to agree before and during their first step.",
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64], help="numbers of processes")
+    parser.add_argument("--blocks", type=int, default=4, help="of the model of processes")
+    parser.add_argument(
+        "--clients", type=int, nargs="*", default=[1024, 4096], help="numbers of clients"
+    )
+    parser.add_argument("--layers", type=int, default=61, help="of the model of clients")
+    parser.add_argument("--fan-in", type=int, nargs="+", default=[FAN_IN], help="of the tree")
+    parser.add_argument("--processes", type=int, default=4, help="that run the clients")
     parser.add_argument("--rounds", type=int, default=20, help="of each kind")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--json", type=Path, help="file for all readings")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the page's figures")
     args = parser.parse_args()
-    # Torch asks a name server about each connection; who gets no answer would wait for 10 s.
+    # Torch looks up a name for each connection. Without an answer it would wait for 10 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     console = Console(width=120)
     found: dict[str, Any] = {"processes": {}, "clients": {}}
     for num_ranks in args.ranks:
         steps = run_ranks(train, num_ranks, list(SHARD), args.blocks, 3, timeout_s=1800)
         show_processes(steps, args.blocks, console)
+        keep(args.out, f"{num_ranks}-processes", figures_of_processes(steps, args.blocks))
         found["processes"][str(num_ranks)] = [
             {name: asdict(each) for name, each in mine.items()} for mine in steps
         ]
@@ -356,6 +447,9 @@ def main() -> None:
                 key = f"{size}" if len(args.fan_in) == 1 else f"{size}, fan-in {fan_in}"
                 results[key] = measure_clients(size, fan_in, args.processes, args.rounds, entries)
         show_clients(results, rounds, console)
+        for size in args.clients if args.fan_in == [FAN_IN] else ():
+            figures = figures_of_clients(results[str(size)], rounds, args.layers)
+            keep(args.out, f"{size}-clients", figures)
         found["clients"] = {
             key: {kind: asdict(each) for kind, each in kinds.items()}
             for key, kinds in results.items()

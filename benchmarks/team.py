@@ -1,7 +1,8 @@
-"""Team: the processes of one engine, one a rank, which wait for their turn and then run some steps.
+"""Team: the processes of one engine, one per rank. They run some steps when they are told to.
 
-Processes of their own keep what engines allocate and patch apart. They are forked from a server
-that has torch loaded, so that many of them start quickly, and enter their network first of all.
+Each engine has separate processes, so that allocations and patches of one do not affect another.
+They are forked from a server that has loaded torch, so that they start quickly. First they enter
+their network namespace.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _STARTS = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Turn:
-    """What a team, or one rank of it, did in one turn.
+    """The results of some steps of a team, or of one rank of it.
 
     Attributes:
         step_s: the median over the steps, the mean over the ranks.
-        cpu_s: of a process per step, all threads.
-        peak_bytes: by how much the resident size was above that before the model was made, at
-            most, since the first steps; the largest of the ranks.
+        cpu_s: CPU time of a process per step, all threads.
+        peak_bytes: the peak of the resident size since the first steps, minus the size before the
+            model was made; the largest of the ranks.
         losses: of each step, mean over the ranks.
     """
 
@@ -61,8 +62,8 @@ class Team:
         model: one of `models.PRESETS`.
         precision: "fp32" or "bf16".
         num_ranks: processes.
-        places: where they run; None: here.
-        module: that has ``make_engine``.
+        places: the namespaces to run in. None: the current one.
+        module: the module that has ``make_engine``.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Team:
             call = (theirs, module, engine, model, precision, rank, num_ranks, place, rendezvous)
             process = _STARTS.Process(target=_rank, args=call, daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe closes when the process ends
             self._ends.append(mine)
             self._processes.append(process)
 
@@ -104,7 +105,7 @@ class Team:
         self._folder.cleanup()
 
     def start(self) -> float:
-        """Wait until the engine is ready; the bytes that a rank is expected to send in a step.
+        """Wait until the engine is ready. Returns the bytes that a rank should send in a step.
 
         Raises:
             RuntimeError: a rank has failed, here or in any other method.
@@ -113,15 +114,15 @@ class Team:
         return expected[0]
 
     def trace(self, steps: int) -> list[Trace]:
-        """Run one step, and then ``steps`` that are traced; what each rank saw."""
+        """Run one step, and then trace ``steps`` steps. Returns the trace of each rank."""
         return self._ask("trace", steps)
 
     def inspect(self) -> list[Inspection]:
-        """Make the engine anew, and count its memory and its copies; what each rank found."""
+        """Make the engine again, and count memory and copies. Returns the counts of each rank."""
         return self._ask("inspect", 0)
 
     def run(self, steps: int) -> Turn:
-        """Run one step that is not timed, and then ``steps`` that are."""
+        """Run one step that is not timed, and then ``steps`` timed ones."""
         turns: list[Turn] = self._ask("run", steps)
         return Turn(
             statistics.mean(turn.step_s for turn in turns),
@@ -150,7 +151,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says that has met an exception."""
+    """The message of a rank that has raised an exception."""
 
     text: str
 
@@ -166,7 +167,7 @@ def _rank(
     place: Place | None,
     rendezvous: str,
 ) -> None:
-    """A rank, until it is killed."""
+    """Run as a rank until it is killed."""
     die_with_parent()
     if place is not None:
         place.enter()
@@ -193,7 +194,7 @@ def _rank(
 
 
 def _serve(connection: Connection[Any, Any], make: Callable[[], Engine]) -> None:
-    """Do what the connection asks for, for ever."""
+    """Call the methods that the connection names, forever."""
     import torch.distributed as dist
     from benchmarks.engines import Training
 
@@ -223,7 +224,7 @@ def _serve(connection: Connection[Any, Any], make: Callable[[], Engine]) -> None
 
 def _run(engine: Engine, steps: int, resident_before: int) -> Turn:
     seconds, losses, cpu = [], [], 0.0
-    for index in range(steps + 1):  # the caches hold another engine's data at first
+    for index in range(steps + 1):  # the first is not timed: the caches have data of another engine
         if index == 1:
             cpu = time.process_time()
         started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Where the time of a step goes: waits for collectives, and what the network does meanwhile.
+"""Shows how long a step waits for collectives, and how busy the network is meanwhile.
 
     python -m benchmarks.trace_step --model gpt-7m --engine vescale --network 1gbit
 
-Prints how long the computing thread stood still, by cause, how busy the network was in each part
-of the step, and every collective of one step. ``--json`` writes the events of all steps and ranks
-in the format of https://ui.perfetto.dev.
+It prints how long the computing thread waited, by cause, how busy the network was in each part of
+the step, and every collective of one step. ``--json`` writes the events of all steps and ranks in
+the format of https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def step_starts(trace: Trace) -> list[float]:
 
 
 def busy_share(samples: list[tuple[float, int]], begin: float, end: float, rate: float) -> float:
-    """What of ``rate`` (bytes per second) was sent between two times."""
+    """Return which share of ``rate`` (bytes per second) was sent between two times."""
     inside = [(at, sent) for at, sent in samples if begin <= at <= end]
     if len(inside) < 2 or end <= begin:
         return 0.0
@@ -85,7 +85,7 @@ def _last_step(trace: Trace, rate: float | None, num_ranks: int) -> Table:
         table.add_row(name, "", f"{1000 * (at - start):.0f}", style="bold")
     events: list[tuple[float, Event]] = [(e.issued, e) for e in trace.events if e.issued >= start]
     for at, event in events:
-        # Of a collective a rank has its own part already; a message travels whole.
+        # A rank already has its own part of a collective. A message is sent completely.
         travels = 1.0 if event.kind in ("send", "receive") else (num_ranks - 1) / num_ranks
         ideal = f"{1000 * event.num_bytes * travels / rate:.1f}" if rate else ""
         table.add_row(
@@ -124,14 +124,14 @@ def perfetto(traces: list[Trace]) -> list[dict[str, object]]:
 
 def main() -> None:
     """Trace one engine on one network."""
-    parser = argparse.ArgumentParser(description="Where the time of a step goes.")
+    parser = argparse.ArgumentParser(description="Waits and network use in a step.")
     parser.add_argument("--model", default="gpt-7m", choices=PRESETS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--network", default="1gbit", help="loopback, 1gbit, ...")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--engine", default="vescale", help="or fsdp2")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the events")
+    parser.add_argument("--json", type=Path, help="file for the events")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rate = None if args.network == "loopback" else args.network

@@ -1,4 +1,4 @@
-"""What a rank does with time in a step: its collectives, from issue to end, and its waits for them.
+"""Records the collectives of a rank in a step, from issue to end, and its waits for them.
 
 Times are seconds of the system's monotonic clock, the same for all processes of a machine.
 """
@@ -52,7 +52,7 @@ class Event:
 
     @property
     def waited_s(self) -> float:
-        """How long the thread that computes stood still for it."""
+        """Seconds that the computing thread waited for it."""
         return self.waited_to - self.waited_from
 
 
@@ -64,7 +64,7 @@ class Trace:
         self.marks: list[tuple[str, float]] = []
 
     def mark(self, name: str) -> None:
-        """A part of the step begins."""
+        """Record that a part of the step begins."""
         self.marks.append((name, time.perf_counter()))
 
 
@@ -88,7 +88,7 @@ class _TracedWork(dist.Work):
 
 @contextmanager
 def traced() -> Iterator[Trace]:
-    """Watch the collectives of ``torch.distributed`` that are called by name at call time."""
+    """Trace the collectives that are called as attributes of ``torch.distributed``."""
     trace, originals = Trace(), {}
     for name, kind in NAMES.items():
         original = getattr(dist, name, None)

@@ -1,4 +1,4 @@
-"""What a step puts on the wire: counted as it is issued, derived from the layout, and replayed."""
+"""The communication of a step: counts it, computes it from the layout, and replays it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Collective:
 
     Attributes:
         name: of the operator, as ``_allgather_base_``.
-        num_bytes: of the whole buffer: what all ranks have together after a gather, what each
-            has before a reduction. Of a message from one rank to another, its size.
+        num_bytes: of the full buffer: the output of an all-gather, the input of a reduce-scatter.
+            Of a message between two ranks, its size.
         call: the operator and its arguments, to issue it again.
     """
 
@@ -38,10 +38,10 @@ class Collective:
     call: tuple[Any, tuple[Any, ...], dict[str, Any]]
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """What one rank sends on gloo, without headers.
+        """Return the bytes that one rank sends on gloo, without headers.
 
-        A gather or an all-to-all sends each part once to each of the others. An all-reduce sends
-        twice that, around a ring; so does gloo's reduce-scatter, which is one inside.
+        An all-gather or all-to-all sends each part once to each other rank. An all-reduce sends
+        twice as much, in a ring. So does gloo's reduce-scatter, which is an all-reduce internally.
         """
         if self.name in ("send", "recv_"):
             return self.num_bytes if self.name == "send" else 0
@@ -50,10 +50,10 @@ class Collective:
 
 
 class Recorder(TorchDispatchMode):
-    """Lists the collectives of a step. (Backward on CPU runs in the thread that calls it.)
+    """Records the collectives of a step. (On CPU, backward runs in the calling thread.)
 
     Args:
-        keeps_calls: for a `Replay`, with as much memory as they use together.
+        keeps_calls: keep calls and their tensors for a `Replay`, which needs their memory.
     """
 
     NAMES = (
@@ -83,13 +83,13 @@ def _blank(value: Any) -> Any:
 
 
 class Replay:
-    """Issues recorded collectives again, two at a time on each communicator, and nothing else."""
+    """Issues recorded collectives again, two at a time on each communicator."""
 
     def __init__(self, collectives: list[Collective]) -> None:
         self._calls = [each.call for each in collectives]
 
     def step(self) -> None:
-        """All of them once."""
+        """Issue all of them once."""
         flying: dict[str, deque[Any]] = {}
         for func, args, kwargs in self._calls:
             boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
@@ -107,12 +107,12 @@ class Replay:
 
 
 def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
-    """What one rank sends in a step of ours, by the plan: without headers.
+    """Compute the bytes that one rank sends in a step of ours, without headers.
 
-    A unit is gathered in forward, and again in backward unless it was kept (as the root is, and the
-    last ``in_flight - 2`` of the others), in the compute dtype; its gradients travel once in the
-    same dtype. Each time a rank sends its part to all others: ``(num_ranks - 1) * shard_size``
-    elements, or a message of its codec.
+    A unit is gathered in forward in the compute dtype, and again in backward, except for the root
+    and the last ``in_flight - 2`` units, which stay unsharded. Gradients are sent once in the same
+    dtype. Each time a rank sends its part to all others: ``(num_ranks - 1) * shard_size`` elements,
+    or a message of its codec.
     """
     total = 0
     units = list(units_in(model).values())
@@ -136,7 +136,7 @@ def _part_bytes(
     dtype: torch.dtype,
     raw_dtype: torch.dtype,
 ) -> int:
-    """What a rank sends to each other one: its part in ``dtype``, or a message."""
+    """Return the bytes that a rank sends to each other one: its part in ``dtype``, or a message."""
     if any(codings):
         return BlockCodec(layout, codings, raw_dtype).num_bytes(layout)
     return layout.shard_size * dtype.itemsize

@@ -1,10 +1,10 @@
-"""The training step under DeepSpeed ZeRO-3, on CPU over gloo.
+"""The training step with DeepSpeed ZeRO-3, on CPU over gloo.
 
-DeepSpeed has no units: it gathers what a layer needs, ahead of time as far as the prefetch bucket
-reaches, and reduces gradients in buckets. All its sizes are in elements, and the defaults suit
-models of billions of them: with them nothing of a small model would ever be released. `settings`
-scales them to the model's blocks, so that like the others it gathers each block twice. What else
-was tried is in `VARIANTS`; benchmarks/README.md says how they compare.
+DeepSpeed has no units. It gathers the parameters of each layer, prefetches up to the size of a
+bucket, and reduces gradients in buckets. Its sizes are in elements, and the defaults are for models
+with billions of parameters; a small model would never be resharded. `settings` scales them to the
+model's blocks, so that each block is gathered twice, as with the other engines. `VARIANTS` has the
+other settings that were tried; benchmarks/README.md compares them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def settings(block: int, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed is configured with, for blocks of that many elements."""
+    """Return DeepSpeed's configuration for blocks of that many elements."""
     bucket = max(4 * block, LEAST_BUCKET)
     return {
         "train_micro_batch_size_per_gpu": 1,  # it only counts with it
@@ -73,7 +73,7 @@ def settings(block: int, precision: str, changes: dict[str, Any]) -> dict[str, A
 
 
 class ZeroTraining(Training):
-    """A model under one of `VARIANTS`."""
+    """A model with one of `VARIANTS`."""
 
     def __init__(self, name: str, model: nn.Module, precision: str, batches: Batches) -> None:
         dtype = torch.bfloat16 if precision == "bf16" else None
@@ -101,7 +101,7 @@ class ZeroTraining(Training):
 
 
 def _adopt_process_group() -> Any:
-    """DeepSpeed, told to use the processes that are there."""
+    """Return the module deepspeed, which uses the existing process group."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "DS_ACCELERATOR": "cpu"}
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

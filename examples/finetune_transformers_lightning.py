@@ -2,11 +2,11 @@
 
     python examples/finetune_transformers_lightning.py
 
-The model is a small Llama made from a config, so nothing is downloaded; ``from_pretrained`` in its
-place is the only change for a real one. Its decoder layers become the units, since the model names
-them in ``_no_split_modules``. All but the last layers and the head are frozen: frozen and trained
-parameters may be in one unit. The result is saved as one file that any Lightning reads, and with
-``save_pretrained``.
+The model is a small Llama made from a config, so nothing is downloaded. For a real model, call
+``from_pretrained`` instead. The decoder layers become units, because the model names them in
+``_no_split_modules``. All but the last layers and the head are frozen; frozen and trained
+parameters may be in one unit. The result is saved as one file that Lightning reads on any machine,
+and with ``save_pretrained``.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class FineTuning(pl.LightningModule):
 
 
 def main() -> None:
-    """Train, in this process and those that Lightning starts."""
+    """Train in this process and in those that Lightning starts."""
     parser = argparse.ArgumentParser(description="Fine-tune a small Llama, sharded.")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="bf16-mixed")
@@ -83,7 +83,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True, drop_last=True))
-    with unsharded(model):  # all processes gather, the first one writes
+    with unsharded(model):  # all processes unshard, the first one writes
         if trainer.is_global_zero:
             model.llama.save_pretrained(args.out / "pretrained")
     trainer.strategy.barrier()

@@ -1,7 +1,6 @@
-"""A small GPT, and the text it learns: the sources of Python's standard library.
+"""A small GPT, and its training text: the sources of Python's standard library.
 
-Plain PyTorch, shared by the two training scripts beside this file. Nothing here knows that the
-model will be sharded.
+This is plain PyTorch, used by the training scripts in this folder. It has no code for sharding.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """With the defaults: 6 blocks of width 384, 12.2 million parameters."""
+    """A GPT. With the defaults it has 6 blocks of width 384 and 12.2 million parameters."""
 
     def __init__(
         self,
@@ -60,7 +59,8 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        # As large as the norms make it anyway: small ones would get huge gradients at first.
+        # The blocks' norms scale x to about 1 anyway. With smaller embeddings, gradients through
+        # these norms would be very large in the first steps.
         nn.init.normal_(self.token.weight, std=1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, vocabulary)
@@ -72,13 +72,13 @@ class GPT(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy per token, in nats. One who knows nothing has ln 2048 = 7.62."""
+    """Mean cross entropy per token, in nats. A uniform guess has ln 2048 = 7.62."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
 def generate(model: GPT, tokens: Tensor, num_tokens: int, temperature: float = 0.6) -> Tensor:
-    """Continue one text: (time,) -> (time + num_tokens,). The parameters must be whole."""
+    """Continue one text: (time,) -> (time + num_tokens,). The model must be unsharded."""
     for _ in range(num_tokens):
         logits = model(tokens[None, -model.context :])[0, -1].float()
         choice = torch.multinomial((logits / temperature).softmax(0), 1)
@@ -87,7 +87,7 @@ def generate(model: GPT, tokens: Tensor, num_tokens: int, temperature: float = 0
 
 
 def digest_of(model: nn.Module) -> str:
-    """Another one if any bit of the parameters is. They must be whole."""
+    """Return a digest of all bits of the parameters. The model must be unsharded."""
     total = hashlib.sha256()
     for name, param in model.named_parameters():
         total.update(name.encode())
@@ -101,7 +101,7 @@ def learning_rate_factor(step: int, max_steps: int, warmup: int = 20) -> float:
 
 
 class Vocabulary:
-    """The 256 bytes, and the most common words of a text; other words are spelled in bytes."""
+    """The 256 bytes, and the most common words of a text. Other words are encoded as bytes."""
 
     # A line break with its indentation, a run of spaces or of underscores, a word, any byte.
     _pieces = re.compile(rb"\n *| +|_+|[A-Za-z]+|.", re.DOTALL)
@@ -113,7 +113,7 @@ class Vocabulary:
         self._ids = {token: i for i, token in enumerate(self.tokens)}
 
     def encode(self, text: bytes) -> Tensor:
-        """Token numbers, int16 to be small: (time,)."""
+        """Return token numbers, int16 to save memory: (time,)."""
         ids: list[int] = []
         for piece in self._pieces.findall(text):
             if piece in self._ids:
@@ -123,12 +123,12 @@ class Vocabulary:
         return torch.tensor(ids, dtype=torch.int16)
 
     def decode(self, ids: Tensor) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         return b"".join(self.tokens[i] for i in ids.tolist()).decode(errors="replace")
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A long text cut into windows; the target of each token is the token after it."""
+    """A long text in windows. The target of each token is the next token."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -146,13 +146,13 @@ Data = Dataset[tuple[Tensor, Tensor]]
 
 
 def load_text(context: int = 64, num_validation: int = 256) -> tuple[Vocabulary, Data, Data]:
-    """The vocabulary, the training data, and some windows of files that are not trained on.
+    """Return the vocabulary, the training data, and the validation data.
 
-    The choice of files is the same at every call: every tenth is held out.
+    Every tenth file is used for validation.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
-    if len(files) < 20:  # a Python without its sources still has its documentation
+    if len(files) < 20:  # a Python without sources: use its documentation
         files = [topic.encode() for _, topic in sorted(topics.topics.items())]
     held_out = b"\n".join(files[::10])
     del files[::10]

@@ -1,6 +1,6 @@
-"""A Lightning callback that measures a run: losses, speed, memory, over all processes.
+"""A Lightning callback that measures losses, speed and memory of all processes.
 
-Optional (``--metrics FILE.json``); the demo uses it to compare engines.
+It is optional (``--metrics FILE.json``). The demo uses it to compare engines.
 """
 
 import json
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Resident memory of this process, (now, highest so far). Linux only; elsewhere zeros.
+    """Return the resident memory of this process: (current, peak). Linux only; else zeros.
 
-    PyTorch counts no allocations on CPU, so the kernel's count must do. It includes what the
-    allocator keeps for later.
+    PyTorch does not count allocations on CPU, so this is the kernel's count. It includes memory
+    that the allocator caches.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -30,9 +30,9 @@ def resident_bytes() -> tuple[int, int]:
 
 
 class Metrics(Callback):
-    """Make it before the model: memory counts from there. The first process writes the file.
+    """Make it before the model, because memory is counted from there. The first process writes.
 
-    The file, a list over processes of:
+    The file has a list over processes of:
       losses: of each training step, of this process' batch
       step_s: of each training step, seconds from its start to the next one's; null for the
         last before a pause (validation, checkpoint)

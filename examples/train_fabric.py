@@ -2,8 +2,8 @@
 
     python examples/train_fabric.py
 
-The loop is one's own. What is about sharding: the model is set up before the optimizer is made, and
-the strings.
+The user writes the training loop. Two things are for sharding: the name of the strategy, and
+``setup_module`` is called before the optimizer is made.
 """
 
 import argparse
@@ -19,13 +19,13 @@ warnings.filterwarnings("ignore", ".*does not have many workers")
 
 
 def main() -> None:
-    """Train, save, and go on from what was saved."""
+    """Train, save, and continue from the checkpoint."""
     parser = argparse.ArgumentParser(description="Train a small GPT with Fabric, sharded.")
     parser.add_argument("--strategy", default="vescale_fsdp")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--out", type=Path, default=Path("checkpoints") / "fabric")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the processes share the cores
@@ -39,7 +39,7 @@ def main() -> None:
 
     with fabric.init_module(empty_init=False):
         model = GPT(len(vocabulary.tokens))
-    model = fabric.setup_module(model)  # first: from here on its parameters are shards
+    model = fabric.setup_module(model)  # before the optimizer: this shards the parameters
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     batches = iter(loader)

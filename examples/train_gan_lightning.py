@@ -2,9 +2,9 @@
 
     python examples/train_gan_lightning.py
 
-Two networks, two optimizers, manual optimization: the generator learns to put points on a ring. The
-module is written as for one process; each network is gathered when it is called, with the weights
-of after the last step.
+There are two networks, two optimizers and manual optimization: the generator learns to put points
+on a ring. The module is written as for one process. Each network is unsharded when it is called,
+with the weights after the last step.
 """
 
 import argparse
@@ -87,11 +87,13 @@ def ring(num_points: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Train, in this process and those that Lightning starts."""
+    """Train in this process and in those that Lightning starts."""
     parser = argparse.ArgumentParser(description="Train a small GAN with Lightning, sharded.")
     parser.add_argument("--strategy", default="vescale_fsdp")
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
-    parser.add_argument("--max-steps", type=int, default=2000, help="of both optimizers together")
+    parser.add_argument(
+        "--max-steps", type=int, default=2000, help="steps of both optimizers together"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)  # the processes share the cores
     pl.seed_everything(0)  # the same weights on all processes

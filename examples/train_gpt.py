@@ -2,10 +2,10 @@
 
     torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py
 
-It learns Python's standard library for a minute and writes some Python of its own. Kill what you
-like on the way: torchrun starts the processes again, and they go on from the last checkpoint. So
-they do when you start it again yourself, also with another number of processes. With the same
-number, the digest of the weights at the end is that of a run that nobody has disturbed.
+It trains for a minute on the sources of Python's standard library, and then generates some Python.
+If you kill a process, torchrun starts all of them again, and they continue from the last
+checkpoint. They also continue if you start the command again, with any number of processes. With
+the same number, the digest of the final weights is that of a run without interruption.
 """
 
 import argparse
@@ -29,8 +29,8 @@ PROMPT = b"\n\nclass Reader:\n    def __init__(self"
 def make_model(vocabulary_size: int, args: argparse.Namespace) -> GPT:
     """A sharded model."""
     model = GPT(vocabulary_size, layers=args.layers, width=args.width)
-    # Each call makes a unit: parameters that are gathered together, just before they are used.
-    # Inner modules first; the last call takes what is left (embeddings, norm, head).
+    # Each call makes a unit: parameters that are unsharded together, before they are used. Inner
+    # modules come first; the last call takes all other parameters (embeddings, norm, head).
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -38,15 +38,15 @@ def make_model(vocabulary_size: int, args: argparse.Namespace) -> GPT:
 
 
 def make_optimizer(model: GPT) -> Optimizer:
-    """Made after sharding: from there on, the parameters are this process' shards."""
+    """Make the optimizer. Call it after sharding, when the parameters are shards."""
     return AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), foreach=True)
 
 
 def batch_of(step: int, data: Data, args: argparse.Namespace) -> list[Tensor]:
-    """This process' part of a step's batch: tokens and targets, (batch / processes, time) each.
+    """Return this process' part of a batch: tokens and targets, (batch / processes, time) each.
 
-    It depends on the step alone, not on what this process has read before: so training can be
-    taken up at any step, by any number of processes.
+    It depends only on the step, and not on earlier batches. So training can be resumed at any step,
+    with any number of processes.
     """
     epoch, number = divmod(step, len(data) // args.batch_size)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed + epoch))
@@ -58,12 +58,12 @@ def batch_of(step: int, data: Data, args: argparse.Namespace) -> list[Tensor]:
 def train_step(
     model: GPT, optimizer: Optimizer, batch: list[Tensor], learning_rate: float
 ) -> Tensor:
-    """An ordinary step; the hooks on the model gather and reduce. Returns this process' loss."""
+    """An ordinary step. Hooks of the model unshard and reduce. Returns this process' loss."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     tokens, targets = batch
     loss = loss_of(model(tokens), targets)
-    loss.backward()  # leaves the mean over the processes in the gradients
+    loss.backward()  # gradients are then the mean over the processes
     clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -72,9 +72,9 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: GPT, data: Data) -> float:
-    """The mean loss over the validation data, the same number on all processes."""
+    """Return the mean loss over the validation data, the same on all processes."""
     mine = range(dist.get_rank(), len(data), dist.get_world_size())
-    # With a generator of its own, or it would take a random number from ours.
+    # With a separate generator, because the loader draws a random number.
     batches = DataLoader(data, 32, sampler=mine, generator=torch.Generator())
     losses = [loss_of(model(tokens), targets) for tokens, targets in batches]
     mean = torch.stack(losses).mean()
@@ -91,13 +91,13 @@ def say(text: str) -> None:
 def train(
     args: argparse.Namespace, make_optimizer: Callable[[GPT], Optimizer] = make_optimizer
 ) -> None:
-    """Train from the last checkpoint on, or from the start; then generate."""
+    """Train from the last checkpoint or from the start, then generate."""
     torch.manual_seed(args.seed)  # the same weights on all processes
     vocabulary, train_data, val_data = load_text()
     model = make_model(len(vocabulary.tokens), args)
     optimizer = make_optimizer(model)
     step, last = 0, checkpoint.latest(args.out)
-    if last is not None:  # weights, optimizer and random numbers as they were
+    if last is not None:  # weights, optimizer and random number generators
         step = checkpoint.load(last, model, optimizer)["step"]
     start = f"resumed from {last}; validation loss" if last else "validation loss before"
     say(f"{start}: {validate(model, val_data):.3f}")
@@ -112,7 +112,7 @@ def train(
             if step % 10 == 0:
                 speed = args.batch_size * model.context / (time.perf_counter() - started)
                 say(f"step {step:4d}  loss {loss.item():.3f}  {speed:6.0f} tokens/s")
-            stopping = stop.requested()  # by SIGTERM, to whichever process: all stop here
+            stopping = stop.requested()  # after SIGTERM to any process: all stop here
             if stopping or step % args.save_every == 0 or step == args.max_steps:
                 path = Path(args.out) / f"step-{step}"
                 checkpoint.save(path, model, optimizer, extra={"step": step}, keep_last=2)
@@ -120,7 +120,7 @@ def train(
             if stopping:
                 sys.exit(stop.exit_code)
 
-    with unsharded(model):  # whole parameters for 100 forward passes, gathered once
+    with unsharded(model):  # unsharded once for 100 forward passes
         say(vocabulary.decode(generate(model, vocabulary.encode(PROMPT).long(), num_tokens=100)))
         say(f"digest: {digest_of(model)}")
 
@@ -129,12 +129,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT in plain PyTorch, sharded.")
     parser.add_argument("--max-steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=8, help="of all processes together")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="sequences of all processes together"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     default = f"checkpoints/{Path(sys.argv[0]).stem}"
     parser.add_argument(
         "--out", default=default, help="folder of this run; delete it to start over"
@@ -145,10 +147,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(
     arguments: list[str] | None = None, make_optimizer: Callable[[GPT], Optimizer] = make_optimizer
 ) -> None:
-    """Train as one of the processes that torchrun has started."""
+    """Train as one of the processes that torchrun starts."""
     args = parse_args(arguments)
     torch.set_num_threads(1)  # the processes share the cores
-    checkpoint.init_process_group("gloo")  # torch's, and right after a restart, too
+    checkpoint.init_process_group("gloo")  # as torch's, but also works after a restart
     try:
         if args.batch_size % dist.get_world_size():
             raise SystemExit("--batch-size must be a multiple of the number of processes")

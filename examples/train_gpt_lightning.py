@@ -2,10 +2,9 @@
 
     python examples/train_gpt_lightning.py
 
-It learns Python's standard library for a minute, saves a checkpoint, resumes from it in a new
-Trainer, and writes some Python of its own. All that turns the sharding on is
-``strategy="vescale_fsdp"``. There is nothing to import for it: the package is found when it is
-installed beside Lightning.
+It trains for a minute on the sources of Python's standard library, saves a checkpoint, resumes from
+it in a new Trainer, and generates some Python. ``strategy="vescale_fsdp"`` is all that is needed
+for sharding. No import is needed if the package is installed with Lightning.
 """
 
 import argparse
@@ -31,7 +30,7 @@ for advice in (  # for bigger machines, odd sizes of data, other folders
 
 
 class GPTModule(pl.LightningModule):
-    """An ordinary LightningModule. Nothing here is about sharding, but for `predict_step`."""
+    """An ordinary LightningModule. Only `predict_step` has code for sharding."""
 
     def __init__(self, vocabulary_size: int, args: argparse.Namespace) -> None:
         super().__init__()
@@ -53,8 +52,8 @@ class GPTModule(pl.LightningModule):
         self.log("val_loss", loss, prog_bar=True, sync_dist=True)
 
     def predict_step(self, prompt: Tensor, batch_idx: int) -> Tensor:
-        # Imported here because only generation needs it, and only to be fast: without it, each
-        # of the 100 forward passes gathers all parameters anew.
+        # Only to be faster: without it, each of the 100 forward passes would unshard all
+        # parameters. So the import is here.
         from vescale_fsdp import unsharded
 
         with unsharded(self):
@@ -66,7 +65,7 @@ class GPTModule(pl.LightningModule):
         )
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Called after the model has been sharded: the optimizer sees this process' shards.
+        # Called after the model was sharded, so the optimizer gets this process' shards.
         optimizer = self.make_optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, self.max_steps)
@@ -113,10 +112,10 @@ def train(args: argparse.Namespace, module: type[GPTModule] = GPTModule) -> None
 
     model = module(len(vocabulary.tokens), args)
     trainer = make_trainer(args, EPOCHS - 1, callbacks)
-    trainer.validate(model, val_loader)  # before: worse than a guess, ln 2048 = 7.6
+    trainer.validate(model, val_loader)  # untrained: worse than a uniform guess, ln 2048 = 7.6
     trainer.fit(model, train_loader, val_loader)
 
-    # A new Trainer and new random weights: everything that matters comes from the checkpoint.
+    # A new Trainer and new random weights; the checkpoint replaces them.
     trainer.print(f"resuming from {checkpoint.best_model_path}")
     model = module(len(vocabulary.tokens), args)
     trainer = make_trainer(args, EPOCHS, callbacks)
@@ -135,11 +134,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
     parser.add_argument("--max-steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=4, help="per process, of 64 tokens each")
+    parser.add_argument(
+        "--batch-size", type=int, default=4, help="sequences of 64 tokens per process"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--clip-norm", type=float, default=1.0, help="of the gradients; 0: off")
+    parser.add_argument(
+        "--clip-norm", type=float, default=1.0, help="limit of the gradient norm; 0: off"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="checkpoints", help="folder for checkpoints")
     parser.add_argument("--metrics", help="write losses, speed and memory to this JSON file")
@@ -148,7 +151,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None, module: type[GPTModule] = GPTModule) -> None:
-    """Train, in this process and those that Lightning starts."""
+    """Train in this process and in those that Lightning starts."""
     torch.set_num_threads(1)  # the processes share the cores
     train(parse_args(arguments), module)
 

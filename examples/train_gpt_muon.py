@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt_muon.py
     python examples/train_gpt_muon.py --lightning
 
-Muon takes the matrices of hidden layers, AdamW what is left: embeddings, norms and the head. All
-else is in train_gpt.py and train_gpt_lightning.py beside this file, and the options are theirs.
+Muon trains the matrices of hidden layers, AdamW all other parameters: embeddings, norms and the
+head. Everything else, also the options, is in train_gpt.py and train_gpt_lightning.py.
 """
 
 import sys
@@ -17,28 +17,28 @@ from vescale_fsdp.optim import Muon, OptimizerGroup, split_named_params
 
 
 def muon_and_adamw(model: nn.Module, lr: float) -> OptimizerGroup:
-    """Two optimizers as one, for a model that may be sharded: matrices may be cut anywhere."""
+    """Return two optimizers as one. The model may be sharded, with matrices split anywhere."""
     hidden, rest = split_named_params(model)
     return OptimizerGroup(
-        # Steps as long as AdamW's, so that the learning rate is right for both.
+        # Steps have the length of AdamW's, so one learning rate fits both.
         muon=Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw"),
         adamw=AdamW(rest, lr=lr, betas=(0.9, 0.95), foreach=True),
     )
 
 
 def train_plain(arguments: list[str]) -> None:
-    """As train_gpt.py, under torchrun."""
-    # The one line. There it is: AdamW(model.parameters(), lr=0.0, ...).
+    """Train as train_gpt.py does, with torchrun."""
+    # Only this line differs from train_gpt.py, which has AdamW(model.parameters(), lr=0.0, ...).
     train_gpt.main(arguments, lambda model: muon_and_adamw(model, lr=0.0))
 
 
 def train_lightning(arguments: list[str]) -> None:
-    """As train_gpt_lightning.py, which starts the processes itself."""
+    """Train as train_gpt_lightning.py does. Lightning starts the processes."""
     import train_gpt_lightning
 
     class Module(train_gpt_lightning.GPTModule):
         def make_optimizer(self) -> OptimizerGroup:
-            # The one line. There it is: torch.optim.AdamW(self.parameters(), ...).
+            # Only this line differs: there it is torch.optim.AdamW(self.parameters(), ...).
             return muon_and_adamw(self, lr=self.learning_rate)
 
     train_gpt_lightning.main(arguments, Module)

@@ -18,6 +18,7 @@ from vescale_fsdp.testing.helpers import Block
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 try:
+    from benchmarks import startup
     from benchmarks.compare import record
     from benchmarks.compare.__main__ import main
     from benchmarks.compare.grid import Cell
@@ -29,6 +30,7 @@ try:
     from benchmarks.inspection import copied_bytes, peak_after
     from benchmarks.models import Preset
     from benchmarks.report.tables import page
+    from benchmarks.startup import Kind, Steps
 finally:
     sys.path.remove(str(ROOT))
 
@@ -170,6 +172,34 @@ def test_the_page_shows_losses_like_wins(tmp_path: Path) -> None:
     assert "| gpt-7m | 2 | loopback | fp32 | 2.0 |  | 2.0 |  |  | **1.0** |" in text
     assert "- left out: ZeRO-3, tuned in gpt-7m, 2 ranks, loopback, fp32: not installed" in text
     assert "![Speed over FSDP2's in each cell](compare-speed.svg)" in text
+
+
+def test_figures_of_start_up_are_kept_and_shown(tmp_path: Path) -> None:
+    ranks = [
+        {
+            "vescale": Steps([2.0 + rank, 1.0, 1.0], {"mesh": 1, "model": 2}, {"set": 3 + rank}),
+            "fsdp2": Steps([4.0, 3.5, 3.5], {}, {}),
+        }
+        for rank in range(2)
+    ]
+    startup.keep(tmp_path, "2-processes", startup.figures_of_processes(ranks, blocks=4))
+    kinds = {
+        "name": Kind([0.25], [9.0, 4.0]),
+        "mesh and model": Kind([0.1, 0.3, 0.2], [4.0, 3.0]),
+        "next step": Kind([0.5, 0.5, 2.0], [4.0, 3.0]),
+    }
+    startup.keep(tmp_path, "1024-clients", startup.figures_of_clients(kinds, {"a": 3}, layers=61))
+    assert startup.process_lines(tmp_path)[1] == [
+        ["2", "veScale-FSDP", "3.00", "1.00", "2.00", "3", "4 / 4 / 4"],
+        ["2", "FSDP2", "4.00", "3.50", "0.50", "", ""],
+    ]
+    # 0.25 s for the name and 3 rounds of 0.5 s.
+    assert startup.client_lines(tmp_path)[1] == [
+        ["1,024", "250", "200 (100 to 300)", "500 (500 to 2,000)", "4", "1.75"]
+    ]
+    command = {each["circumstances"]["command"] for each in startup.kept(tmp_path)}
+    assert len(startup.kept(tmp_path)) == 2
+    assert len(command) == 1
 
 
 class Again(TorchDispatchMode):

@@ -1,14 +1,14 @@
-"""Step time of one training through Lightning and Accelerate, beside plain loops.
+"""Step time of one training with Lightning and Accelerate, compared with plain loops.
 
     python -m benchmarks.adapters                          # 10 minutes on two cores
     python -m benchmarks.adapters --models gpt-7m --loops plain-vescale lightning-vescale --rounds 3
 
-Same model, data, seed and optimizer; each loop has processes of its own, and the loops alternate.
-``cost`` is a loop's time over that of the plain loop of the same engine. ``speed`` is the time of
-``fsdp2`` through the same library over the loop's time. Both are computed within a round. A loop
-that does not run here is left out, and the reason is printed. The packages are those of
-`docs/lightning.md` and `docs/accelerate.md`. Accelerate does not offer FSDP2 on CPU; there the type
-of the run is set by hand.
+Model, data, seed and optimizer are the same. Each loop has separate processes, and the loops
+alternate. ``cost`` is a loop's time divided by that of the plain loop of the same engine. ``speed``
+is the time of ``fsdp2`` with the same library divided by the loop's time. Both are computed within
+a round. A loop that cannot run is left out, and the reason is printed. The packages are those of
+`docs/lightning.md` and `docs/accelerate.md`. Accelerate does not support FSDP2 on CPU, so its
+distributed type is set here.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def _are_there(*found: dict[str, Any] | None) -> bool:
 
 
 def main() -> int:
-    """Measure, print and keep."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.adapters", description="The cost of adapters."
     )
     parser.add_argument("--models", nargs="+", default=["gpt-7m", "gpt-tiny"], choices=PRESETS)
     parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=LOOPS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--network", default="loopback", help="or a rate, as 1gbit")
+    parser.add_argument("--network", default="loopback", help="loopback, or a rate such as 1gbit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, default=FILE)

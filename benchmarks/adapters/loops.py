@@ -1,9 +1,9 @@
-"""A step of the same training through Lightning's Trainer, through Accelerate, and without either.
+"""A step of the same training with Lightning's Trainer, with Accelerate, and with a plain loop.
 
-``plain-*`` are the engines of `benchmarks.engines`. Lightning's loop cannot be called for a
-single step, so it runs in a thread of its own and waits at the start of each batch: a step is
-all from there to the next start, with everything that the Trainer does between. Loggers,
-progress bar and checkpoints are off.
+``plain-*`` are the engines of `benchmarks.engines`. Lightning's loop cannot be called for a single
+step, so it runs in a separate thread and waits at the start of each batch. A step is the time from
+one start to the next, with all that the Trainer does between. Loggers, progress bar and checkpoints
+are off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LOOPS", "make_engine"]
 
 
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> Engine:
-    """One of `LOOPS`, after its first steps."""
+    """Make one of `LOOPS`, and run its first steps."""
     library, _, engine = name.partition("-")
     if library == "plain":
         return engines.make_engine(engine, preset, precision, rank, num_ranks)
@@ -49,7 +49,7 @@ def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks:
 
 
 def _set_environment(rank: int, num_ranks: int) -> None:
-    """As a launcher would; the process group is there already."""
+    """Set the variables of a launcher. The process group already exists."""
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= {**sizes, **ranks, "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
@@ -68,7 +68,7 @@ class LightningLoop:
         self._loss: float | None = None
 
     def start(self) -> None:
-        """Go to the start of the first batch."""
+        """Run to the start of the first batch."""
         threading.Thread(target=self._fit, daemon=True).start()
 
     def step(self) -> float:
@@ -80,7 +80,7 @@ class LightningLoop:
         return found
 
     def batch_starts(self) -> None:
-        """Called by the Trainer: hand over the last loss, and wait."""
+        """Called by the Trainer: return the last loss, and wait."""
         if self._loss is not None:
             self._done.put(self._loss)
         self._turns.get()
@@ -185,7 +185,7 @@ def _lightning_ddp(num_ranks: int) -> Any:
 
 
 class AccelerateLoop:
-    """The loop that Accelerate's documentation has."""
+    """The loop in Accelerate's documentation."""
 
     expected_bytes = 0.0
 
@@ -222,7 +222,7 @@ def _accelerate_vescale(model: nn.Module) -> Any:
 
 
 def _accelerate_fsdp2(model: nn.Module) -> Any:
-    """Accelerate does not offer FSDP on CPU: the type of the run is set after it was found."""
+    """Make an Accelerator with FSDP2 on CPU, by setting the type that it has detected."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType

@@ -1,16 +1,16 @@
-"""The same training under veScale-FSDP, FSDP2, DeepSpeed ZeRO-3 and DDP, cell by cell.
+"""Compares the same training with veScale-FSDP, FSDP2, DeepSpeed ZeRO-3 and DDP, cell by cell.
 
     python -m benchmarks.compare                    # the whole grid: 40 minutes on two cores
     python -m benchmarks.compare --quick            # a part of it, in 3 minutes
     python -m benchmarks.compare --models gpt-7m --ranks 2 --networks 1gbit --engines vescale fsdp2
 
 All have the same model, data, seed, precision, optimizer (``torch.optim.AdamW``) and number of
-steps. Each engine has processes of its own, one a rank, all started before anything is measured.
-Then they alternate, one or a few steps at a time: A B C A B C. So noise of the machine
-affects all of them, and ratios are computed within one round. ``compute`` is the
-model without an engine, on the same cores.
+steps. Each engine has separate processes, one per rank, all started before the measurement. Then
+they alternate after one or a few steps: A B C A B C. So noise of the machine affects all of them,
+and ratios are computed within one round. ``compute`` is the model without an engine, on the same
+cores.
 
-Each cell is written to its own file when it is done. Start the command again to go on, or to see
+Each cell is written to its own file when it is done. Start the command again to continue, or to see
 the results. A cell is measured again if the core's code or the settings have changed. The
 exit code is 1 if a cell failed. Limited networks need Linux and root (`benchmarks.slow_network`).
 """
@@ -42,7 +42,7 @@ QUICK = {"models": ["gpt-7m", "moe-10m"], "ranks": [2], "precisions": ["fp32"], 
 
 
 def main() -> int:
-    """Measure what is not there yet, show everything, and judge it."""
+    """Measure what is missing, print everything, and compare it with the targets."""
     args = _arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     console = Console(width=None if sys.stdout.isatty() else 170)
@@ -74,7 +74,7 @@ def _measure_all(
     is_fresh: bool,
     console: Console,
 ) -> list[Cell]:
-    """Those that failed."""
+    """Measure cells. Returns those that failed."""
     failed = []
     columns = (
         TextColumn("{task.description}"),
@@ -113,7 +113,7 @@ def _measure_all(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare", description="Engines side by side."
+        prog="python -m benchmarks.compare", description="Compare engines."
     )
     names = [*ENGINES, *VARIANTS]
     parser.add_argument("--quick", action="store_true", help="a part of the grid, in 3 minutes")
@@ -136,13 +136,13 @@ def _arguments() -> argparse.Namespace:
         help=", ".join(names),
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=1, help="of each engine in each round")
-    parser.add_argument("--starts", type=int, default=1, help="of the engines, each with --rounds")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each engine per round")
+    parser.add_argument("--starts", type=int, default=1, help="starts, each with --rounds")
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help=f"of a start, from round {LEAST_ROUNDS} on"
+        "--seconds", type=float, default=30.0, help=f"limit of a start after {LEAST_ROUNDS} rounds"
     )
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where results are kept")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
     if parser.parse_known_args()[0].quick:
         parser.set_defaults(**QUICK)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The grid: which cells there are, and how each is named."""
+"""The grid: its cells, and their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABELS = {
     "ddp": "DDP",
 }
 ENGINES = [*LABELS, "compute"]
-# Ours, and what it is compared with: defaults with defaults, tuned with tuned; DDP as it is.
+# Pairs to compare: defaults with defaults, tuned with tuned; DDP has no settings.
 PAIRS = [
     ("vescale", "fsdp2"),
     ("vescale", "ddp"),
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def file_name(self) -> str:
-        """Where its results are kept, in the folder of results."""
+        """The name of its file in the folder of results."""
         return f"{self.model}_{self.ranks}_{self.network}_{self.precision}.json"
 
     @property
@@ -65,16 +65,16 @@ def cells(
 
 
 def engines_of(cell: Cell, engines: list[str]) -> list[str]:
-    """Those to measure in a cell: on a limited network also ``wire``, if ``compute`` is among them.
+    """Return the engines of a cell. On a limited network ``compute`` also adds ``wire``.
 
-    Together they are the least that a step can take.
+    The longer of these two is a lower bound for a step.
     """
     bounds = cell.rate is not None and "compute" in engines and "wire" not in engines
     return [*engines, "wire"] if bounds else engines
 
 
 def place_of(cell: Cell) -> tuple[object, ...]:
-    """To sort by: loopback before limited networks, fp32 before bf16."""
+    """Return a sort key: loopback before limited networks, fp32 before bf16."""
     index = MODELS.index(cell.model) if cell.model in MODELS else len(MODELS)
     is_limited = cell.rate is not None
     return index, cell.model, cell.ranks, is_limited, cell.network, cell.precision != "fp32"

@@ -19,14 +19,14 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
-        rounds: of each start, at most; fewer, but 3, when ``seconds`` are over.
+        rounds: of each start, at most. At least 3, also after ``seconds``.
         steps: of each engine in each round, after one that is not timed.
         seconds: for the rounds of a start.
-        starts: how often the engines are started anew. On busy cores one start may differ from the
-            next by 5%, which the spread of its rounds does not show.
+        starts: how often the engines are started. On busy cores one start may differ from the next
+            by 5%, which the spread of its rounds does not show.
     """
 
     rounds: int
@@ -37,18 +37,18 @@ class Settings:
 
 @dataclass
 class Result:
-    """What one engine did in one cell; lists are by round.
+    """The results of one engine in one cell. Lists have one entry per round.
 
     Attributes:
         step_s: median of the round's steps, mean of the ranks.
         cpu_s: CPU time of a process per step, mean of the ranks.
         sent_bytes: per step and rank, through the network's interface; None: not counted.
         expected_bytes: the same by the calls of ``torch.distributed``, without headers.
-        resident_bytes: at most, since before the model was made; the largest of the ranks.
-        tensor_bytes: in use at most, of tensors (`benchmarks.inspection`); None: not counted.
-        copied_bytes: by copies in one step, the model's included; mean of the ranks.
+        resident_bytes: peak, minus the size before the model was made; the largest of the ranks.
+        tensor_bytes: peak of tensors (`benchmarks.inspection`); None: not counted.
+        copied_bytes: written by copies in one step, also the model's; mean of the ranks.
         losses: of all steps, the same for every engine, mean of the ranks.
-        left_out: why there is nothing.
+        left_out: why it was not measured.
     """
 
     step_s: list[float] = field(default_factory=list)

@@ -20,12 +20,12 @@ FOLDER = ROOT / "benchmarks" / "results" / "compare"
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one cell.
+    """The stored results of one cell.
 
     Attributes:
         source: a digest of the core's code that was measured.
         tokens: of one rank in one step.
-        link: what each rank was found to receive on a limited network, in bit/s.
+        link: measured rate at which each rank receives on a limited network, in bit/s.
     """
 
     cell: Cell
@@ -42,17 +42,17 @@ class Record:
 
     @property
     def bound_s(self) -> list[float]:
-        """The least that a step can take, by round: the longer of ``compute`` and ``wire``.
+        """A lower bound for a step, by round: the longer of ``compute`` and ``wire``.
 
-        It is that of vescale-tuned, which sends less than the defaults. Empty if one of
-        the two was not measured.
+        ``wire`` is for vescale-tuned, which sends less than the defaults. Empty if one of the two
+        was not measured.
         """
         pairs = zip(self.step_s("compute"), self.step_s("wire"), strict=False)
         return [max(pair) for pair in pairs]
 
 
 def source_digest() -> str:
-    """Of all files of the core: where it is another one, what was measured is out of date."""
+    """Return a digest of all files of the core. If it changes, results are out of date."""
     total = hashlib.sha256()
     folder = ROOT / "packages" / "core" / "src"
     for path in sorted(folder.rglob("*.py")):
@@ -74,7 +74,7 @@ def is_done(path: Path, engines: list[str], settings: Settings) -> bool:
 def keep(
     path: Path, cell: Cell, settings: Settings, engines: dict[str, Result], link: list[float]
 ) -> Record:
-    """Write a cell's file, in place of the one before."""
+    """Write a cell's file. Replaces an earlier one."""
     found = circumstances()
     if any(name.startswith("deepspeed") for name in engines):
         found["versions"] |= {"deepspeed": _version("deepspeed")}
@@ -86,7 +86,7 @@ def keep(
 
 
 def load(path: Path) -> Record:
-    """What was kept there."""
+    """Read a cell's file."""
     content = read(path)
     engines = {name: Result(**each) for name, each in content["engines"].items()}
     nested = {"cell": Cell(**content["cell"]), "settings": Settings(**content["settings"])}
@@ -95,7 +95,7 @@ def load(path: Path) -> Record:
 
 
 def load_all(folder: Path) -> dict[Cell, Record]:
-    """All that are there, in the order of the grid."""
+    """Read all files of a folder, in the order of the grid."""
     records = [load(path) for path in folder.glob("*.json")]
     return {each.cell: each for each in sorted(records, key=lambda each: place_of(each.cell))}
 

@@ -18,17 +18,17 @@ Quartiles = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one engine in one cell. What was not measured is None.
+    """The figures of one engine in one cell. None: not measured.
 
     Attributes:
         step_s: quartiles over the rounds.
         tokens_per_s: of all ranks together, at the median.
-        speed: of it, over FSDP2's: quartiles of the ratios within a round.
-        of_limit: how long the step must take, the longer of ``compute`` and ``wire``, over how long
-            it takes: 1 if all communication is hidden.
+        speed: divided by FSDP2's: quartiles of the ratios within a round.
+        of_limit: the longer of ``compute`` and ``wire``, divided by the time of the step. 1 if all
+            communication is overlapped.
         host_s: CPU time of a process beyond that of ``compute``, within a round.
         copied_bytes: beyond those of ``compute``.
-        loss_difference: from DDP's, over all steps, at most, of the loss.
+        loss_difference: the largest relative difference from DDP's loss, over all steps.
     """
 
     engine: str
@@ -87,7 +87,7 @@ def _copied(counted: Mapping[str, Result], name: str) -> float | None:
 
 
 def loss_difference(record: Record, engine: str) -> float | None:
-    """From DDP's, the largest of a step, as a part of the loss; None if one was not measured."""
+    """Return the largest relative difference from DDP's loss. None: one was not measured."""
     pair = record.engines.get(engine), record.engines.get("ddp")
     if any(each is None or not each.losses for each in pair):
         return None

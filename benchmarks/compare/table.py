@@ -39,7 +39,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 
 
 def table_of(cell: Cell, summaries: list[Summary], engines: dict[str, Result]) -> Table:
-    """What was measured; columns in which nothing was are left out. Below it, who was left out."""
+    """Return a table without empty columns. Below it are the engines that were left out."""
     columns = {title: [text_of(each) for each in summaries] for title, text_of in COLUMNS.items()}
     columns = {title: texts for title, texts in columns.items() if any(texts)}
     table = Table(title=str(cell), title_justify="left", caption_justify="left")

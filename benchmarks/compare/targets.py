@@ -29,8 +29,8 @@ SMALL = "norms-1500"
 OF_FSDP2_HOST = 0.6  # host time with many small parameters
 OF_FSDP2_BYTES = 0.75  # on the wire, with bf16 compute and fp32 reduction
 OVER_DEEPSPEED = 1.5  # in fp32 on a limited network
-MUCH = 0.75  # of the cores' time: what is missed then is not for want of overlap
-LOSS_DIFFERENCE = 1e-5  # from DDP's, in fp32, as a part of it
+MUCH = 0.75  # share of the cores' time above which more overlap could not help
+LOSS_DIFFERENCE = 1e-5  # relative, from DDP's, in fp32
 
 
 ALIGNMENT = 8  # elements: 16 bytes in bf16, below which NCCL copies one by one
@@ -44,7 +44,7 @@ class Verdict:
     Attributes:
         where: the cell, or the plan.
         found: median, and quartiles where there are rounds.
-        limit: why nobody could meet it there; empty if that is not known.
+        limit: why no engine could meet it; empty if unknown.
     """
 
     target: str
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdicts(records: Mapping[Cell, Record]) -> list[Verdict]:
-    """All that can be judged by what was measured."""
+    """Return all verdicts for which there are results."""
     judged = []
     for cell, record in records.items():
         kind = cell.ranks, cell.network, cell.precision
@@ -76,7 +76,7 @@ def verdicts(records: Mapping[Cell, Record]) -> list[Verdict]:
 
 
 def padding_verdicts(padding: dict[str, Any]) -> list[Verdict]:
-    """For the plans of `benchmarks.padding` without blocks, since the others keep none."""
+    """Return verdicts for the plans without blocks, because other engines have no blocks."""
     judged = []
     for each in padding.get("plans", {}).values():
         where = f"{each['group']}, {each['ranks']} ranks"
@@ -119,13 +119,13 @@ def _speed(record: Record, ours: str, other: str, least: float) -> list[Verdict]
 
 
 def busy_share(record: Record, engine: str) -> float:
-    """What part of the cores' time a step's processes compute."""
+    """Return the share of the cores' time that a step's processes use."""
     found, cores = record.engines[engine], record.circumstances["machine"]["cores"]
     return median(found.cpu_s) * record.cell.ranks / cores / median(found.step_s)
 
 
 def _costs(records: Mapping[Cell, Record], cell: Cell) -> list[Verdict]:
-    """Bytes on the wire, and host time, beside FSDP2's."""
+    """Return verdicts for bytes sent and host time, compared with FSDP2."""
     found = {each.engine: each for each in summarize(records, cell)}
     ours, theirs = found.get("vescale"), found.get("fsdp2")
     judged = []

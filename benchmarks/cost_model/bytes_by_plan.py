@@ -1,8 +1,8 @@
-"""Bytes of a unit in one step of one rank, by the plan of each engine.
+"""Computes the bytes of a unit in one step of one rank, from the plan of each engine.
 
-With S the shard of a unit in elements, padding included, a gather sends (m - 1) S elements from
-each of m ranks, and so does a reduction. gloo's reduce-scatter is an all-reduce inside and sends
-twice that; ours goes around it (docs/design/performance.md).
+S is the shard of a unit in elements, with padding. In an all-gather or reduce-scatter each of m
+ranks sends (m - 1) S elements. gloo's reduce-scatter is an all-reduce internally and sends twice as
+much; ours does not use it (docs/design/performance.md).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class UnitBytes:
 
     Attributes:
         gather, reduce: sent by a rank.
-        copied_out: written when parameters are copied out of what was gathered.
-        copied_in: written when gradients are copied to what is reduced.
+        copied_out: written by copies of parameters from the all-gather's output.
+        copied_in: written by copies of gradients to the reduce-scatter's input.
     """
 
     gather: int
@@ -41,9 +41,9 @@ def of_ours(
     param_bytes: int = 4,
     reduce_bytes: int = 4,
 ) -> UnitBytes:
-    """Ours: parameters are views of what was gathered; each gradient is copied to its place.
+    """Return the bytes of our engine. Parameters are views; each gradient is copied once.
 
-    (Products of linear layers can be written there at once, which is not the default.)
+    (An option that is not the default writes gradients of linear layers without a copy.)
     """
     layout = lay_out(specs, num_ranks, alignment=ALIGNMENT_BYTES // param_bytes)
     sent = (num_ranks - 1) * layout.shard_size
@@ -59,7 +59,7 @@ def of_fsdp2(
     reduce_bytes: int = 4,
     over_gloo: bool = False,
 ) -> UnitBytes:
-    """FSDP2's: all of a unit is copied out of each gather and into each reduction, padding too."""
+    """Return the bytes of FSDP2, which copies whole units, with padding, in both directions."""
     shard_size = fsdp2_shard_size(specs, num_ranks)
     sent, whole = (num_ranks - 1) * shard_size, num_ranks * shard_size
     return UnitBytes(

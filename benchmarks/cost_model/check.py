@@ -3,17 +3,23 @@
     python -m benchmarks.cost_model.check                  # 15 minutes on two cores
     python -m benchmarks.cost_model.check --models gpt-7m --networks 1gbit --rounds 3
 
-What goes into a prediction: the step of the model without an engine (``compute``, measured in
-the same round) and how it divides among the units; bytes by plan; the rate of the network, times
-the share of it that an engine's collectives reach alone; a latency; CPU time of the engine
-beyond the model, where it waits (FSDP2) also beyond its collectives alone, which is added to
-compute by bytes. Share, latency and CPU time are measured on the first network of ``--networks``
-only, so that steps on the others are predicted without having seen the engine there; no step
-time but that of ``compute`` goes in. Ours overlaps, and its all-gathers and reductions alternate,
-as on CPU; FSDP2 waits there for each collective.
+The inputs of a prediction are:
 
-The error is predicted over measured, less 1: the median of the rounds, with quartiles. Needs
-Linux and root (`benchmarks.slow_network`).
+* the time of a step without an engine (``compute``, measured in the same round), and its division
+  among units
+* the bytes of the plan
+* the rate of the network, times the share of it that the engine's collectives reach alone
+* the latency of a collective
+* the CPU time of the engine without that of the model; for FSDP2, which waits for collectives, also
+  without that of its collectives. It is added to compute in proportion to bytes
+
+Share, latency and CPU time are measured only on the first network of ``--networks``. So steps on
+the other networks are predicted without a measurement of the engine there. No step time except that
+of ``compute`` is an input. As on CPU, our engine overlaps, and its all-gathers and reduce-scatters
+alternate; FSDP2 waits for each collective.
+
+The error is predicted / measured - 1: the median of the rounds, with quartiles. It needs Linux and
+root (`benchmarks.slow_network`).
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ WIRES = {"vescale": "wire", "fsdp2": "wire-fsdp2"}
 
 @dataclass(frozen=True)
 class Turns:
-    """What was measured of one engine or part, by round."""
+    """The measurements of one engine or part, by round."""
 
     step_s: list[float]
     cpu_s: list[float]
@@ -58,11 +64,11 @@ class Turns:
 
 @dataclass(frozen=True)
 class Reach:
-    """What collectives reach alone on one network.
+    """The performance of collectives alone on one network.
 
     Attributes:
         share: of its rate, by engine.
-        host_s: CPU time of an engine in a step for what the model alone does not do.
+        host_s: CPU time of an engine in a step, without that of the model.
         latency_s: of one collective.
     """
 
@@ -72,7 +78,7 @@ class Reach:
 
 
 def measure(network: Network, model: str, args: argparse.Namespace) -> dict[str, Turns]:
-    """All parts in turns."""
+    """Measure all parts, which alternate."""
     found = {}
     with ExitStack() as stack:
         teams = {
@@ -109,7 +115,7 @@ def unit_bytes(model: nn.Module, num_ranks: int, precision: str, engine: str) ->
     for unit in units:
         specs = [TensorSpec(name, tuple(param.shape), 1) for name, param in unit]
         size = 2 if precision == "bf16" else 4
-        if engine == "vescale":  # on gloo gradients travel in the compute dtype
+        if engine == "vescale":  # on gloo gradients are sent in the compute dtype
             found.append(of_ours(specs, num_ranks, param_bytes=size, reduce_bytes=size))
         else:
             found.append(of_fsdp2(specs, num_ranks, param_bytes=size, over_gloo=True))
@@ -117,12 +123,12 @@ def unit_bytes(model: nn.Module, num_ranks: int, precision: str, engine: str) ->
 
 
 def reach_of(found: dict[str, Turns], rate: float) -> Reach:
-    """From what was measured on one network, without the step times of engines."""
+    """Compute `Reach` from the measurements on one network, without step times of engines."""
     share, host_s = {}, {}
     for engine, wire in WIRES.items():
         share[engine] = found[wire].expected_bytes / median(found[wire].step_s) / rate
         beyond = median(found[engine].cpu_s) - median(found["compute"].cpu_s)
-        # Who does nothing else meanwhile has the collectives' own CPU time in theirs.
+        # An engine that waits for collectives has their CPU time in its own.
         waited = 0.0 if engine == "vescale" else median(found[wire].cpu_s)
         host_s[engine] = max(beyond - waited, 0.0)
     return Reach(share, host_s, median(found["ping"].step_s) / NUM_PINGS)
@@ -161,7 +167,7 @@ def predict(
 
 
 def total_bytes(sent: list[UnitBytes]) -> int:
-    """Of a step: the root, which is first, is gathered once, the others twice."""
+    """Return the bytes of a step. The root, which is first, is gathered once, the others twice."""
     gathered = 2 * sum(each.gather for each in sent) - sent[0].gather
     return gathered + sum(each.reduce for each in sent)
 
@@ -169,7 +175,7 @@ def total_bytes(sent: list[UnitBytes]) -> int:
 def judge(
     found: dict[str, Turns], model: str, rate: float, reach: Reach, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Predictions beside the measured steps, by engine."""
+    """Return predicted and measured steps, by engine."""
     preset = PRESETS[model]
     shares = shares_of(preset, args.precision, args.ranks)
     entry: dict[str, Any] = {}
@@ -228,7 +234,7 @@ def _errors(found: dict[str, list[float]]) -> list[float]:
 
 
 def main() -> int:
-    """Measure what is not there yet, predict, print and keep."""
+    """Measure what is missing, predict, print and store."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cost_model.check", description="Predicted and measured steps."
     )
@@ -239,7 +245,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, default=FILE)
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args()
     if reason := why_not():
         sys.exit(f"no networks can be made here: {reason}")

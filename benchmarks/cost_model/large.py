@@ -2,26 +2,28 @@
 
     python -m benchmarks.cost_model.large SHAPES.json ...
 
-A file has a model's groups as `vescale-fsdp plan` reads them: tensors of one layer, and how many
-such layers there are; the group named root is gathered once. Assumed, and kept with the figures:
+A file has a model's groups in the form of `vescale-fsdp plan`: the tensors of one layer, and the
+number of such layers. The group named root is gathered once. The assumptions, which are stored with
+the figures, are:
 
-* each GPU sends ``--gbytes-per-s`` over the network, also when all do, whatever the distance
+* each GPU sends ``--gbytes-per-s`` over the network, also if all do, over any distance
 * a collective has a latency: ``--hop-us`` for each of the m - 1 hops of a ring, or for each of
   the log2(m) steps of a tree (``--latency tree``)
 * compute runs at ``--mfu`` of ``--tflops``; 6 operations for each parameter that a token uses,
-  attention's products and recomputation not counted; of experts each token uses the model's share
-* copies read and write at ``--memory-gbytes-per-s`` while nothing is computed; ours copies
-  gradients once, FSDP2 also copies parameters out of each gather, and its padding with them
-* weights travel in bf16, gradients in fp32; overlap as in `timing`; the optimizer, the host and
-  stragglers take no time
-* all is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the reduced
-  shards between the replicas, whether or not memory holds that
-* FSDP2 shards dimension 0, as by default. Other dimensions must divide evenly, which none of
-  GPT-OSS's experts does from 256 on; 128 shards are what its 128 experts fit
+  attention's products and recomputation are not counted; each token uses the model's share of the
+  experts
+* copies read and write at ``--memory-gbytes-per-s``, without overlap with computation; our engine
+  copies gradients once, FSDP2 also copies parameters from each all-gather, with padding
+* weights are sent in bf16, gradients in fp32; overlap is that of `timing`; the optimizer, the host
+  and stragglers take no time
+* everything is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the
+  reduced shards between replicas; whether it fits in memory is not checked
+* FSDP2 shards dimension 0, as by default. Other dimensions must divide evenly, which those of
+  GPT-OSS's experts do not from 256 shards on; its 128 experts fit 128 shards
 
-The error of the same model where it can be measured is what `check` says; none of these rates is
-measured here. ``hidden from`` is the number of tokens a GPU and step from which compute takes
-longer than the network, if memory holds their activations.
+`check` measures the error of the same model on a small scale. None of the rates here is measured.
+``hidden from`` is the number of tokens per GPU and step from which compute takes longer than the
+network, if memory holds their activations.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ __all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "with_repli
 
 FILE = ROOT / "benchmarks" / "results" / "cost_model" / "large.json"
 ENGINES = {"vescale": of_ours, "fsdp2": of_fsdp2}
-# Experts that a token goes to, of all; from the models' configurations.
+# The share of the experts that a token uses, from the models' configurations.
 ACTIVE_EXPERTS = {"deepseek-v3": 8 / 256, "gpt-oss-120b": 4 / 128}
 PARAM_BYTES, REDUCE_BYTES = 2, 4
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the figures stand on; the docstring of the module says how."""
+    """The assumptions; the module's docstring explains them."""
 
     gbytes_per_s: float
     hop_us: float
@@ -64,20 +66,20 @@ class Assumptions:
     tokens: int
 
     def latency_s(self, num_ranks: int) -> float:
-        """Of a gather or a reduction over so many GPUs."""
+        """Return the latency of an all-gather or reduce-scatter over ``num_ranks`` GPUs."""
         hops = num_ranks - 1 if self.latency == "ring" else math.ceil(math.log2(num_ranks))
         return 1e-6 * self.hop_us * hops
 
     def link(self, num_ranks: int) -> Link:
-        """The network of so many GPUs."""
+        """Return the network of ``num_ranks`` GPUs."""
         return Link(1e9 * self.gbytes_per_s, self.latency_s(num_ranks))
 
     def forward_s(self, num_used: float) -> float:
-        """Compute of parameters that each token uses."""
+        """Return the seconds of forward for parameters that each token uses."""
         return 2 * num_used * self.tokens / (1e12 * self.tflops * self.mfu)
 
     def copy_s(self, written: int, read_bytes: int) -> float:
-        """Of a copy that the memory's rate limits."""
+        """Return the seconds of a copy, which memory limits."""
         return (written + read_bytes) / (1e9 * self.memory_gbytes_per_s)
 
 
@@ -107,7 +109,7 @@ def read_layers(group: dict[str, Any], share: float) -> Layers:
 
 
 def _used(spec: TensorSpec, share: float) -> float:
-    """Of a tensor's elements, those that multiply a token: none of a table that is looked up."""
+    """Return how many elements of a tensor multiply a token; 0 for embeddings."""
     is_table = "embed" in spec.name and not spec.name.startswith("unembed")
     return 0.0 if is_table else spec.numel * (share if ".experts." in spec.name else 1.0)
 
@@ -120,7 +122,7 @@ def predict(
     assumed: Assumptions,
     num_shards: int | None = None,
 ) -> Step:
-    """One step on so many GPUs, sharded over all or over ``num_shards`` of them."""
+    """Compute one step on ``num_ranks`` GPUs, sharded over all or over ``num_shards`` of them."""
     num_shards = num_shards or num_ranks
     num_replicas = num_ranks // num_shards
     sized = [(k, _bytes(k, num_shards, num_replicas, engine)) for k in (root, *layers)]
@@ -142,7 +144,7 @@ def _bytes(kind: Layers, num_shards: int, num_replicas: int, engine: str) -> Uni
 
 
 def with_replicas(sent: UnitBytes, num_shards: int, num_replicas: int) -> UnitBytes:
-    """The same with a ring's all-reduce of the reduced shard over the replicas."""
+    """Return the same with a ring all-reduce of the reduced shard over the replicas."""
     shard = sent.reduce // (num_shards - 1)
     return replace(sent, reduce=sent.reduce + 2 * (num_replicas - 1) * shard // num_replicas)
 
@@ -162,7 +164,7 @@ def _cost(kind: Layers, sent: UnitBytes, again: float, assumed: Assumptions) -> 
 def entries(
     path: Path, ranks: list[int], num_shards: int, assumed: Assumptions
 ) -> Iterator[dict[str, Any]]:
-    """Figures of one model; of 0 shards: as many as there are ranks."""
+    """Yield the figures of one model. 0 shards: as many as ranks."""
     name, layers, root = read_model(path)
     num_used = root.num_used + sum(kind.count * kind.num_used for kind in layers)
     for num_ranks in ranks:
@@ -217,22 +219,26 @@ def _place(each: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def main() -> int:
-    """Compute, print and keep."""
+    """Compute, print and store."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cost_model.large", description="Computed step times."
     )
     parser.add_argument("shapes", nargs="+", type=Path, help="JSON files of models")
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 256, 1024, 4096, 10240])
     parser.add_argument(
-        "--shards", nargs="+", type=int, default=[0, 128], help="GPUs that share a replica; 0: all"
+        "--shards",
+        nargs="+",
+        type=int,
+        default=[0, 128],
+        help="GPUs that one replica is sharded over; 0: all",
     )
-    parser.add_argument("--gbytes-per-s", type=float, default=50.0, help="of a GPU's network")
+    parser.add_argument("--gbytes-per-s", type=float, default=50.0, help="network rate of a GPU")
     parser.add_argument("--hop-us", type=float, default=2.0)
     parser.add_argument("--latency", choices=["ring", "tree"], default="ring")
-    parser.add_argument("--tflops", type=float, default=989.0, help="dense bf16 of a GPU")
-    parser.add_argument("--mfu", type=float, default=0.5, help="of compute alone")
+    parser.add_argument("--tflops", type=float, default=989.0, help="peak of a GPU in dense bf16")
+    parser.add_argument("--mfu", type=float, default=0.5, help="utilization while computing")
     parser.add_argument("--memory-gbytes-per-s", type=float, default=2500.0)
-    parser.add_argument("--tokens", type=int, default=16384, help="of a GPU in a step")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU and step")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args()
     given = vars(args)
@@ -241,7 +247,7 @@ def main() -> int:
     for path, num_shards in product(args.shapes, args.shards):
         for each in entries(path, args.ranks, num_shards, assumed):
             figures[", ".join(map(str, (*_place(each), each["engine"])))] = each
-    # The paths of the files are the reader's own, and no part of what was found.
+    # Only names of files are stored, not their paths on this machine.
     told = circumstances() | {"command": _command(args.shapes)}
     kept = {"circumstances": told, "kind": "computed, not measured"}
     write(args.out, kept | {"assumptions": asdict(assumed), "figures": figures})

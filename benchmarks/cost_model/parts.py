@@ -1,8 +1,8 @@
-"""The parts of a step, each alone, as engines that can take turns (`benchmarks.team`).
+"""The parts of a step, each as a separate engine for `benchmarks.team`.
 
-``vescale``, ``fsdp2``, ``compute`` and ``wire`` are those of `benchmarks.engines`.
-``wire-fsdp2`` are the collectives of FSDP2's step, one after the other, as FSDP2 waits for them
-on CPU. ``ping`` is a gather of four bytes from each rank, for the latency.
+``vescale``, ``fsdp2``, ``compute`` and ``wire`` are those of `benchmarks.engines`. ``wire-fsdp2``
+are the collectives of FSDP2's step, one after the other, because FSDP2 waits for each on CPU.
+``ping`` is an all-gather of four bytes from each rank, to measure the latency.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OneByOne:
 
 
 class Pings:
-    """Gathers of next to nothing: a step takes as long as ``NUM_PINGS`` of them."""
+    """Tiny all-gathers. A step has ``NUM_PINGS`` of them."""
 
     expected_bytes = 0.0
 
@@ -54,7 +54,7 @@ class Pings:
 
 
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> Engine:
-    """One of those above."""
+    """Make one of the engines above."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if name == "ping":
         return Pings(num_ranks)
@@ -72,7 +72,7 @@ def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks:
 
 
 class Shares:
-    """How a step of compute divides: fractions of its time that sum to 1.
+    """The division of a step of compute: fractions of its time that sum to 1.
 
     Attributes:
         blocks: forward and backward of each.

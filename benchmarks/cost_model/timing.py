@@ -1,15 +1,15 @@
-"""A step as one queue of compute and one of the network: seconds from sizes and rates.
+"""Simulates the time of a step, from sizes and rates, with a queue for compute and one for network.
 
-The engine's own core (`vescale_fsdp.program`) runs the step, on units that take time::
+The engine's scheduler (`vescale_fsdp.program`) runs the step on units that only take time::
 
     compute  | forward 1 | 2 | .. | the root, both ways | backward n | .. | backward 1 |
     network  | gathers 0, 1 | 2 | 3 ..    | gather n | n - 1, reduce n | .. | reduce 0
 
-The network does one thing at a time, in the order of issue. Without overlap (FSDP2 on CPU) compute
-waits for everything that is sent. `Step.spans` are for a trace that Perfetto shows (`trace_of`).
+The network runs one collective at a time, in the order of issue. Without overlap (FSDP2 on CPU)
+compute waits for each collective. `Step.spans` can be shown in Perfetto (`trace_of`).
 
-Not in it: activations and their recomputation, traffic of others, stragglers, and the
-optimizer's own communication.
+It does not include recomputation of activations, other traffic, stragglers, and communication of
+the optimizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Link:
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a collective in which a rank sends so many bytes; none takes no time."""
+        """Return the seconds of a collective in which a rank sends ``num_bytes``; 0 for none."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
@@ -53,8 +53,8 @@ class UnitCost:
     Attributes:
         forward_s, backward_s: of compute alone.
         gather_bytes, reduce_bytes: that a rank sends in one gather and one reduction.
-        copy_out_s: from what was gathered to the parameters, before each use of it.
-        copy_in_s: from the gradients to what is reduced.
+        copy_out_s: copies from the all-gather's output to parameters, before each use.
+        copy_in_s: copies from gradients to the reduce-scatter's input.
     """
 
     forward_s: float
@@ -66,7 +66,7 @@ class UnitCost:
 
 
 class Span(NamedTuple):
-    """What the processor or the network does for a while, in seconds since the step began."""
+    """An activity of processor or network, in seconds since the start of the step."""
 
     track: str  # "compute" or "network"
     name: str
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes.
+    """The times of a step.
 
     Attributes:
         step_s: all of it.
@@ -94,12 +94,12 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Neither computed nor copied: waited."""
+        """Seconds of waiting, without compute and copies."""
         return self.step_s - self.compute_s - self.copy_s
 
 
 class _Clock:
-    """Time of the one who computes, and when the network is free."""
+    """The current time of compute, and the time at which the network is free."""
 
     def __init__(self, link: Link, *, overlaps: bool) -> None:
         self._link, self._overlaps = link, overlaps
@@ -107,7 +107,7 @@ class _Clock:
         self.spans: list[Span] = []
 
     def issue(self, name: str, num_bytes: float) -> float:
-        """When it will have ended."""
+        """Start a collective. Returns the time of its end."""
         seconds, start = self._link.seconds(num_bytes), max(self.now, self._free)
         if seconds:
             self.spans.append(Span("network", name, start, seconds))
@@ -224,7 +224,7 @@ def run_step(
     takes_turns: bool = False,
     optimizer_s: float = 0.0,
 ) -> Step:
-    """Run a step. The root's compute is what comes after the last unit (head and loss)."""
+    """Simulate a step. The root's compute comes after the last unit (head and loss)."""
     clock = _Clock(link, overlaps=overlaps)
     model = _Model([root, *units], clock, alternates=takes_turns)
     _forward(model, clock)
@@ -271,7 +271,7 @@ def _backward(model: _Model, clock: _Clock) -> None:
 
 
 def trace_of(step: Step) -> dict[str, Any]:
-    """The step as Perfetto and Chrome show it: JSON of the trace event format."""
+    """Return the step in the trace event format of Perfetto and Chrome, as JSON."""
     tracks = {"compute": 0, "network": 1}
     names = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}

@@ -1,1 +1,1 @@
-"""Evidence for the optimizers: loss curves, bytes of state, bytes and time of a step, balance."""
+"""Benchmarks of the optimizers: loss curves, bytes of state, bytes and time of a step, balance."""

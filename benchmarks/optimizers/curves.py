@@ -1,17 +1,17 @@
-"""Loss curves of a small GPT over characters, under five optimizers.
+"""Loss curves of a small GPT over characters, with five optimizers.
 
     python -m benchmarks.optimizers.curves
     python -m benchmarks.optimizers.curves --optimizers AdamW SOAP --steps 300
 
 The text is the documentation that comes with Python (``pydoc_data.topics``); every tenth topic is
-kept for validation. Each optimizer tries five learning rates on seed 0, on a single process. The
-one with the least validation loss at the end is run on seeds 0, 1 and 2: with the single-process
-reference, and on 2 ranks with ``fully_shard``. Nothing is clipped.
+used for validation. For each optimizer five learning rates are tried with seed 0, in a single
+process. The one with the lowest validation loss is run with seeds 0, 1 and 2: in a single process
+as reference, and on 2 ranks with ``fully_shard``. Gradients are not clipped.
 
-A batch is two halves. The single process takes the mean of their gradients, each rank has one of
-them: both add the same numbers, so a difference of losses is one of the optimizer or the engine.
+A batch has two halves. The single process takes the mean of their gradients, and each rank has one
+of them. Both add the same numbers, so the optimizer or the engine causes any difference of losses.
 
-What is measured is written after each run; start it again to go on.
+Results are written after each run. Start the command again to continue.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from torch import Tensor
 
 from vescale_fsdp.testing import run_ranks
 
-# Five each, the best of which is none at an end. All had the first row until the best of some was
-# at its upper end.
+# Five for each optimizer. The best is never the first or the last: the first row was used for all,
+# and then replaced for optimizers whose best was at its upper end.
 LEARNING_RATES = dict.fromkeys(RECIPES, (2e-3, 4e-3, 8e-3, 16e-3, 32e-3))
 LEARNING_RATES["Muon"] = (4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 LEARNING_RATES["SOAP"] = (8e-3, 16e-3, 32e-3, 64e-3, 128e-3)
-SEEDS = (0, 1, 2)  # the first one is that of the tries
+SEEDS = (0, 1, 2)  # learning rates are tried with the first one
 RANKS = 2
 CONTEXT, HALF_BATCH = 64, 16  # of a rank; the batch has twice as many sequences
 VALIDATION_WINDOWS, EVALUATIONS = 128, 12
 
 
 class Text:
-    """Characters as numbers, in two parts."""
+    """The text as numbers of characters, for training and validation."""
 
     def __init__(self) -> None:
         documents = [text for _, text in sorted(topics.topics.items())]
@@ -68,7 +68,7 @@ class Text:
         )
 
     def halves(self, random: torch.Generator) -> Tensor:
-        """The next batch: (half, sequence, time)."""
+        """Return the next batch: (half, sequence, time)."""
         starts = torch.randint(
             len(self.training) - CONTEXT - 1, (RANKS * HALF_BATCH,), generator=random
         )
@@ -89,7 +89,7 @@ def train(name: str, lr: float, seed: int, steps: int, rank: int | None = None) 
         lr: the highest learning rate.
         seed: of weights and batches.
         steps: of training.
-        rank: which half is its own; None: both, on a single process.
+        rank: the half to train on. None: both, in a single process.
 
     Returns:
         ``losses`` of each step, ``validation`` as [step, loss], ``seconds`` of the steps.
@@ -138,12 +138,12 @@ def validate(model: GPT, text: Text) -> float:
 
 
 def train_rank(name: str, lr: float, seed: int, steps: int) -> dict[str, Any]:
-    """What each of the ranks does."""
+    """Train as one of the ranks."""
     return train(name, lr, seed, steps, dist.get_rank())
 
 
 class Runs:
-    """The runs of an optimizer: those that its file has, and those that it lacks."""
+    """The runs of an optimizer. Missing ones are trained and added to its file."""
 
     def __init__(self, name: str, folder: Path, steps: int) -> None:
         self.name, self.path, self.steps = name, folder / f"{name}.json", steps
@@ -158,7 +158,7 @@ class Runs:
         return self._kept(f"lr {lr}, seed {seed}", lambda: train(self.name, lr, seed, self.steps))
 
     def sharded(self, lr: float, seed: int) -> dict[str, Any]:
-        """A run on ranks, and how far its losses are from those of the single process."""
+        """Return a run on ranks, with the difference of its losses to those of a single process."""
 
         def run() -> dict[str, Any]:
             call = (self.name, lr, seed, self.steps)
@@ -178,7 +178,7 @@ class Runs:
 
 
 def _compared(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> dict[str, Any]:
-    """One run from those of the ranks, with its distance in place of its losses."""
+    """Merge the runs of the ranks. Losses are replaced by their difference to a single process."""
     assert all(rank["validation"] == ranks[0]["validation"] for rank in ranks), "one model"
     losses = [sum(each) / len(ranks) for each in zip(*(r["losses"] for r in ranks), strict=True)]
     ours, theirs = (
@@ -222,7 +222,7 @@ def measure(runs: Runs, sharded_seeds: int) -> None:
 
 
 def _final(run: dict[str, Any]) -> float:
-    """The last validation loss; a run that has diverged is the worst."""
+    """Return the last validation loss; infinity if the run has diverged."""
     loss = run["validation"][-1][1]
     return loss if loss == loss else float("inf")
 
@@ -240,11 +240,13 @@ def show(folder: Path) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Loss curves under five optimizers.")
+    parser = argparse.ArgumentParser(description="Loss curves with five optimizers.")
     parser.add_argument("--optimizers", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--sharded-seeds", type=int, default=len(SEEDS), help="run on ranks too")
-    parser.add_argument("--out", type=Path, default=FOLDER / "curves", help="a folder")
+    parser.add_argument(
+        "--sharded-seeds", type=int, default=len(SEEDS), help="seeds that run on ranks"
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER / "curves", help="folder of the results")
     args = parser.parse_args()
     torch.set_num_threads(1)  # as on the ranks: the same bits
     for name in args.optimizers:

@@ -1,6 +1,6 @@
-"""A step of Muon alone, on gradients that stay the same, under each engine.
+"""Only the step of Muon, on constant gradients, with each engine.
 
-vescale    our `fully_shard` and Muon: one owner per matrix, packed messages under the compute
+vescale    our `fully_shard` and Muon: one owner per matrix, packed messages, with overlap
 literal    the same with ``overlap=False``: one matrix after another (Algorithm 2 of the paper)
 fsdp2      torch's ``fully_shard`` and ``torch.optim.Muon``: DTensor gathers in each product
 ddp        ``torch.optim.Muon`` on whole parameters, on every rank; communicates in backward only
@@ -27,7 +27,7 @@ __all__ = ["ENGINES", "MuonStep", "make_engine"]
 
 
 class MuonStep:
-    """What `team.Team` runs: a step is one of the optimizer."""
+    """The engine for `team.Team`. A step is one of the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, expected_bytes: float) -> None:
         self.optimizer, self.expected_bytes = optimizer, expected_bytes
@@ -57,10 +57,10 @@ ENGINES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[..., Any]]] 
 
 
 def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks: int) -> MuonStep:
-    """One of `ENGINES`, with gradients, after its first steps.
+    """Make one of `ENGINES` with gradients, and run its first steps.
 
-    What it expects to send is known for ours only: what `Muon.communication_plan` says, mean of the
-    ranks. It is checked here against the messages that are issued.
+    Expected bytes are known only for ours: the mean over ranks of `Muon.communication_plan`. They
+    are compared here with the messages that are sent.
     """
     assert precision == "fp32", "torch.optim.Muon rounds parameters of 16 bits twice"
     wrap, make = ENGINES[name]
@@ -84,7 +84,7 @@ def make_engine(name: str, preset: Preset, precision: str, rank: int, num_ranks:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Inside of it, the only entry of a list is what this rank has given to messages, in bytes."""
+    """A context that counts the bytes that this rank sends. Yields a list with this number."""
     sent, all_to_all, isend = [0], dist.all_to_all_single, dist.isend
 
     def counted_all_to_all(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ BYTES_TARGET, TIME_TARGET = 1 / 3, 1 / 2
 
 
 def measure(network: Network, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What each engine did; times by round."""
+    """Measure each engine. Times are by round."""
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         teams = {
@@ -60,7 +60,7 @@ def measure(network: Network, args: argparse.Namespace) -> dict[str, dict[str, A
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Ours beside FSDP2, and whether the targets are met."""
+    """Compare ours with FSDP2, and check the targets."""
     if not {"vescale", "fsdp2"} <= results.keys():
         return {}
     ours, theirs = results["vescale"], results["fsdp2"]
@@ -96,13 +96,15 @@ def show(results: dict[str, dict[str, Any]], verdict: dict[str, Any]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Step time and bytes of Muon, beside FSDP2.")
+    parser = argparse.ArgumentParser(
+        description="Step time and bytes of Muon, compared with FSDP2."
+    )
     parser.add_argument("--model", choices=PRESETS, default="gpt-7m")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--network", default="1gbit", help="a rate as tc writes it, or loopback")
+    parser.add_argument("--network", default="1gbit", help="a rate such as 1gbit, or loopback")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="a round, of each engine")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each engine per round")
     parser.add_argument("--out", type=Path, default=FOLDER / "muon_step.json")
     args = parser.parse_args()
     if reason := why_not():

@@ -1,16 +1,16 @@
-"""Which rank computes which matrix of a real model: how even, and how much moves.
+"""Muon's assignment of matrices to ranks for real models: balance, and elements to send.
 
     python -m benchmarks.optimizers.owners SHAPES.json ... --ranks 4 8 64
 
 The files are those of ``vescale-fsdp plan`` (docs/plan.md): shapes by unit, ``root`` for
-embeddings and head. Each unit is laid out by the planner with splits anywhere, as
-``Muon.granularity()`` asks. Three ways to choose owners:
+embeddings and head. The planner lays out each unit with splits anywhere, as ``Muon.granularity()``
+allows. Three ways to choose owners are compared:
 
-ours           the holder of the most, within 5% of the best balance
-LPT            the longest job to the rank with the least to do, whoever holds it
-holders only   the same among the ranks that hold a part of the matrix
+ours           the rank with most elements of the matrix, within 5% of the best balance
+LPT            the longest job to the rank with the lowest load
+holders only   the same, but only among ranks with elements of the matrix
 
-Pure integers: nothing is allocated, nothing is sent.
+It uses only integers: nothing is allocated or sent.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Assign = Callable[[Sequence[Job], int], list[int]]
 
 
 def lpt(jobs: Sequence[Job], num_ranks: int) -> list[int]:
-    """Longest processing time first, blind to who holds what."""
+    """Assign the longest jobs first, to the rank with the lowest load."""
     return assign_owners([job._replace(held=()) for job in jobs], num_ranks)
 
 
 def holders_only(jobs: Sequence[Job], num_ranks: int) -> list[int]:
-    """The longest first, each to the holder with the least to do."""
+    """Assign the longest jobs first, to the holder with the lowest load."""
     loads, owners = [0] * num_ranks, [0] * len(jobs)
     for index in sorted(range(len(jobs)), key=lambda i: (-jobs[i].cost, -jobs[i].num_bytes, i)):
         owners[index] = min((rank for rank, _ in jobs[index].held), key=lambda r: (loads[r], r))
@@ -55,7 +55,7 @@ WAYS: dict[str, Assign] = {"ours": assign_owners, "LPT": lpt, "holders only": ho
 
 
 def jobs_of(model: dict[str, Any], num_ranks: int) -> list[Job]:
-    """The hidden matrices of a model, and who holds how much of each."""
+    """Return the hidden matrices of a model, with the elements that each rank holds."""
     jobs: list[Job] = []
     for group in model["groups"]:
         if group["name"] == "root":
@@ -88,7 +88,7 @@ def _job(matrix: Matrix) -> Job:
 
 
 def moved(jobs: Sequence[Job], owners: Sequence[int]) -> float:
-    """The fraction of all elements that their owner lacks."""
+    """Return the fraction of all elements that are not on the owner."""
     total = sum(job.num_bytes for job in jobs)  # one byte an element here
     stay = sum(dict(job.held).get(owner, 0) for job, owner in zip(jobs, owners, strict=True))
     return (total - stay) / total

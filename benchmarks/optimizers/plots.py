@@ -1,8 +1,9 @@
-"""Draws what the benchmarks beside this file have kept in ``results``.
+"""Draws the results of the benchmarks in this folder.
 
     python -m benchmarks.optimizers.plots --out docs/images
 
-Needs matplotlib. Writes an SVG and a PNG for each figure; what has not been measured is left out.
+It needs matplotlib, and writes an SVG and a PNG for each figure. Figures without results are
+skipped.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def curves() -> Figure | None:
     rates = sorted({float(rate) for each in found.values() for rate in each["summary"]["tries"]})
     by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
     by_rate.minorticks_off()
-    by_rate.set_title("at the end, seed 0: the tries", fontsize=9)
+    by_rate.set_title("last step, seed 0", fontsize=9)
     return figure
 
 
@@ -84,16 +85,16 @@ def costs() -> Figure | None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8, 2.8))
     rows = states[models[0]]["optimizers"]
     _bars(left, {name: row["per_parameter"] for name, row in rows.items()}, COLORS, "{:.2f}")
-    left.set_title(f"bytes of state a parameter, {models[0]}", fontsize=9)
+    left.set_title(f"bytes of state per parameter, {models[0]}", fontsize=9)
     key, entry = next(iter(steps.items()))
     engines, colors = entry["engines"], dict.fromkeys(entry["engines"], "#999999")
     colors["vescale"] = COLORS["Muon"]
     sent = {name: each["sent_bytes"] / 1e6 for name, each in engines.items()}
     _bars(middle, sent, colors, "{:.1f}")
-    middle.set_title("Muon: MB that a rank sends", fontsize=9)
+    middle.set_title("Muon: MB sent by a rank", fontsize=9)
     times = {name: 1000 * median(each["step_s"]) for name, each in engines.items()}
     _bars(right, times, colors, "{:.0f}")
-    right.set_title("Muon: ms a step", fontsize=9)
+    right.set_title("Muon: ms per step", fontsize=9)
     figure.supxlabel(f"Muon: {key}", fontsize=8)
     return figure
 
@@ -109,7 +110,7 @@ def _bars(axes: Axes, values: dict[str, float], colors: dict[str, str], form: st
 
 
 def owners() -> Figure | None:
-    """Balance against elements that move, for each model and number of ranks."""
+    """Balance and elements to send, for each model and number of ranks."""
     rows = read(FOLDER / "owners.json").get("rows")
     if not rows:
         return None
@@ -119,7 +120,7 @@ def owners() -> Figure | None:
         moved, makespans, ranks = zip(*points, strict=True)
         sizes = [{4: 14, 8: 28, 64: 56}.get(n, 28) for n in ranks]
         axes.scatter(moved, makespans, s=sizes, color=color, alpha=0.7, lw=0, label=way)
-    axes.set(xlabel="fraction of elements that move", ylabel="greatest load / lower bound")
+    axes.set(xlabel="fraction of elements to send", ylabel="highest load / lower bound")
     axes.legend()
     return figure
 

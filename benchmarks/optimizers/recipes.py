@@ -1,4 +1,4 @@
-"""The optimizers that are compared: how each is made, on a plain model or on a sharded one."""
+"""Makes the optimizers to compare, for a plain or a sharded model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, s
 
 __all__ = ["RECIPES", "Recipe", "shard"]
 
-# Of all optimizers, so that a curve differs by the method only. SOAP has betas of its own: its
-# averages are taken in another basis, and its authors' defaults are used.
+# The same for all optimizers, so that curves differ only by the method. SOAP has its authors'
+# default betas, because its averages are in another basis.
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 BLOCK = 64  # rows and columns of Shampoo's blocks
@@ -30,9 +30,9 @@ class Recipe:
 
     Attributes:
         make: ours, from a model, plain or sharded, and a learning rate.
-        reference: what a single process uses without us: torch's own where it has the optimizer.
-        reference_name: of its class.
-        granularity: that `fully_shard` needs.
+        reference: the optimizer of the single process: torch's own if there is one.
+        reference_name: name of its class.
+        granularity: for `fully_shard`.
     """
 
     make: Make
@@ -52,7 +52,7 @@ def _adamw8bit(model: nn.Module, lr: float) -> Optimizer:
 def _muon_of(kind: type[Optimizer]) -> Make:
     def make(model: nn.Module, lr: float) -> Optimizer:
         hidden, rest = split_named_params(model)
-        # Steps as long as AdamW's: one learning rate serves both.
+        # Steps have the length of AdamW's, so one learning rate fits both.
         muon = kind(  # type: ignore[call-arg]
             hidden, lr=lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
         )

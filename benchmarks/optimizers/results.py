@@ -1,4 +1,4 @@
-"""Where figures are kept: JSON that says on what, by which code and how they were measured."""
+"""Reads and writes results: JSON with figures, machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent / "results"
 
 
 def circumstances() -> dict[str, Any]:
-    """Machine, versions, commit and command."""
+    """Return machine, versions, commit and command."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = module.name if module is not None else Path(sys.argv[0]).name
     name = name.removesuffix(".__main__")
@@ -33,12 +33,12 @@ def circumstances() -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What was written there; empty if there is nothing."""
+    """Read a file; return {} if there is none."""
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def write(path: Path, values: dict[str, Any]) -> None:
-    """Replace the file at once: who interrupts a benchmark does not lose what it had."""
+    """Write a file atomically, so that an interrupted benchmark does not lose earlier results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(_lines(values, depth=2) + "\n")

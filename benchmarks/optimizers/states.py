@@ -1,10 +1,10 @@
-"""Bytes of optimizer state per parameter: what shapes say, and what there is.
+"""Bytes of optimizer state per parameter: computed from shapes, and counted.
 
     python -m benchmarks.optimizers.states --model gpt-7m --ranks 1 2 4
 
-Counted are the tensors of ``optimizer.state`` as they lie on the ranks, after a step; the number
-of steps, a scalar, is left out. The rank with the most shows how evenly they lie: states that rest
-with the owner of a matrix are as uneven as matrices are.
+It counts the tensors of ``optimizer.state`` on all ranks after a step, without the number of steps.
+The rank with the most bytes shows the balance: states on the owner of a matrix are as uneven as the
+matrices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Writes what is kept in ``benchmarks/results`` as pages and pictures.
+"""Writes RESULTS.md, its pictures and the README's table from ``benchmarks/results``.
 
     python -m benchmarks.report
 
-Needs matplotlib. What was not measured is left out; what was lost is shown like what was won.
+It needs matplotlib. Parts without results are skipped. Cases in which others are faster are shown
+as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Targets that are judged by what was measured outside of the grid."""
+"""Targets that are checked with results outside of the grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTIZED = record.FOLDER.parent / "quantized_speed"
 
 
 def goals() -> list[Verdict]:
-    """Those of memory in large worlds, of copies, of optimizers and of communication in 8 bits."""
+    """Return verdicts for memory in large worlds, copies, optimizers and 8-bit communication."""
     return [*_peaks(), *_copies(), *_optimizers(), *_quantized(), *_gpu()]
 
 

@@ -1,4 +1,4 @@
-"""What the project's README shows of the grid: one picture, one table."""
+"""The part of the grid that is in the project's README: one picture, one table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {
     "vit-6m": "vision transformer",
     "norms-1500": "1,500 parameters",
 }
-# What a row has, the network it was measured on, and in which form it is shown.
+# For each row its network, the function for its value, and the format.
 ROWS: dict[str, tuple[str, Callable[[Summary], float | None], str]] = {
     "ms a step at 1 Gbit/s": ("1gbit", lambda each: 1e3 * each.step_s[1], ".0f"),
     "ms a step over loopback": ("loopback", lambda each: 1e3 * each.step_s[1], ".0f"),
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- python -m benchmarks.report -->", "<!-- end -->"
 
 
 def found_in(records: Mapping[Cell, Record], model: str, network: str) -> dict[str, Summary]:
-    """By engine; empty if the cell was not measured."""
+    """Return summaries by engine; {} if the cell was not measured."""
     cell = Cell(model, RANKS, network, PRECISION)
     if cell not in records:
         return {}
@@ -38,7 +38,7 @@ def found_in(records: Mapping[Cell, Record], model: str, network: str) -> dict[s
 
 
 def table(records: Mapping[Cell, Record]) -> str:
-    """Markdown; the least of each row in bold."""
+    """Return the table as Markdown, with the lowest value of each row in bold."""
     lines = ["| | | " + " | ".join(LABELS.values()) + " |", "|---" * (2 + len(LABELS)) + "|"]
     for model in MODELS:
         name = f"{NAMES[model]}, {_millions(model)}"
@@ -55,7 +55,7 @@ def table(records: Mapping[Cell, Record]) -> str:
 
 
 def write(records: Mapping[Cell, Record], readme: Path) -> None:
-    """Put the table where the README has the last one."""
+    """Replace the table in the README."""
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: an SVG and a PNG of each, on white, in colours all can tell."""
+"""Draws the results, each picture as SVG and PNG, in colours for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
-# Okabe and Ito's colours; with hatches for those who print in grey.
+# Okabe and Ito's colours, with hatches for grey prints.
 COLORS = {
     "vescale": "#0072b2",
     "vescale-tuned": "#56b4e9",
@@ -46,7 +46,7 @@ PADDED = ["GPT-OSS-120B (HF), layer", "DeepSeek-V3-671B, MoE layer", "Llama-3-70
 
 
 def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw what there is; the files that were written."""
+    """Draw all pictures that have results. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     makers: dict[str, Callable[[], Figure]] = {}
     if records:
@@ -69,7 +69,7 @@ def draw(records: Mapping[Cell, Record], padding: dict[str, Any], folder: Path) 
 
 
 def _headline(records: Mapping[Cell, Record]) -> Figure:
-    """What the README's table has, a panel for each kind of row."""
+    """The README's table as a picture, with a panel for each kind of row."""
     figure, axes = plt.subplots(1, len(headline.ROWS), figsize=(2.5 * len(headline.ROWS), 3.4))
     height = 0.8 / len(LABELS)
     for column, (title, (network, value_of, _)) in zip(axes, headline.ROWS.items(), strict=True):
@@ -104,7 +104,7 @@ def _bar(
 
 
 def _speed(records: Mapping[Cell, Record]) -> Figure:
-    """Speed over FSDP2's: a row for each precision, a column for each network and ranks."""
+    """Speed divided by FSDP2's: a row per precision, a column per network and number of ranks."""
     places = sorted({(cell.network != "loopback", cell.ranks, cell.network) for cell in records})
     precisions = sorted({cell.precision for cell in records}, reverse=True)  # fp32, bf16
     models = list(dict.fromkeys(cell.model for cell in records))
@@ -157,7 +157,7 @@ COSTS: dict[str, Callable[[Summary], float | None]] = {
 
 
 def _costs(records: Mapping[Cell, Record]) -> Figure:
-    """What a step and rank costs, over loopback with the fewest ranks, in fp32 if it is there."""
+    """Costs of a step on a rank, over loopback with the fewest ranks, in fp32 if measured."""
     least = min(cell.ranks for cell in records)
     precision = max(cell.precision for cell in records)
     cells = [cell for cell in records if (cell.ranks, cell.precision) == (least, precision)]

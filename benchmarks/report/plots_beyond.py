@@ -1,4 +1,4 @@
-"""Pictures of what is beyond the grid: rank 0 of large worlds, computed steps of large models."""
+"""Draws results outside of the grid: rank 0 of large worlds, computed steps of large models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABELS = {"vescale": "veScale-FSDP", "fsdp2": "FSDP2"}
 
 
 def makers() -> dict[str, Callable[[], Figure]]:
-    """By the name of the picture; those whose figures are there."""
+    """Return a function for each picture that has results, by its name."""
     readings = {path.stem: read(path)["readings"] for path in sorted(scale.FOLDER.glob("*.json"))}
     figures = list(read(large.FILE).get("figures", {}).values())
     found: dict[str, Callable[[], Figure]] = {}
@@ -48,7 +48,7 @@ def _peaks(readings: dict[str, dict[str, Any]]) -> Figure:
 
 
 def _computed(figures: list[dict[str, Any]]) -> Figure:
-    """Computed tokens of a GPU in a second over the number of GPUs."""
+    """Computed tokens per second and GPU over the number of GPUs."""
     models = list(dict.fromkeys(each["model"] for each in figures))
     figure, axes = plt.subplots(1, len(models), figsize=(3.2 * len(models), 3.2), squeeze=False)
     for column, model in zip(axes[0], models, strict=True):
@@ -75,7 +75,7 @@ def _computed(figures: list[dict[str, Any]]) -> Figure:
         _ranks(column, sorted({each["ranks"] for each in own}))
         column.set_ylim(bottom=0)
         column.set_title(f"{model}: computed", fontsize=9)
-    axes[0][0].set_ylabel("tokens a second and GPU")
+    axes[0][0].set_ylabel("tokens per second and GPU")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure

@@ -1,4 +1,4 @@
-"""The page: what was measured, as tables."""
+"""Writes the tables of RESULTS.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CAUSES = {
     "deepspeed": "All cores are busy in these cells, so that overlap gains nothing.",
 }
 PADDING_RANKS = (64, 256, 512, 1024)
-# Figure 11 as far as it can be read, in percent: rows 1 and 16, and rows of 128.
+# Approximate values of Figure 11, in percent: blocks of 1 and 16 rows, and of 128 rows.
 PAPER_PADDING = {
     "DeepSeek-V3-671B, MoE layer": ("under 3", "mostly under 3"),
     "GPT-OSS-120B (HF), layer": ("under 3", "up to about 18"),
@@ -55,7 +55,7 @@ PAPER_PADDING = {
 def page(
     records: Mapping[Cell, Record], padding: dict[str, Any], images: list[Path], folder: Path
 ) -> str:
-    """RESULTS.md, which lies in ``folder``."""
+    """Return the text of RESULTS.md, which is in ``folder``."""
     shown = {path.stem: Path(os.path.relpath(path, folder)).as_posix() for path in images}
     lines = [
         "# Results",
@@ -164,7 +164,7 @@ def _ratio(record: Record, ours: str, theirs: str) -> tuple[float, float, float]
 
 
 def _losses(records: Mapping[Cell, Record]) -> Iterator[str]:
-    """Where any other engine is faster, and why."""
+    """The cells in which another engine is faster, and why."""
     yield "## Where others are faster"
     yield ""
     lost: dict[tuple[str, str], list[tuple[Cell, tuple[float, float, float]]]] = {}

@@ -1,8 +1,8 @@
-"""Train a small GPT with Accelerate. There is nothing of veScale-FSDP in this file.
+"""Train a small GPT with Accelerate. It has no code for veScale-FSDP.
 
     accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train.py
 
-and once more with ``--resume runs/state`` at its end, to go on from there.
+Add ``--resume runs/state`` to continue from a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def make_model() -> nn.Module:
 
 
 def make_data(sentences: int = 512) -> TensorDataset:
-    """Sentences that count up, each from a start and with a step of its own."""
+    """Sentences that count up, each with its own start and step."""
     generator = torch.Generator().manual_seed(1)
     start, step = torch.randint(1, 64, (2, sentences, 1), generator=generator)
     return TensorDataset((start + step * torch.arange(32)) % 256)
 
 
 def main() -> None:
-    """Train, save and maybe go on."""
+    """Train and save, or continue from a checkpoint."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--save", default="runs/state")

@@ -1,8 +1,8 @@
-"""Train a small Llama with ``transformers.Trainer``. There is nothing of veScale-FSDP in this file.
+"""Train a small Llama with ``transformers.Trainer``. It has no code for veScale-FSDP.
 
     accelerate launch --config examples/accelerate/vescale.yaml examples/accelerate/train_trainer.py
 
-and once more with ``--resume`` at its end, to go on from its last checkpoint.
+Add ``--resume`` to continue from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 
 class Counting(Dataset):
-    """Sentences that count up, each from a start and with a step of its own."""
+    """Sentences that count up, each with its own start and step."""
 
     def __init__(self, sentences: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         consolidate(folder, target)
     except VeScaleError as error:
         parser.exit(1, f"{error}\n")
-    print(f"wrote {target}")  # noqa: T201  # to whom has called it
+    print(f"wrote {target}")  # noqa: T201  # the output of the command
 
 
 if __name__ == "__main__":

@@ -313,7 +313,7 @@ def _added_by(module: Any, states: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = {"state_dict": {}, "epoch": 0, "global_step": 0, **own}
     try:
         module.on_save_checkpoint(checkpoint)
-    except Exception:  # noqa: BLE001  it may want what is there in training only
+    except Exception:  # noqa: BLE001  it may need values of the training
         return {}
     return {key: value for key, value in checkpoint.items() if key != "state_dict"}
 
@@ -321,7 +321,7 @@ def _added_by(module: Any, states: Mapping[str, Any]) -> dict[str, Any]:
 def _state_of(stateful: Any) -> Any:
     try:
         return stateful.state_dict()
-    except Exception:  # noqa: BLE001  it may have none before training
+    except Exception:  # noqa: BLE001  it may have no state before training
         return None
 
 

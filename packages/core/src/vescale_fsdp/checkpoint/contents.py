@@ -1,12 +1,13 @@
 """The contents of a checkpoint: tensors by name, and values as JSON texts.
 
-There are three kinds of items, by what each rank has of them:
+There are three kinds of items:
 
-* ``model``, ``optimizer.<name>``: the ranks have parts of the same thing. Tensors are sharded, or
-  the same on the ranks that have them; DCP's planner says who writes which part.
-* ``extra``: the first rank's.
-* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank's own. What is the same on several
-  ranks is kept once. ``rng`` is the state of the generators of Python, NumPy, torch and CUDA.
+* ``model``, ``optimizer.<name>``: all ranks together. Tensors are sharded, or the same on the ranks
+  that have them. DCP's planner decides which rank writes which part.
+* ``extra``: from rank 0 only.
+* ``rng``, ``stateful.<name>``, ``error_feedback``: each rank has its own. If several ranks have the
+  same, it is saved once. ``rng`` has the states of Python's, NumPy's, torch's and CUDA's random
+  number generators.
 """
 
 from __future__ import annotations

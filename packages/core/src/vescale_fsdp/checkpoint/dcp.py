@@ -61,7 +61,7 @@ def write_item(writer: DataWriter, value: Any, label: str) -> Span:
 
 
 def data_file(rank: int) -> str:
-    """The name of a rank's data file."""
+    """Return the name of a rank's data file."""
     return f"__{rank}_0.distcp"
 
 

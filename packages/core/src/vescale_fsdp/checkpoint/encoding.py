@@ -1,16 +1,16 @@
-"""Python values as JSON and back, exactly and without pickle; and tensors as bytes.
+"""Converts Python values to JSON and back, exactly, without pickle; and tensors to bytes.
 
 None, bool, int, finite float, str and list are themselves; a dict with string keys is an object.
-A value that JSON cannot express is an object with one name that begins with ``$``::
+Other values are an object with one key that begins with ``$``::
 
     (1, 2)              {"$tuple": [1, 2]}
     {3: "x"}            {"$dict": [[3, "x"]]}
     b"ab"               {"$bytes": "YWI="}
-    float("nan")        {"$float": "7ff8000000000000"}      the bits, so that each NaN comes back
+    float("nan")        {"$float": "7ff8000000000000"}      the bits, so that each NaN is exact
     a tensor            {"$tensor": "extra.table"}          the name of a tensor of the checkpoint
 
-Types are exact: a subclass (``numpy.float64``, an enum) would come back as another type, and so it
-is refused by name when it is saved. Nothing that is read can make code run.
+Types are exact. A subclass (``numpy.float64``, an enum) would be read as another type, so `encode`
+raises and names it. Reading runs no code from the file.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, Ve
 Json = Any  # None, bool, int, float, str, list or dict of these
 Tensors = dict[str, torch.Tensor]
 _DEEPEST = 100
-_WORD = 2**63  # larger numbers are written in hexadecimal: Python limits decimal digits
+_WORD = 2**63  # larger ints are hexadecimal, because Python limits the length of decimal ones
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", torch.Size: "$size", deque: "$deque"}
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 
 
 def encode(value: Any, name: str) -> tuple[Json, Tensors]:
-    """The JSON of a value, and the tensors in it by the names that it uses for them.
+    """Return a value as JSON, and its tensors by the names that the JSON has for them.
 
     Args:
-        value: what the table above has, nested at most 100 deep.
-        name: of the value; tensors are named ``name.key.index...``.
+        value: of the types in the table above, nested at most 100 deep.
+        name: of the value. Tensors get names ``name.key.index...``.
     """
     tensors: Tensors = {}
     return _encode(value, (name,), tensors), tensors
@@ -94,7 +94,7 @@ def _encode(value: Any, path: tuple[Any, ...], tensors: Tensors) -> Json:
 
 
 def _new_name(name: str, tensors: Tensors) -> str:
-    """``name``, or if ``{"a": {"b": t}, "a.b": t}`` has taken it, one with a number."""
+    """Return ``name``, with a number if it is taken, as in ``{"a": {"b": t}, "a.b": t}``."""
     number, free = 1, name
     while free in tensors:
         number += 1
@@ -107,11 +107,11 @@ def _title(path: tuple[Any, ...]) -> str:
 
 
 def decode(value: Json, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
-    """The value that `encode` was given.
+    """Return the value of a JSON that `encode` made.
 
     Args:
-        tensor_of: gives the tensor of a name.
-        where: for messages.
+        tensor_of: returns the tensor of a name.
+        where: names the value in messages.
     """
     if isinstance(value, list):
         return [decode(each, tensor_of, where) for each in value]

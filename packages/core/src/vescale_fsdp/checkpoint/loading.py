@@ -1,14 +1,13 @@
-"""A load: the bytes are verified, all ranks agree, and all of it is applied, or nothing.
+"""Reads a sealed checkpoint on all ranks, checks all of it, and applies all of it or nothing.
 
-Each byte of a sealed checkpoint is checked by one rank, and read by the ranks that need it. A rank
-checks every chunk that it reads whole, and those of its share. With as many ranks as have saved,
-its share are the files that it would write itself; with another number, an even part of all bytes.
-Chunks of its share that it needs are read once. Of other chunks it reads only the bytes that it
-needs, and another rank reports whether they are intact.
+Each rank checks a share of the bytes, so that all bytes are checked. If as many ranks load as have
+saved, the share of a rank is the file that it would write itself; else an even part of all bytes. A
+rank also checks every chunk that it reads whole. Of the other chunks it reads only the bytes that
+it needs; another rank checks these.
 
-Data stay in separate memory until all ranks report that theirs are intact. Then each rank exchanges
-them with what is in the tensors, so that the old elements are kept. If one rank fails, all put the
-old elements back: model, optimizers and counters are bitwise what they were.
+Data are read into separate memory. When all ranks have reported that their data are intact, each
+rank exchanges the data with the elements of its tensors, so that it keeps the old elements. If a
+rank fails, all ranks restore them: model, optimizers and counters are bitwise unchanged.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class SaveHandle:
     def _run(self, work: Any) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  whoever waits gets it
+        except Exception as error:  # noqa: BLE001  `wait` raises it
             self._error = error
 
     def _start(self, work: Any) -> None:

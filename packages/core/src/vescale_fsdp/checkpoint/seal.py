@@ -1,4 +1,4 @@
-"""Checkpoint folders: they are staged, sealed and published as a whole; found, and pruned.
+"""Writes checkpoints into temporary folders, publishes them when complete, finds and prunes them.
 
 ::
 
@@ -6,17 +6,20 @@
       step-100/                       sealed: manifest.json and data files, never written again
       step-200.tmp-3f0c...(32)/       a stage: a save that is running, or one that was killed
 
-The first rank makes the stage and holds a lock on it (``flock`` on the folder, which the system
-releases when the process ends, however it ends). All ranks write their files there and flush them.
-Then the first rank writes the manifest, flushes it and the folder, renames the folder, and flushes
-the parent. So a checkpoint has its name when all of it is on the disk, or never. Two jobs have two
-stages, and only one of them gets the name.
+1. Rank 0 makes the stage, a temporary folder, and locks it (``flock`` on the folder; the system
+   releases the lock when the process ends for any reason).
+2. All ranks write their files into it and flush them to disk.
+3. Rank 0 writes the manifest, flushes it and the folder, renames the folder, and flushes the
+   parent.
 
-A stage without a lock was left by a crash. The next save in the same folder deletes it: the files
-that a save writes, and the folder if it is empty then.
+If two jobs save to one path, each has its own stage, and only one of them gets the name.
 
-Checkpoints are ordered as they were made (`Seal.sequence`), not by steps or clocks: if a run went
-back to step 50 and saved step 60, it resumes from 60, although step 100 is there too.
+A stage without a lock is left from a crash. The next save in the same folder deletes it: first the
+files that a save writes, then the folder if it is empty.
+
+The order of checkpoints is that in which they were saved (`Seal.sequence`), not that of steps or
+clocks. Example: a run has saved step 100, restarts from step 50 and saves step 60. Then step 60 is
+the latest.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 When one rank gets the signal, another may already have begun the next step. If the first stopped at
 once, the second would wait for it in a collective. So the ranks agree through the store. Each rank
-reports how many steps it has ended, and then waits at the end of its next step until all ranks have
-reported. All ranks stop after the highest of these numbers::
+reports how often it has gone on after a step, and then waits at the end of its current step until
+all ranks have reported. Each rank goes on as often as the highest number says, and stops at the end
+of the next step::
 
               end of step 1        end of step 2        end of step 3
     rank 0    ---- goes on --- reports 1, waits, goes on --- stops       <- got the signal
     rank 1    ---- goes on ------- goes on -- reports 2 ---- stops
 
-No rank can be past the highest number, because a rank that has reported does not start another step
-before it knows the number. A thread on each rank reports, so that no rank waits for a step of
-another. Without a signal this thread waits in the store, and `requested` costs a lock and an
-addition.
+No rank goes on more often than that, because a rank that has reported does not start another step
+before it knows the highest number. A thread on each rank reports, so that a report does not wait
+for the end of a step. Without a signal this thread waits in the store, and `requested` costs a lock
+and an addition.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DAY_S = 86_400.0
 
 
 class Tally:
-    """Counts the steps of this rank, and knows after which step all ranks stop.
+    """Counts how often this rank has gone on after a step, and knows when all ranks stop.
 
     It uses no threads and sends nothing.
     """
@@ -44,7 +45,7 @@ class Tally:
     def __init__(self) -> None:
         self.num_passed = 0
         self.has_told = False
-        self.last: int | None = None  # all ranks stop after this many steps
+        self.last: int | None = None  # how often all ranks go on; after the next step they stop
 
     def arrive(self) -> bool | None:
         """Call at the end of a step. True: stop. False: go on. None: wait, then call again."""
@@ -56,7 +57,7 @@ class Tally:
         return False
 
     def tell(self) -> int:
-        """Return the number of steps to report. It does not change until `learn`."""
+        """Return the number to report. It does not change until `learn`."""
         self.has_told = True
         return self.num_passed
 
@@ -168,9 +169,9 @@ class _Peers:
 
     wanted    the number of ranks that have announced a signal; the first of them wakes all
     wake/3    what wakes the thread of rank 3: the number of a signal, or "closed"
-    told/3    the number of steps that rank 3 has reported
+    told/3    how often rank 3 has gone on after a step
     num_told  the number of ranks that have reported; the last one to report sets `last`
-    last      the number of steps after which all ranks stop
+    last      how often all ranks go on, before they stop after the next step
     """
 
     def __init__(self, tally: Tally, timeout_s: float) -> None:
@@ -235,7 +236,7 @@ class _Peers:
             with self._changed:
                 self._tally.learn([last])
                 self._changed.notify_all()
-        except Exception as error:  # noqa: BLE001  the store is gone, or a rank
+        except Exception as error:  # noqa: BLE001  the store has closed, or a rank has died
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

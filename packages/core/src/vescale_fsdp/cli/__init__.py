@@ -1,11 +1,15 @@
 """The command line ``vescale-fsdp``.
 
-`app` has the commands, and those that plug-ins add. `plan`: what to plan comes from `sources`
-(`modules` -> `model`), how from `settings`; `layouts` asks the planner, `estimate` and `timeline`
-count bytes, `report` is all of that, its JSON, and what would pad less; `tables` and `picture` show
-it. `checkpoint` has commands of its own, whose tables are in `checkpoint_contents`; `doctor` shows
-what `checkup` finds, and has two ranks work together. `text` has amounts, tables and errors.
-Importing this package loads nothing of that, and ``vescale-fsdp --help`` no torch.
+`app` collects the commands, also those of plug-ins.
+
+* `plan`: `sources` and `modules` make the `model`, and `settings` parses the options. `layouts`
+  calls the planner, `estimate` and `timeline` count bytes. `report` holds all of this, suggests
+  options with less padding, and converts it to JSON; `tables` and `picture` show it.
+* `checkpoint`: its tables are in `checkpoint_contents`.
+* `doctor` shows the results of `checkup`, and tests two ranks.
+* `text` formats amounts, tables and errors.
+
+An import of this package loads none of these modules. ``vescale-fsdp --help`` does not load torch.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _add(app: typer.Typer, plugin: EntryPoint) -> None:
     try:
         plugin.load()(app)
         typer.main.get_command(app)  # typer checks the new commands' parameters here
-    except Exception as error:  # noqa: BLE001  # it is somebody else's code
+    except Exception as error:  # noqa: BLE001  # the code of a plug-in may raise anything
         app.registered_commands, app.registered_groups = commands, groups
         _say(
             f"warning: the plug-in {plugin.name!r} ({plugin.value}) is ignored, "

@@ -1,4 +1,4 @@
-"""``vescale-fsdp doctor``: what this machine has, whether two ranks work, and what to change."""
+"""``vescale-fsdp doctor``: shows this machine, tests two ranks on it, and says what to change."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
     begin, step = time.monotonic(), "import vescale_fsdp"
     try:
         from vescale_fsdp.cli.checkup.steps import run_steps
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is the finding
+    except Exception as error:  # noqa: BLE001  # any error is a finding
         outcome.failed, outcome.error = step, " ".join(f"{type(error).__name__}: {error}".split())
         return ""
     outcome.total_s = round(time.monotonic() - begin, 3)

@@ -1,17 +1,17 @@
-"""The layouts of a model's groups: ours, and what others pay for the same tensors.
+"""The layouts of a model's groups, and the shard sizes of other engines for the same tensors.
 
-FSDP2 (``torch.distributed.fsdp.fully_shard``) shards every tensor by itself into equal numbers of
-rows of dimension 0, and pads each to a full number of rows per rank::
+FSDP2 (``torch.distributed.fsdp.fully_shard``) shards each tensor separately into equal numbers of
+rows of dimension 0, and pads it to a full number of rows per rank::
 
-    shape (128, 2880) over 256 ranks: 1 row per rank, 2880 elements, 128 ranks hold padding
+    shape (128, 2880) over 256 ranks: 1 row per rank, 2880 elements, 128 ranks have only padding
 
-Megatron-FSDP v2 (its ``experimental`` layout) has one flat buffer for a group, as we have, and
-lets the shard size S be a multiple of the least common multiple L of all rows, a row being
-``prod(shape[1:])``. Then every tensor that starts at a multiple of its row is split between rows::
+Megatron-FSDP v2 (its ``experimental`` layout) has one flat buffer per group, as we have. Its shard
+size S is a multiple of the least common multiple L of all row sizes ``prod(shape[1:])``. A tensor
+that starts at a multiple of its row is then split only between rows::
 
     rows of 588 and 1024 elements: L = 150,528, and S is a multiple of that
 
-Neither keeps blocks of several rows together. Both are formulas here, not their code.
+Neither keeps blocks of several rows together. Both are computed by formulas, not by their code.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""All that one run of ``plan`` finds, as JSON, and what would pad less.
+"""The results of ``plan``, also as JSON, with suggestions of options with less padding.
 
-Names of numbers in the JSON end with units.
+Keys of numbers in the JSON end with units.
 
-If padding is above 5%, the planner's advice on all groups that blocks pad is turned into options of
-this command: another group size, or smaller blocks. Each option applies to all of these groups, and
-its cost is that of the whole model. The options are to be added to those of the user: the last rule
-of ``--granularity`` that fits counts.
+If blocks force more than 5% padding on a group, the planner gives advice: fewer ranks or smaller
+blocks. This file turns it into options of ``plan`` that hold for all groups, and plans the whole
+model with them to get the costs. The user adds these options to the command: the last rule of
+``--granularity`` that matches a tensor is used.
 """
 
 from __future__ import annotations

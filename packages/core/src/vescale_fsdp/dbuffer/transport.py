@@ -1,30 +1,29 @@
-"""Collectives that are not one call of ``torch.distributed``, and reductions that are under way.
+"""Collectives that are not one call of ``torch.distributed``, and running reductions.
 
-`Exchange`, on gloo: every rank sends a part to every other one, by sends and receives. An
-all-gather is such an exchange, and so is an all-to-all. In gloo's own collectives, the data that a
-rank sends comes before its note that it is ready to receive, in one stream. So its peer begins to
-send only when it has received, and data flows one way at a time. Here all receives are posted
-first. At 1 Gbit/s that is 950 Mbit/s each way instead of 520 to 630, for half of the processor time
-(docs/design/performance.md).
+`Exchange`, for gloo: an all-gather or all-to-all as separate sends and receives. In gloo's own
+collectives, a rank's data precedes its message that it is ready to receive, in one stream. So its
+peer starts to send only after it has received, and data flows in one direction at a time. Here all
+receives are posted first. On a link of 1 Gbit/s this reaches 950 Mbit/s in each direction instead
+of 520 to 630, for half of the processor time (docs/design/performance.md).
 
-`Batch`, on streams: the all-gathers of a unit, or its reductions, in one operation of the
-communicator. Most units are one buffer, with one collective each way. Parameters that cannot be in
-a flat buffer have collectives of their own: those with ``Shard(d)``, and those with an all-gather
-of their own (each layer of torchao's float8, for example). NCCL runs several as one operation, with
-one launch (``ncclGroupStart``), so nothing has to be copied into one message and out of it.
+`Batch`, for streams: all all-gathers of a unit, or all its reductions, in one operation of the
+communicator. Most units have one buffer, and so one collective in each direction. Some parameters
+cannot be in a flat buffer and have their own collectives: those with ``Shard(d)``, and those with
+FSDP2's extension hooks (for example each layer of torchao's float8). NCCL runs several collectives
+as one operation with one launch (``ncclGroupStart``), so nothing is copied into one message.
 
-Collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They allocate
-what they send and receive themselves (from a pool of their own, for example). The parameters are
-elsewhere, at constant addresses; so one copy goes in, and one comes out. With FSDP2's all-gather
-through symmetric memory the parameters themselves are in that memory, and nothing is copied out.
+Custom collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They
+allocate their own memory, but parameters must stay at their addresses. So there is one copy before
+and one after the collective. With FSDP2's all-gather through symmetric memory the parameters are in
+that memory, and there is no copy after it.
 
-gloo's network threads (`let_ranks_go_first`). Each gloo communicator has a thread that waits for
-the network. A rank that sends holds a lock for some microseconds. If data arrives at that time and
-every core computes, the system runs the thread instead of the rank. It then asks for the lock, over
-and over, until its time slice ends: 3 to 7 ms, several times in each step. As a batch thread it
-waits as long as the rank has something to run (docs/design/performance.md, 5).
+`let_ranks_go_first`, for gloo: each gloo communicator has a thread that waits for the network. A
+rank that sends holds a lock for some microseconds. If data arrives at this moment and all cores are
+busy, the system may run the thread instead of the rank. The thread then spins on the lock until its
+time slice ends: 3 to 7 ms, several times in each step. With the batch scheduling policy the thread
+waits as long as the rank can run (docs/design/performance.md, 5).
 
-`PendingReduce` is a reduction under way. `Issued` counts all collectives that were issued.
+`PendingReduce` is a running reduction. `Issued` counts all collectives.
 """
 
 from __future__ import annotations

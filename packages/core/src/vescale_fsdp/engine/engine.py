@@ -291,7 +291,7 @@ class Engine(Executor):
         return self._reducing.due(self.units(), self.passes.window.policy.small_bytes)
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
-        """Issue these reductions: of one unit, or several that travel together."""
+        """Start these reductions: of one unit, or of several in one message."""
         self._reducing.start(batch)
 
     def before_backward(self, unit: Unit) -> None:

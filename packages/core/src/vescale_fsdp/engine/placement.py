@@ -1,12 +1,11 @@
-"""How one parameter is placed: its own layout, and what ``fully_shard`` is told.
+"""Computes the mesh and placements of one parameter.
 
-``shard_placement_fn`` gives FSDP2's answers, which are checked and converted here. A user is warned
-of padding that nobody expects.
+It checks the results of the user's ``shard_placement_fn``, which are as in FSDP2, and warns of much
+padding.
 
-A parameter may be a DTensor already, of tensor or expert parallelism. That inner parallelism comes
-first: its local tensor is what a group lays out, gathers and reduces. Outside of a forward the
-parameter is one DTensor over all axes, the data axes first. Inside of a forward it is the DTensor
-that the user has made::
+A parameter may already be a DTensor of tensor or expert parallelism (inner parallelism). Its local
+tensor is then laid out in a group's buffer, all-gathered and reduced. When sharded, the parameter
+is one DTensor over all axes, the data axes first. Within a forward it is the user's DTensor::
 
     sharded         mesh (data, tensor)    (RaggedShard, Shard(0))    global shape
     unsharded       mesh (tensor,)         (Shard(0),)                global shape, a view of the
@@ -25,9 +24,9 @@ rank then holds an *inner shard*. Four ranks as 2 x 2, a full buffer of four par
                            outer axis      inner axis: as in HSDP
                            once a step
 
-Each parameter and each gradient is sent over the slow outer axis once a step, and the optimizer's
-states are sharded over all ranks. With a codec messages are gathered, first those of an inner
-shard and then all. Each rank writes the message of its part, and all ranks read each message.
+Each parameter and each gradient is sent over the slow outer axis once per step, and optimizer
+states are sharded over all ranks. With a codec, messages are all-gathered: first those of an inner
+shard, then all. Each rank writes the message of its part, and all ranks read each message.
 """
 
 from __future__ import annotations

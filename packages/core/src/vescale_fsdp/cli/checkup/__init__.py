@@ -1,9 +1,11 @@
 """The checks of ``vescale-fsdp doctor``. They collect facts to show and findings to act on.
 
-`software` (versions and variables), `host` (CPUs, memory, limits) and `devices` (torch and what it
-sees, asked in a process of its own: a torch that is broken, hangs or crashes is a finding) look;
-the self-test of `cli.doctor` has two ranks work together, by `steps`. Only the ranks, and what runs
-them, import torch.
+* `software`: versions and environment variables
+* `host`: CPUs, memory and limits
+* `devices`: torch and its devices, in a separate process, because torch may hang or crash
+* `steps`: two ranks communicate, train and save; `cli.doctor` runs them
+
+Only the separate processes and `steps`, which starts the ranks, import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def look(title: str, fill: Callable[[Section], None]) -> Section:
     section = Section(title)
     try:
         fill(section)
-    except Exception as error:  # noqa: BLE001  # machines differ in more ways than we can list
+    except Exception as error:  # noqa: BLE001  # an error here becomes a finding
         section.better(
             f"could not finish the check of the {title}: {type(error).__name__}: {error}",
             "nothing; or report it, with this line",

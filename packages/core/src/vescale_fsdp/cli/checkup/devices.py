@@ -109,7 +109,7 @@ def report() -> None:
         found: dict[str, Any] = {"step": step}
         try:
             found |= {"value": do(), "seconds": round(time.perf_counter() - begin, 3)}
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is the finding
+        except Exception as error:  # noqa: BLE001  # any error is a finding
             found["error"] = f"{type(error).__name__}: {error}"
         print(f"\n{json.dumps(found)}", flush=True)
         if "error" in found:
