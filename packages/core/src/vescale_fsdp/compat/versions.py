@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _C: Any = torch._C
+_NOTHING = nullcontext()
 TENSOR_DATA: Any = torch.Tensor.data  # the descriptor, for a subclass with a ``data`` of its own
 # A context in which an attribute of a tensor subclass is read in half of the time.
 without_torch_function: Any = _C.DisableTorchFunctionSubclass
@@ -23,6 +25,19 @@ outside_functorch: Any = _C._DisableFuncTorch
 # The identity of the graph task of autograd that this thread runs, or -1; and its node, or None.
 current_backward: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
+
+
+def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:
+    """A range for profilers, such as ``vescale::unshard(blocks.3)``. No profiler runs: nothing.
+
+    Args:
+        names: of units, as errors have them; of several, the first and the last are shown.
+    """
+    if not _C._autograd._profiler_enabled():
+        return _NOTHING
+    first, last = (each.strip("'").removeprefix("the ") for each in (names[0], names[-1]))
+    subject = first if first == last else f"{first} to {last}"
+    return torch.autograd.profiler.record_function(f"vescale::{what}({subject})")
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:

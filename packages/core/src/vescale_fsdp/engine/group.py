@@ -42,7 +42,7 @@ class Group(Parameters):
         In backward, from the larger parts that forward has kept, if it has.
         """
         if self.state is State.SHARDED:
-            with self.pool.lane.entered():
+            with self.pool.lane.entered(), compat.recorded("unshard", [self.unit_name]):
                 self._start_gather(comm, in_backward)
             self._gathered_version = self.version
             self.state = State.UNSHARDING
@@ -136,7 +136,8 @@ class Group(Parameters):
         """Wait for the all-gather and give the modules the gathered parameters."""
         assert self.state is not State.SHARDED, "start_gather comes first"
         if self.state is State.UNSHARDING:
-            self._wait()
+            with compat.recorded("wait_for_unshard", [self.unit_name]):
+                self._wait()
             gathered = self._gathered_params()
             register(self.slots, gathered)
             self._guard.open(gathered)

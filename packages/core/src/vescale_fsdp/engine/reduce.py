@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Coding,
@@ -297,7 +297,8 @@ class Gradients:
         gradients, pending, comm = self._reducing
         self._reducing = None
         self.finish_sum()  # of an earlier reduction in the same backward
-        reduced = pending.finish(self._reduction())
+        with compat.recorded("wait_for_reduce", [self.unit_name]):
+            reduced = pending.finish(self._reduction())
         gradients.release()
         if comm.replica_group is None:
             self._keep(reduced)

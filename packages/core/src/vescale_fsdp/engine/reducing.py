@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import (
     Comm,
     Flags,
@@ -104,7 +104,8 @@ class Mail:
         for group in groups:
             group.follow_conversions()
         self._comm.issued.subject = units[0].tag
-        message = GatherMessage([group.buffer for group in groups], self._comm, groups[0].pool)
+        with compat.recorded("unshard", [group.unit_name for group in groups]):
+            message = GatherMessage([group.buffer for group in groups], self._comm, groups[0].pool)
         first = 0
         for unit in units:
             self._letters[unit.index] = _Letter(message, first, unit.version)
@@ -227,6 +228,10 @@ class Reducing:
     def start(self, batch: Sequence[Reduction]) -> None:
         """Start these reductions: of one unit, or of several in one message."""
         groups = _groups_of(batch)
+        with compat.recorded("reduce", [group.unit_name for group in groups]):
+            self._start(groups)
+
+    def _start(self, groups: list[Group]) -> None:
         comms = [self._comm(group) for group in groups]
         if len(groups) > 1 and not groups[0].has_streams:
             _start_together([group.gradients for group in groups], comms[0])
