@@ -1,15 +1,19 @@
-"""Ranges of unshard and reduce in a profile."""
+"""Ranges in profiles, and the report that ``profile`` makes of them."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import vescale_fsdp
 from vescale_fsdp import fully_shard
+from vescale_fsdp.engine.profiling import Report, Span, own_times
 from vescale_fsdp.testing import run_ranks
 
 
@@ -45,3 +49,98 @@ def test_small_units_share_ranges() -> None:
     for names in run_ranks(names_of_a_step, 2, 4, 3):
         assert names["vescale::unshard(root to 2)"] == 1
         assert any(name.startswith("vescale::reduce(2 to") for name in names)
+
+
+# The report
+
+
+class Slow(nn.Module):
+    """Computes longer than its parameters need."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        for _ in range(50):
+            y = torch.tanh(y)
+        return y
+
+
+def profile_steps(folder: Path | None, num_calls: int) -> Report | None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Slow(256) for _ in range(3)), nn.Linear(256, 1))
+    for layer in model[:3]:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with vescale_fsdp.profile(model, folder, steps=2) as profiler:
+        for number in range(num_calls):
+            model(torch.ones(64, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            is_done = profiler.step()
+            assert is_done == (number >= 2)
+    return profiler.report
+
+
+def test_a_table_and_traces_come_of_two_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for rank, report in enumerate(run_ranks(profile_steps, 2, tmp_path / "traces", 4)):
+        assert report is not None
+        assert list(report.units) == ["root", "0", "1", "2"]
+        for unit in ("0", "1", "2"):
+            assert report.units[unit]["compute"] > report.units["root"]["compute"]
+            assert report.units[unit]["waiting for all-gathers"] > 0
+            assert report.units[unit]["waiting for reductions"] > 0
+        assert report.optimizer > 0
+        parts = [report.total(what) for what in report.units["0"]]
+        assert sum(parts) + report.optimizer + report.other == pytest.approx(report.step)
+        trace = json.loads((tmp_path / "traces" / f"rank-{rank}.json").read_text())
+        assert any(each.get("name") == "vescale::unshard(1)" for each in trace["traceEvents"])
+    printed = capfd.readouterr().err  # of both ranks: one table
+    assert printed.count("all units") == 1
+
+
+def test_fewer_steps_than_asked_for_are_reported_too() -> None:
+    for report in run_ranks(profile_steps, 2, None, 2):
+        assert report is not None
+        assert report.step > 0
+    assert run_ranks(profile_steps, 2, None, 1) == [None, None]
+
+
+def test_ranges_count_without_those_inside() -> None:
+    spans = [
+        Span("a", 0, 100),
+        Span("b", 10, 30),
+        Span("c", 10, 20),
+        Span("d", 40, 100),
+        Span("e", 100, 110),
+    ]
+    assert dict(own_times(spans)) == {"a": 20, "b": 10, "c": 10, "d": 60, "e": 10}
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"compute": 90.0}, "Nothing but compute"),
+        ({"waiting for all-gathers": 15.0}, "15% of a step waits for all-gathers: unshard further"),
+        ({"waiting for all-gathers": 50.0}, "gather_codec"),
+        ({"waiting for reductions": 30.0}, "reduce_codec"),
+        ({"issuing": 30.0}, "larger units"),
+    ],
+)
+def test_advice_names_what_costs_most(times: dict[str, float], words: str) -> None:
+    assert words in Report(100.0, {"root": times}).advice
+
+
+def test_advice_on_the_optimizer() -> None:
+    assert "flatten_" in Report(100.0, {}, optimizer=40.0).advice
+    assert Report(0.0).advice == "No step was profiled."
+
+
+def test_arguments_of_profile() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        vescale_fsdp.profile(nn.Linear(1, 1), steps=0)

@@ -35,7 +35,7 @@ def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:
     """
     if not _C._autograd._profiler_enabled():
         return _NOTHING
-    first, last = (each.strip("'").removeprefix("the ") for each in (names[0], names[-1]))
+    first, last = (each.strip("'").removeprefix("the ") or "root" for each in (names[0], names[-1]))
     subject = first if first == last else f"{first} to {last}"
     return torch.autograd.profiler.record_function(f"vescale::{what}({subject})")
 

@@ -45,6 +45,7 @@ from vescale_fsdp.engine.granularity import (
 )
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
+from vescale_fsdp.engine.profiling import profile
 from vescale_fsdp.engine.quantized import (
     ErrorFeedback,
     QuantizedGather,
@@ -84,6 +85,7 @@ __all__ = [
     "is_matrix",
     "mark_blank",
     "may_be_hidden",
+    "profile",
     "register_fsdp_forward_method",
     "repeated_blocks",
     "share_comm_ctx",

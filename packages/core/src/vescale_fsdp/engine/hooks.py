@@ -24,6 +24,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -146,13 +147,19 @@ class _Call(boundary.Call):
         super().__init__(unit.fqn)
         self.pass_number = engine.passes.num_passes
         self._unit, self._engine = unit, engine
+        self._range: AbstractContextManager[object] | None = None  # of profilers
 
     def pre_backward(self) -> None:
         self._unit.enter_backward(self)
         with plain_tensors():
             self._engine.before_backward(self._unit)
+        self._range = compat.recorded("backward", [self._unit.fqn])
+        self._range.__enter__()
 
     def post_backward(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
         if self._unit.leave_backward(self):  # else another call is to come, and adds to gradients
             with plain_tensors():
                 self._engine.after_backward(self._unit)
@@ -201,6 +208,8 @@ def pre_forward(
     running.has_begun = True
     unit.leases.discard(Lease.USER)
     unit.leases.add(Lease.FORWARD)
+    running.range = compat.recorded("forward", [unit.fqn])
+    running.range.__enter__()
     args, kwargs = _cast_inputs(unit, (args, kwargs))
     if not torch.is_grad_enabled():
         return args, kwargs
@@ -218,6 +227,9 @@ def post_forward(unit: Unit, output: Any) -> Any:
     running.depth = max(running.depth - 1, 0)
     if running.depth:
         return _cast_output(unit, output)
+    if running.range is not None:
+        running.range.__exit__(None, None, None)
+        running.range = None
     call, running.call = running.call, None
     has_begun, running.has_begun = running.has_begun, False
     if has_begun:

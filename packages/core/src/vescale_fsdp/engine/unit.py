@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ class Running:
         depth: how many, one inside of another.
         handled: the exception that was being handled when the outermost began.
         has_begun: whether the engine knows of it.
+        range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
         modules_left: ids of modules of the unit that are still to run in this pass.
     """
@@ -64,6 +66,7 @@ class Running:
     depth: int = 0
     handled: BaseException | None = None
     has_begun: bool = False
+    range: AbstractContextManager[object] | None = None
     call: Any = None
     modules_left: set[int] = field(default_factory=set)
 
