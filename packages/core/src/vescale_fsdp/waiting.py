@@ -18,6 +18,9 @@ does when a process dies. So everything under way on it ends with an error, on a
 nobody writes to its buffers any more, and no thread is left in it that could hold up the end of
 the process. There is no way back.
 
+``VESCALE_FSDP_WATCHDOG_S``: after so many seconds of a wait, this rank logs what it waits for, and
+what the others do, and goes on waiting.
+
 A note is a key in the store, by the rank. It is written when a wait is long or has failed, so that
 it costs nothing before.
 """
@@ -28,6 +31,7 @@ import contextlib
 import datetime
 import functools
 import json
+import logging
 import math
 import os
 import threading
@@ -43,7 +47,9 @@ from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name, backend_of, backends_of
 from vescale_fsdp.errors import RankMismatchError
 
-VARIABLE = "VESCALE_FSDP_TIMEOUT_S"
+VARIABLE, WATCHDOG = "VESCALE_FSDP_TIMEOUT_S", "VESCALE_FSDP_WATCHDOG_S"
+_UNWATCHED = contextlib.nullcontext()
+_log = logging.getLogger(__name__)
 _ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
 _LONG_S = 15.0  # after this, or a quarter of the limit, a wait is worth a note
 _GRACE_S = 1.0  # for the notes of ranks that have just been cut off
@@ -93,19 +99,19 @@ def limit_s(group: dist.ProcessGroup | None = None) -> float:
     """
     text = os.environ.get(VARIABLE)
     if text:
-        return _parsed(text)
+        return _parsed(text, VARIABLE)
     is_cpu = group is None or {*backends_of(group).values()} == {"gloo"} or not _has_accelerator()
     return _ON_CPU_S if is_cpu else _ELSEWHERE_S
 
 
 @functools.cache
-def _parsed(text: str) -> float:
+def _parsed(text: str, variable: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds) or seconds < 0:
-        raise ValueError(f"{VARIABLE} must be a number of seconds, or 0 for no limit, got {text!r}")
+        raise ValueError(f"{variable} must be a number of seconds, or 0 for no limit, got {text!r}")
     return seconds or math.inf
 
 
@@ -197,12 +203,14 @@ class Bounded:
                 finish(self._what)
                 return
             limit = limit_s()
-            try:
-                self._work.wait(_delta(min(limit / 4, _LONG_S)))
-            except RuntimeError:
-                if self._work.is_completed():
-                    raise
-                self._wait_long(limit - min(limit / 4, _LONG_S))
+            first = min(limit / 4, _LONG_S)
+            with watched(self._what, self._group):
+                try:
+                    self._work.wait(_delta(first))
+                except RuntimeError:
+                    if self._work.is_completed():
+                        raise
+                    self._wait_long(limit - first)
         except RuntimeError as error:
             raise failure(error, self._group, self._what, started) from error
         finish(self._what)
@@ -309,12 +317,75 @@ def store_wait(
         dist.DistError: they were not set in time (``dist.DistStoreError``), or the store is gone.
     """
     first = min(seconds / 4, _LONG_S)
-    try:
-        store.wait(keys, _delta(first))
-    except dist.DistStoreError:
-        with _noted(_place_of(ranks), _doing(what)):
-            store.wait(keys, _delta(seconds - first))
+    with watched(what, ranks):
+        try:
+            store.wait(keys, _delta(first))
+        except dist.DistStoreError:
+            with _noted(_place_of(ranks), _doing(what)):
+                store.wait(keys, _delta(seconds - first))
     finish(what)
+
+
+# While it waits
+
+
+def watched(
+    what: str, ranks: dist.ProcessGroup | Sequence[int]
+) -> contextlib.AbstractContextManager[object]:
+    """Within it this rank waits; if that takes longer than the watchdog's time, it is logged.
+
+    Args:
+        what: in words.
+        ranks: that it waits for, as a group or global ones.
+    """
+    text = os.environ.get(WATCHDOG)
+    seconds = _parsed(text, WATCHDOG) if text else math.inf
+    if math.isinf(seconds):
+        return _UNWATCHED
+    if isinstance(ranks, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(ranks)
+    return _Watchdog(seconds, _doing(what), ranks)
+
+
+class _Watchdog:
+    """A timer. Cost: a thread for each wait."""
+
+    def __init__(self, seconds: float, doing: str, ranks: Sequence[int]) -> None:
+        self._seconds, self._doing, self._ranks = seconds, doing, ranks
+        self._place = _place_of(ranks)
+        self._timer = threading.Timer(seconds, self._tell)
+        self._timer.daemon = True
+        self._has_told = False
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._timer.cancel()
+        if self._has_told:
+            _in_time(lambda: _write(self._place, ""))
+
+    def _tell(self) -> None:
+        self._has_told = True
+        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        notes: dict[int, str] = {}
+        _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
+        _in_time(lambda: _read(self._place, others, notes))
+        _log.warning(
+            "rank %d has waited %g s for %s. %s The others: %s. It waits on",
+            dist.get_rank(), self._seconds, self._doing, _last(), _known(others, notes),
+        )  # fmt: skip
+
+
+def _known(others: Sequence[int], notes: dict[int, str]) -> str:
+    """What other ranks do, as far as their notes tell."""
+    return "; ".join(
+        f"rank {rank} {notes[rank]}"
+        if rank in notes
+        else f"rank {rank} waits for no collective: it computes, sleeps, does something else, or "
+        "has died (its log says which)"
+        for rank in others
+    )
 
 
 # When it has failed
@@ -355,14 +426,7 @@ def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] 
     others = [rank for rank in ranks if rank != dist.get_rank()]
     notes: dict[int, str] = {}
     _in_time(lambda: _read(place, others, notes))
-    known = [
-        f"rank {rank} {notes[rank]}"
-        if rank in notes
-        else f"rank {rank} waits for no collective: it computes, sleeps, does something else, or "
-        "has died (its log says which)"
-        for rank in others
-    ]
-    return f"{last} The others: {'; '.join(known)}."
+    return f"{last} The others: {_known(others, notes)}."
 
 
 def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:

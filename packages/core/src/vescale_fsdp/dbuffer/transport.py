@@ -114,9 +114,10 @@ class Exchange:
         """
         started, deadline = time.monotonic(), waiting.deadline_for(self._group)
         try:
-            for work in self._works:
-                assert work is not None, "this rank is in the group"
-                waiting.wait_until(work, deadline)
+            with waiting.watched(_WHAT, self._group):
+                for work in self._works:
+                    assert work is not None, "this rank is in the group"
+                    waiting.wait_until(work, deadline)
         except RuntimeError as error:
             raise waiting.failure(error, self._group, _WHAT, started) from error
         waiting.finish(_WHAT)

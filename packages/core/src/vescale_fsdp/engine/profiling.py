@@ -92,7 +92,8 @@ class Report:
             more = ", or gather in 8 bits (gather_codec)" if gathers > _VERY_MUCH else ""
             return (
                 f"{gathers:.0%} of a step waits for all-gathers: unshard further ahead "
-                f"(in_flight), keep units unsharded after forward (reshard_after_forward=False){more}."
+                "(in_flight), keep units unsharded after forward "
+                f"(reshard_after_forward=False){more}."
             )
         if what == "reductions":
             return (

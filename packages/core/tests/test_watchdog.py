@@ -1,0 +1,82 @@
+"""``VESCALE_FSDP_WATCHDOG_S``: a rank that waits for long says so, and goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp import fully_shard, waiting
+from vescale_fsdp.testing import run_ranks
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train(width: int, where: str, seconds: str) -> list[str]:
+    kept = Kept()
+    waiting._log.addHandler(kept)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    is_late = [False]
+
+    def sleep(*_: object) -> None:
+        if is_late[0] and dist.get_rank() == 0:
+            is_late[0] = False
+            time.sleep(2)
+
+    if where == "forward":
+        model[0].register_forward_hook(sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_FSDP_WATCHDOG_S", seconds)
+        for step in range(3):
+            is_late[0] = step == 2
+            if where == "step":
+                sleep()
+            model(torch.ones(2, width)).sum().backward()
+        dist.barrier()
+    waiting._log.removeHandler(kept)
+    return kept.texts
+
+
+@pytest.mark.parametrize("width", [4, 128])
+@pytest.mark.parametrize("where", ["forward", "step"])
+def test_a_rank_that_waits_says_for_what_and_for_whom(width: int, where: str) -> None:
+    late, waits = run_ranks(train, 2, width, where, "0.5")
+    assert late == []
+    assert len(waits) == 1
+    assert "rank 1 has waited 0.5 s for the" in waits[0]
+    assert "forward" in waits[0]
+    assert "rank 0 waits for no collective: it computes" in waits[0]
+
+
+@pytest.mark.parametrize("seconds", ["", "0", "30"])
+def test_nothing_is_said_before(seconds: str) -> None:
+    assert run_ranks(train, 2, 4, "step", seconds) == [[], []]
+
+
+def refused() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_FSDP_WATCHDOG_S", "soon")
+        with pytest.raises(ValueError, match="VESCALE_FSDP_WATCHDOG_S must be") as caught:
+            waiting.watched("a test", [0, 1])
+    return str(caught.value)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    assert "got 'soon'" in refused()
