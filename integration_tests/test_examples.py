@@ -78,6 +78,17 @@ def test_transformers_generate_with_other_lengths_on_each_rank(
 
 
 @pytest.mark.timeout(400)
+def test_profile_example_prints_a_table_and_writes_traces(tmp_path: Path) -> None:
+    output = run_example(torchrun("profile_step.py", "--steps", "2", *SMALL), tmp_path)
+    assert output.count("waiting for all-gathers") == 1
+    assert "ms a step: " in output
+    assert {each.name for each in (tmp_path / "profile_step").iterdir()} == {
+        "rank-0.json",
+        "rank-1.json",
+    }
+
+
+@pytest.mark.timeout(400)
 def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     options = [*SMALL, "--max-steps"]
     output = run_example(torchrun("train_gpt_muon.py", *options, "6"), tmp_path)

@@ -1,4 +1,4 @@
-"""Whole parameters as a stream, while a Trainer trains."""
+"""Whole parameters as a stream and profiles, while a Trainer trains."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import ProfileSteps
 
 from .lit import assert_equal, fit, full_parameters
 
@@ -39,3 +40,19 @@ def check(root: Path) -> None:
 
 def test_a_callback_takes_whole_parameters_after_each_step(tmp_path: Path) -> None:
     run_ranks(check, 2, tmp_path)
+
+
+def check_profile(root: Path) -> None:
+    expected = fit("vescale_fsdp", root)
+    callback = ProfileSteps(root / "trace", steps=2, warmup=2)
+    assert_equal(fit("vescale_fsdp", root, callbacks=[callback]), expected)
+    assert callback.report.optimizer > 0
+    assert callback.report.total("compute") > 0
+    callback = ProfileSteps(steps=20, warmup=2)  # more than there are
+    fit("vescale_fsdp", root, callbacks=[callback])
+    assert callback.report.step > 0
+
+
+def test_a_callback_profiles_some_batches(tmp_path: Path) -> None:
+    run_ranks(check_profile, 2, tmp_path)
+    assert {each.name for each in (tmp_path / "trace").iterdir()} == {"rank-0.json", "rank-1.json"}

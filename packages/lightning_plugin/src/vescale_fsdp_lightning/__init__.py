@@ -15,7 +15,7 @@ The files:
   `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a directory in one process, and
   `consolidate` writes it as one file
 * strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
-* callbacks: `ema`, `throughput`
+* callbacks: `ema`, `profile`, `throughput`
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from vescale_fsdp_lightning._autoload import first_of, install, strategy_class
 if TYPE_CHECKING:
     from vescale_fsdp_lightning.ema import ShardedEMA
     from vescale_fsdp_lightning.fabric_strategy import VeScaleFabricStrategy
+    from vescale_fsdp_lightning.profile import ProfileSteps
     from vescale_fsdp_lightning.strategy import VeScaleFSDPStrategy
     from vescale_fsdp_lightning.throughput import Throughput
 
 __version__ = "0.1.0.dev0"
-__all__ = ["ShardedEMA", "Throughput", "VeScaleFSDPStrategy", "VeScaleFabricStrategy"]
+__all__ = [
+    "ProfileSteps",
+    "ShardedEMA",
+    "Throughput",
+    "VeScaleFSDPStrategy",
+    "VeScaleFabricStrategy",
+]
 
 # For each name its module, or the namespaces of Lightning whose base class it needs.
-_CALLBACKS = {"ShardedEMA": "ema", "Throughput": "throughput"}
+_CALLBACKS = {"ProfileSteps": "profile", "ShardedEMA": "ema", "Throughput": "throughput"}
 _STRATEGIES = {
     "VeScaleFSDPStrategy": ("lightning.pytorch", "pytorch_lightning"),
     "VeScaleFabricStrategy": ("lightning.fabric", "lightning_fabric"),
