@@ -35,14 +35,20 @@ HERE = Path(__file__).parent
 ASSUMED = {
     "docs/checkpoints.md": "sharded",
     "docs/coming-from-fsdp2.md": "pair",
+    "docs/full-parameters.md": "sharded",
+    "docs/generation.md": "sharded",
     "docs/lightning.md": "lit",
     "vescale_fsdp.check_gradients": "sharded",
     "vescale_fsdp.checkpoint.StopOnSignal": "sharded",
     "vescale_fsdp.checkpoint.export_dcp": "sharded",
+    "vescale_fsdp.generating": "sharded",
+    "vescale_fsdp.stream_parameters": "sharded",
 }
 # Checked, and not run: whole pages (None) or single blocks.
 NOT_RUN = {
     ("docs/checkpoints.md", 1): "waits for a signal",
+    ("docs/full-parameters.md", 3): "accelerate launch starts processes",
+    ("docs/generation.md", 2): "accelerate launch starts processes",
     ("docs/lightning.md", 5): "loads what other blocks do not save",
     ("docs/lightning.md", 6): "loads what other blocks do not save",
     ("docs/lightning.md", 8): "Fabric starts processes",

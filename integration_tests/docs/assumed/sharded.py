@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp  # noqa: F401
@@ -10,6 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: F401
 
 from vescale_fsdp import FSDPModule, fully_shard
+
+if TYPE_CHECKING:
+    from vescale_fsdp_accelerate import VeScaleAccelerator
 
 
 class BadBatch(Exception):
@@ -50,3 +55,16 @@ train_step(model, optimizer, batch_of(0))
 loss = model(input_ids=batch_of(1), labels=batch_of(1)).loss
 step, max_steps = 0, 100
 path = "out"
+batch = {"input_ids": batch_of(2), "do_sample": False}
+prompt = batch["input_ids"]
+
+
+class Engine:
+    def load_weights(self, weights: list[tuple[str, Tensor | None]]) -> None:
+        pass
+
+
+engine = Engine()
+
+# Of blocks that are checked and do not run.
+accelerator: VeScaleAccelerator

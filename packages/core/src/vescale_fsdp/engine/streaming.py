@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -269,17 +270,17 @@ class _Source:
     dtype: torch.dtype  # to send
     parts: list[list[Box]] = field(default_factory=list)  # by the rank of the group that has them
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """Of the whole."""
         return self.param.shape
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of the whole, as it is sent."""
         return self.shape.numel() * self.dtype.itemsize
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """Of its mesh, over which it is sharded."""
         if not isinstance(self.param, DTensor) or not self.shape.numel():
@@ -287,7 +288,7 @@ class _Source:
         each = enumerate(self.param.placements)
         return tuple(axis for axis, placement in each if not placement.is_replicate())
 
-    @property
+    @cached_property
     def route(self) -> object:
         """What parameters have in common that may share a collective; None: it needs none."""
         if not isinstance(self.param, DTensor):
@@ -300,7 +301,7 @@ class _Source:
             return self  # alone, by its own ``full_tensor``
         return (self.param.device_mesh, self.axes) if self.axes else None
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         """Whether each rank has a range of the flattened parameter."""
         if not isinstance(self.param, DTensor):
@@ -344,7 +345,7 @@ class _Output:
     names: list[str]
     sources: list[_Source]
 
-    @property
+    @cached_property
     def shape(self) -> torch.Size:
         """Of the tensor."""
         first, *others = (source.shape for source in self.sources)
@@ -352,18 +353,18 @@ class _Output:
             return first
         return torch.Size([first[0] + sum(shape[0] for shape in others), *first[1:]])
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of the tensor."""
         return sum(source.num_bytes for source in self.sources)
 
-    @property
+    @cached_property
     def route(self) -> object:
         """As of `_Source`; self if its parameters cannot share a collective."""
         routes = {source.route for source in self.sources}
         return routes.pop() if len(routes) == 1 else self
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
         """Whether it is made by ``full_tensor`` of each parameter."""
         return isinstance(self.route, _Source | _Output)
