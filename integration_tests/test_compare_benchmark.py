@@ -177,7 +177,7 @@ def test_the_page_shows_losses_like_wins(tmp_path: Path) -> None:
 def test_figures_of_start_up_are_kept_and_shown(tmp_path: Path) -> None:
     ranks = [
         {
-            "vescale": Steps([2.0 + rank, 1.0, 1.0], {"mesh": 1, "model": 2}, {"set": 3 + rank}),
+            "vescale": Steps([2.0 + rank, 1.0, 1.0], {"all": 3}, {"set": 3 + 2 * rank}),
             "fsdp2": Steps([4.0, 3.5, 3.5], {}, {}),
         }
         for rank in range(2)
@@ -190,7 +190,7 @@ def test_figures_of_start_up_are_kept_and_shown(tmp_path: Path) -> None:
     }
     startup.keep(tmp_path, "1024-clients", startup.figures_of_clients(kinds, {"a": 3}, layers=61))
     assert startup.process_lines(tmp_path)[1] == [
-        ["2", "veScale-FSDP", "3.00", "1.00", "2.00", "3", "4 / 4 / 4"],
+        ["2", "veScale-FSDP", "3.00", "1.00", "2.00", "3", "3 / 4 / 5"],
         ["2", "FSDP2", "4.00", "3.50", "0.50", "", ""],
     ]
     # 0.25 s for the name and 3 rounds of 0.5 s.

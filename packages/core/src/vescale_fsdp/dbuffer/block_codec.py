@@ -1,17 +1,16 @@
-"""BlockCodec: some tensors of a group are sent as 8-bit codes in blocks, the others as they are.
+"""BlockCodec: sends some tensors of a group as 8-bit codes in blocks, and the others unencoded.
 
-A message has three sections, each from a multiple of 16 bytes on::
+A message has three sections, each of which starts at a multiple of 16 bytes::
 
-    shard    | a a a a a a | b | . | c c c |        a and c are coded, b is not, `.` is a gap
+    shard    | a a a a a a | b | . | c c c |        a and c are encoded, b is not, `.` is a gap
     message  | scales of a, of c | b | codes of a, of c | unused |
 
-Codes are in the order of the elements, so nothing is moved. Messages are as long as the longest one
-needs: the ranks hold equally many elements, but not equally many coded ones. No block is split
-between ranks, so each scale is that of a block of the whole tensor, and is known from the shard
-alone.
+Codes have the order of the elements. All messages have the length of the longest one, because ranks
+have different numbers of encoded elements. No block is split between ranks, so each scale is that
+of a block of the full tensor, and can be computed from the shard.
 
-Messages for `KeptCodes` are not decoded: codes go to the full buffer, where the elements would be,
-and scales beside it.
+Messages for `KeptCodes` are not decoded: codes are copied to the full buffer, in the places of the
+elements, and scales to another tensor.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class BlockCodec:
         self._tables: dict[torch.device, Table | None] = {}
 
     def num_bytes(self, layout: ShardLayout) -> int:
-        """The size of a message: what the rank that needs most needs."""
+        """Return the size of a message, that of the rank that needs most."""
         assert layout is self.layout, "a codec is made for one layout"
         return self._num_bytes
 
@@ -286,7 +285,7 @@ class BlockCodec:
 
 
 def _are_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether flat tensors of one size lie one after the other in memory."""
+    """Whether flat tensors of one size are adjacent in memory, in this order."""
     first, step = tensors[0].data_ptr(), tensors[0].nbytes
     return all(each.data_ptr() == first + k * step for k, each in enumerate(tensors))
 

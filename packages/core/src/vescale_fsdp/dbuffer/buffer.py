@@ -75,7 +75,7 @@ class FlatBuffer:
         return self.region.is_materialized
 
     def materialize(self, within: AbstractContextManager[None] | None = None) -> None:
-        """Put memory under the views, uninitialised. Does nothing if it is there.
+        """Allocate memory for the views, uninitialised. Does nothing if there is memory.
 
         Args:
             within: a context in which to allocate it. Default: `devices.private_memory`.
@@ -85,12 +85,12 @@ class FlatBuffer:
                 self.region.materialize()
 
     def release(self) -> None:
-        """Take the memory away. No collective on it may be in flight."""
+        """Free the memory. No collective may use it at this time."""
         self.region.release()
 
 
 class plain_tensors:
-    """No gradients, no inference mode, and none of ``torch.func``'s transformations.
+    """A context without gradients, inference mode and ``torch.func``'s transformations.
 
     A buffer that is first made while a user validates under ``torch.inference_mode`` would be an
     inference tensor, which the next training step could not save for backward.
@@ -157,48 +157,48 @@ class DBuffer:
 
     @property
     def full(self) -> FlatBuffer:
-        """The full face."""
+        """The full buffer."""
         assert self.full_face is not None, "checked before the first gather: not on meta"
         return self.full_face
 
     def own_slice(self) -> torch.Tensor:
-        """This rank's part of the full face: where its shard lies in the gathered buffer."""
+        """This rank's part of the full buffer, the position of its shard."""
         size = self.layout.shard_size
         return self.full.flat[self.rank * size : (self.rank + 1) * size]
 
     def part(self, num_parts: int) -> torch.Tensor:
-        """One of ``num_parts`` equal parts of the full face, by this rank's place among them.
+        """Return this rank's part of the full buffer, one of ``num_parts`` equal parts.
 
-        Ranks 0 to ``num_parts - 1`` hold the parts in order, and so do the next ``num_parts``.
+        Ranks 0 to ``num_parts - 1`` have the parts in order, and so do the next ``num_parts``.
         """
         size = self.layout.total_size // num_parts
         place = self.rank % num_parts
         return self.full.flat[place * size : (place + 1) * size]
 
     def shard_views(self) -> list[torch.Tensor]:
-        """This rank's flat part of each tensor, as views of the resting shard."""
+        """Return this rank's flat part of each tensor, as views of the shard."""
         indices = range(len(self.layout.offsets))
         return [shard_view(self.layout, self.rank, self.shard, index) for index in indices]
 
 
 class ParameterBuffer(Protocol):
-    """What gradients need to know of the parameters: a `DBuffer`, or what stands for one."""
+    """The properties of a parameter buffer that gradients need. `DBuffer` has them."""
 
     @property
     def layout(self) -> ShardLayout:
-        """Where each tensor lies."""
+        """The layout of the tensors."""
 
     @property
     def rank(self) -> int:
-        """Of the caller along the axis that shards."""
+        """This rank's index along the axis that shards."""
 
     @property
     def shard(self) -> torch.Tensor:
-        """Has the device and dtype in which parameters and gradients rest."""
+        """A tensor with the device and dtype of sharded parameters and gradients."""
 
     @property
     def full_dtype(self) -> torch.dtype:
-        """Of the gathered parameters, and so of the gradients that autograd makes."""
+        """The dtype of unsharded parameters, and so of autograd's gradients."""
 
 
 def shard_view(layout: ShardLayout, rank: int, shard: torch.Tensor, index: int) -> torch.Tensor:

@@ -1,16 +1,16 @@
-"""Codecs: they write the messages of an all-gather that does not send the shard itself.
+"""Codecs: they encode shards to messages for an all-gather, and decode these.
 
 ::
 
     shard (rank k)  --encode-->  message k  --one even all-gather-->  all messages
     all messages    --decode, one per rank-->  the slices of the full buffer
 
-All messages have the same size, so the gather stays one even collective. Without a codec a shard
-is sent as it is, cast to the dtype of the full buffer, and in place; `Cast` says the same in the
-form of a codec, for tests and as the example to copy. `BlockCodec` has 8-bit codes.
+All messages have the same size, so the all-gather is one even collective. Without a codec a shard
+is cast to the dtype of the full buffer and sent in place. `Cast` does the same as a codec, for
+tests and as an example. `BlockCodec` has 8-bit codes.
 
-Gradients may be written as messages too: one for each rank, of the part that it is to have. The
-receiver reads all of them and sums in float32::
+Gradients may be encoded too, one message for each rank with its part. The receiver decodes all of
+them and sums in float32::
 
     part k of the full buffer  --encode-->  message for rank k  --all-to-all-->  decode, add
 """
@@ -31,32 +31,34 @@ from vescale_fsdp.planner import ShardLayout
 
 
 class Codec(Protocol):
-    """Writes a shard as bytes, and reads such bytes into a slice of the full buffer.
+    """Encodes a shard as bytes, and decodes these into a slice of the full buffer.
 
-    What it writes may depend on the shard and on where its tensors lie, and on nothing else: all
-    ranks must read the same numbers from the same message.
+    The message may depend only on the shard and on the layout, because all ranks must decode the
+    same numbers from it.
     """
 
     def num_bytes(self, layout: ShardLayout) -> int:
-        """The size of a message: the same for every rank. A multiple of 16 keeps NCCL fast."""
+        """Return the size of a message, the same for every rank. NCCL is faster with multiples of
+        16.
+        """
 
     def encode(
         self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
     ) -> None:
-        """Write ``shard`` (flat, ``layout.shard_size`` elements) to ``message`` (flat, uint8)."""
+        """Encode ``shard`` (flat, ``layout.shard_size`` elements) to ``message`` (flat, uint8)."""
 
     def decode(
         self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
     ) -> None:
-        """Read the message of ``rank`` into its ``part`` of the full buffer (flat)."""
+        """Decode the message of ``rank`` into its ``part`` of the full buffer (flat)."""
 
 
 @runtime_checkable
 class AtOnce(Codec, Protocol):
-    """A codec that can write and read many messages at once, with the bits of one by one."""
+    """A codec that can handle many messages at once, with the same results as one by one."""
 
     def is_at_once(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it can on ``device``, with numbers of ``dtype``."""
+        """Whether it can do so on ``device`` with numbers of ``dtype``."""
 
     def encode_all(self, full: torch.Tensor, messages: torch.Tensor) -> None:
         """Write the message of each part of ``full``."""
@@ -103,7 +105,7 @@ class Cast:
 
 
 class Outbox:
-    """This rank's message, kept to be sent again while the weights stay as they are.
+    """Keeps this rank's message, to send it again as long as the parameters do not change.
 
     Memory: one message, until `drop`.
     """
@@ -113,13 +115,13 @@ class Outbox:
         self._version: object = None
 
     def prepare(self, version: object, *, may_repeat: bool) -> None:
-        """Say which ``version`` of the weights comes next, and whether its message may be there."""
+        """Set the ``version`` of the parameters, and whether its message may be reused."""
         if not (may_repeat and version == self._version):
             self.drop()
         self._version = version
 
     def message(self, num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:
-        """The message, and whether it is written."""
+        """Return the message, and whether it is already encoded."""
         is_written = self._message is not None and self._message.device == device
         if not is_written:
             self._message = mapped_empty(num_bytes, torch.uint8, device)
@@ -127,7 +129,7 @@ class Outbox:
         return self._message, is_written
 
     def drop(self) -> None:
-        """Forget it: the weights may have changed, or nobody will send it again."""
+        """Drop the message, because parameters may have changed, or it is not sent again."""
         self._message = self._version = None
 
 
@@ -234,7 +236,7 @@ def encode_parts(
 def decoded_sum(
     codec: Codec, layout: ShardLayout, rank: int, messages: list[torch.Tensor], pool: SlabPool
 ) -> torch.Tensor:
-    """The sum of what all ranks have sent to ``rank``, in float32 and in the order of ranks.
+    """Return the sum of the messages of all ranks to ``rank``, in float32 and rank order.
 
     Args:
         messages: from each rank, those of as many consecutive parts of the layout as ``rank`` has.

@@ -32,11 +32,11 @@ def encode(
     messages: torch.Tensor,
     raw_dtype: torch.dtype,
 ) -> None:
-    """Write the messages of consecutive ranks.
+    """Encode the messages of consecutive ranks.
 
     Args:
-        numbers: their shards, flat.
-        messages: uint8, as many, one after the other.
+        numbers: the ranks' shards, flat.
+        messages: their messages, uint8, one after the other.
 
     Cost: one launch.
     """
@@ -63,9 +63,10 @@ def encode(
 
 
 class Mail(NamedTuple):
-    """Messages to be read: sender by sender, and of each sender rank by rank.
+    """Messages to decode: in the order of senders, and for each sender in the order of ranks.
 
-    Some of them may lie elsewhere, and are then left out of the others or not read there.
+    Some of them may be in another tensor, ``own``. They are then missing in ``messages``, or not
+    read there.
     """
 
     messages: torch.Tensor  # uint8
@@ -87,12 +88,12 @@ def decode(
     subtracts: bool = False,
     kept_scales: torch.Tensor | None = None,
 ) -> None:
-    """Read the messages for consecutive ranks, and add those of several senders in order.
+    """Decode the messages for consecutive ranks, and add those of several senders in order.
 
     Args:
-        numbers: the parts of the full buffer that are these ranks', flat.
-        subtracts: from what is in ``numbers``, which is float32; what is not finite then is 0.
-        kept_scales: codes stay codes, and scales go here.
+        numbers: the ranks' parts of the full buffer, flat.
+        subtracts: subtract from ``numbers``, which are float32. A result that is not finite is 0.
+        kept_scales: codes are not decoded, and their scales are written here.
 
     Cost: one launch.
     """
@@ -143,11 +144,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def takes_kernels(device: torch.device) -> bool:
-    """Whether messages on ``device`` are for the kernels.
+    """Whether the kernels handle messages on ``device``.
 
     Raises:
-        ValueError: the variable has another value.
-        RuntimeError: it is ``triton``, which is not installed.
+        ValueError: the variable has an unknown value.
+        RuntimeError: it is ``triton``, but Triton is not installed.
     """
     choice = os.environ.get("VESCALE_FSDP_CODEC", "auto")
     if choice not in ("auto", "torch", "triton"):
@@ -165,9 +166,9 @@ def takes_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def _passes(device: torch.device) -> bool:
-    """Whether the kernels work on ``device``, with the bits of torch's operators.
+    """Whether the kernels work on ``device``, with the same results as torch's operators.
 
-    Cost: once for each device; some seconds where the kernels are compiled for the first time.
+    Cost: once for each device; some seconds if the kernels are compiled for the first time.
     """
     try:
         is_right = _are_bits_equal(device)
@@ -180,7 +181,7 @@ def _passes(device: torch.device) -> bool:
 
 
 def _are_bits_equal(device: torch.device) -> bool:
-    """Write and read a message of 3 blocks, 4 tiles and 10 numbers that are not coded."""
+    """Compare the results for a message of 3 blocks, 4 tiles and 10 plain numbers."""
     # In bytes: 7 scales (28, to 48), 10 numbers in bfloat16 (20, to 80), 80 codes, 60 codes.
     pieces = [
         tables.Row(tables.INT8, 0, 0, 80, 80, 0, (1, 32), (3, 32), 3),

@@ -1,15 +1,15 @@
 """The collectives of a DBuffer: an even all-gather of parameters, an even reduction of gradients.
 
-Every collective here is asynchronous, on CUDA and on CPU. The caller keeps a handle and waits
-for it when the data is needed; from issue to wait nobody may resize or reuse the buffers.
+Every collective here is asynchronous, on CUDA and on CPU. The caller keeps a handle and waits for
+it when the data is needed. Before that, the buffers must not be resized or reused.
 
-Reduction, two ways with the same numbers:
+There are two ways to reduce, with the same results:
 
 * ``native``: one reduce-scatter, in the reduce dtype, as FSDP2 does.
 * ``all_to_all``: each rank sends every other rank its part, then sums what it received in rank
-  order. gloo's reduce-scatter is an all-reduce inside and moves 2 (at 2 ranks) to 6 (at 4) times
-  the buffer; this moves (m-1)/m of it. Messages keep the dtype of the gradients (bf16) and
-  are summed in the reduce dtype (fp32): casting before or after the wire gives the same sum.
+  order. gloo's reduce-scatter is an all-reduce internally and sends 2 (with 2 ranks) to 6 (with 4)
+  times the buffer; this sends (m-1)/m of it. Messages have the dtype of the gradients (bf16) and
+  are summed in the reduce dtype (fp32). A cast before or after sending gives the same sum.
 
 ``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There
 gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`Exchange`),
@@ -57,10 +57,10 @@ Reduction = Literal["native", "all_to_all"]
 
 @dataclass
 class Comm:
-    """The communicators of the axis that shards, and of the one that holds replicas.
+    """The communicators of the axis that shards, and of the one that replicates.
 
-    Gathers and reductions have one each: gloo serves a group with two threads and NCCL with one
-    stream, so sharing would make each wait for the other.
+    All-gathers and reductions have separate ones. gloo uses two threads for a group and NCCL one
+    stream, so with a common one each would wait for the other.
     """
 
     gather_group: dist.ProcessGroup
@@ -77,9 +77,9 @@ class Comm:
 
     @contextmanager
     def together(self, device: torch.device) -> Iterator[None]:
-        """Within it, the gathers of several buffers become one operation, and so do reductions.
+        """A context that joins the all-gathers of several buffers, and also their reductions.
 
-        They are issued at its end; not to be waited for within. On a CPU each is issued at once.
+        They start at its end, so do not wait for them within it. On a CPU each starts at once.
         """
         if self._batch is not None or not devices.has_streams(device):
             yield
@@ -93,12 +93,12 @@ class Comm:
 
     @property
     def reducing_groups(self) -> list[dist.ProcessGroup]:
-        """The communicators that gradients are summed over, one after the other."""
+        """The process groups that gradients are summed over, one after the other."""
         return [self.reduce_group, *([self.replica_group] if self.replica_group else [])]
 
     @property
     def among_replicas(self) -> Comm:
-        """That of the axis that holds replicas, to gather and reduce over it."""
+        """Return communicators to gather and reduce over the axis that replicates."""
         assert self.replica_group is not None, "only asked where there are replicas"
         group = self.replica_group
         outside = self.issued_outside
@@ -106,16 +106,16 @@ class Comm:
 
     @property
     def sends_sums(self) -> bool:
-        """Whether gradients travel in the dtype of their sum: best cast when they are copied."""
+        """Whether gradients are sent in the dtype of their sum. Then they are cast when copied."""
         return self.reduction == "native"
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Waitable:
-        """Fill ``full`` from the equal parts of all ranks, of which this one's is ``own``.
+        """All-gather the equal parts of all ranks into ``full``. ``own`` is this rank's part.
 
         Args:
-            full: flat. ``own`` may be its part for this rank.
+            full: flat. ``own`` may be a view of it.
 
-        Cost: one all-gather, in place; one copy of ``own`` if it lies elsewhere.
+        Cost: one all-gather, in place; one copy of ``own`` if it is not a view of ``full``.
         """
         group = self.gather_group
         self.issued.count("gathers", full.numel())
@@ -309,13 +309,13 @@ class Comm:
         divisor: float | None = None,
         errors: torch.Tensor | None = None,
     ) -> PendingReduce:
-        """As `start_reduce`, but what travels is what ``codec`` writes.
+        """Start a reduction as `start_reduce`, with messages that ``codec`` encodes.
 
-        What this rank has itself goes through the codec too, so that every rank's gradients count
-        alike. ``full`` is free when this returns.
+        This rank's own part is encoded too, so that all ranks' gradients are treated alike.
+        ``full`` may be reused when this returns.
 
         Args:
-            errors: of the messages so far, to make good for (see `encode_parts`).
+            errors: rounding errors of earlier messages, to be added (see `encode_parts`).
 
         Cost: one all-to-all of ``layout.num_shards * codec.num_bytes(layout)`` bytes, and twice the
         memory.
@@ -366,7 +366,7 @@ class Comm:
 
 
 def choose_reduction(backend: str) -> Reduction:
-    """The way to reduce on a backend, as ``VESCALE_FSDP_REDUCE`` says (``auto`` by default)."""
+    """Return the way to reduce on a backend, from ``VESCALE_FSDP_REDUCE`` (default ``auto``)."""
     choice = os.environ.get("VESCALE_FSDP_REDUCE", "auto")
     if choice == "auto":
         return "all_to_all" if backend == "gloo" else "native"

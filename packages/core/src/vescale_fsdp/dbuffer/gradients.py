@@ -1,14 +1,13 @@
-"""GradientBuffer: a group's local gradients on their way to the reduction.
+"""GradientBuffer: collects the local gradients of a group for the reduction.
 
-Gradients stay where autograd made them until the group is complete; then each is copied once, with
-the cast to the buffer's dtype, into its place. So while a unit's backward runs there are its
-gradients once, and no buffer beside them. What waits for other micro-batches is copied as it
-appears, and later gradients are added. Memory is lent by a pool until the reduction has been
-finished. Gaps and tensors without a gradient are zero when it is sent. Where tensors lie, and which
-of them, says a `Packing`.
+Autograd's gradients are kept until the group is complete. Then each is copied once into the buffer,
+with a cast to its dtype. So while a unit's backward runs, there is one copy of its gradients and no
+buffer. If gradients accumulate over micro-batches, they are copied at once, and later ones are
+added. A pool provides the memory until the reduction has ended. Gaps and tensors without a gradient
+are zero when the buffer is sent. A `Packing` is the buffer's layout.
 
-Where gradients are sent in 8 bits, `Residuals` are what rounding has taken from them, to be added
-to the next (``QuantizedReduce(error_feedback=True)``). They lie as gradients do in the buffer.
+If gradients are sent in 8 bits, `Residuals` are the rounding errors, which are added to the next
+gradients (``QuantizedReduce(error_feedback=True)``). They have the layout of the buffer.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from vescale_fsdp.dbuffer.packing import Packing, Stretch
 
 
 class GradientBuffer:
-    """Local, not yet reduced gradients of one group, from its first gradient to `release`.
+    """Local gradients of one group before the reduction, from its first gradient to `release`.
 
     Args:
-        packing: the place of each tensor.
+        packing: the layout.
         shapes: global shape of each tensor, in the order of the packing.
-        dtype: of the buffer, and so of messages when the reduction does not cast.
-        pool: lends ``packing.layout.total_size`` elements.
+        dtype: of the buffer, and so of messages if the reduction does not cast.
+        pool: provides memory for ``packing.layout.total_size`` elements.
         waits: whether more gradients come in later backwards.
     """
 
@@ -55,9 +54,9 @@ class GradientBuffer:
         return self._flat
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of tensor ``index``. Nobody else may write to it any more.
+        """Add the gradient of tensor ``index``. Other code must not write to it any more.
 
-        Cost: nothing yet; where one is there already, or more may come, one copy or addition.
+        Cost: none; one copy or addition if there is already one, or if more may come.
         """
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -71,7 +70,7 @@ class GradientBuffer:
             place.add_(part)
 
     def _collect(self) -> None:
-        """Copy what lies apart into the buffer; in one call what lies side by side there."""
+        """Copy separate gradients into the buffer. Adjacent ones are copied in one call."""
         places, parts, stretches_of = [], [], self._packing.stretches
         run: list[torch.Tensor] = []
         begin = end = 0
@@ -99,7 +98,7 @@ class GradientBuffer:
             torch.cat(parts, out=self.flat[begin:end])
 
     def _pairs(self, index: int, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The places of tensor ``index``, each with its part of ``tensor``."""
+        """Return views of the buffer for tensor ``index``, each with its part of ``tensor``."""
         stretches = self._packing.stretches[index]
         if len(stretches) == 1:
             return [(self._at(stretches[0]).view(self._shapes[index]), tensor)]
@@ -107,9 +106,9 @@ class GradientBuffer:
         return [(self._at(each), flat[each.start : each.stop]) for each in stretches]
 
     def repack(self, packing: Packing) -> None:
-        """Let tensors lie in another way, as `packing` says. It has a place for all that is there.
+        """Change the layout to ``packing``. It must contain all tensors that have gradients.
 
-        Cost: none for what lies apart, else a copy.
+        Cost: a copy of gradients that are already in the buffer.
         """
         for index in self._written:
             whole = torch.empty(self._shapes[index], dtype=self.dtype, device=self._pool.device)
@@ -125,7 +124,7 @@ class GradientBuffer:
             self._collect()
 
     def seal(self) -> torch.Tensor:
-        """Zero what no gradient was written to, and return the flat buffer, ready to send.
+        """Copy all gradients, set the rest to zero, and return the flat buffer, ready to send.
 
         Cost: one copy of each gradient.
         """
@@ -138,7 +137,7 @@ class GradientBuffer:
         return self.flat
 
     def release(self) -> None:
-        """Give the memory back, and whatever is in it."""
+        """Return the memory to the pool."""
         self._apart.clear()
         if self._flat is not None:
             self._pool.give(self._flat)
@@ -149,35 +148,35 @@ class GradientBuffer:
 
 
 class Residuals:
-    """Of this rank's own gradients, float32.
+    """The rounding errors of this rank's gradients, float32.
 
-    Memory: as many elements as the buffer that is sent, from the first reduction on.
+    Memory: as many elements as the buffer, from the first reduction on.
     """
 
     def __init__(self, flat: torch.Tensor | None = None) -> None:
         self.flat = flat
 
     def copied(self) -> Residuals:
-        """For a copy of the group."""
+        """Return a copy, for a copy of the group."""
         return Residuals(None if self.flat is None else self.flat.clone())
 
     def of_sending(self, full: torch.Tensor) -> torch.Tensor:
-        """Those of the buffer ``full``, zero at first. What sends it writes to them."""
+        """Return the errors for the buffer ``full``, zero at first. A reduction updates them."""
         if self.flat is None:
             self.flat = torch.zeros(full.shape, dtype=torch.float32, device=full.device)
         return self.flat
 
     def move(self, packing: Packing, former: Packing) -> None:
-        """Gradients lie in another way from now on."""
+        """Change the layout from ``former`` to ``packing``."""
         if self.flat is not None:
             self.flat = packing.moved(self.flat, former, range(packing.layout.num_shards))
 
     def by_parameter(
         self, packing: Packing, shapes: Sequence[torch.Size]
     ) -> dict[int, torch.Tensor]:
-        """Of each parameter that has a place; nothing before the first reduction.
+        """Return the errors of each parameter in the buffer; {} before the first reduction.
 
-        Views, or copies where gradients lie in several stretches.
+        They are views, or copies if a gradient has several stretches in the buffer.
         """
         flat = self.flat
         if flat is None:
@@ -194,7 +193,7 @@ class Residuals:
     def put(
         self, packing: Packing, values: Sequence[torch.Tensor | None], device: torch.device
     ) -> None:
-        """Go on with these, one for each parameter; zero where there is None."""
+        """Set the errors, one for each parameter. None: zero."""
         self.flat = None
         if all(value is None for value in values):
             return

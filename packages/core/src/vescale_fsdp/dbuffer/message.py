@@ -1,16 +1,16 @@
-"""One message for several small buffers, and for flags.
+"""Messages with several small buffers, or with flags.
 
-An all-gather's message has a row for each rank. A reduction's message has a row for each rank that
-receives a sum. A row has the parts of the buffers, one after the other::
+The message of an all-gather or a reduction has a row for each rank. A row has that rank's parts of
+the buffers, one after the other::
 
                   a      b        c
     rank 0     | a a a | b b . | c c c c |
     rank 1     | a a a | b b . | c c c c |          `.` is a gap, for the next part's alignment
 
-So one collective serves all buffers, at the cost of a copy of each. This is for CPUs: on streams
-several collectives are one operation without copies (`transport.Batch`).
+So there is one collective for all buffers, which costs a copy of each. It is used on CPUs. On
+streams several collectives are one operation without copies (`transport.Batch`).
 
-`Flags` are bytes that are set where any rank has set them.
+`Flags` are bytes; a result is set if any rank has set it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class GatherMessage:
     """One all-gather of the shards of several buffers.
 
     Args:
-        buffers: whose shards are sent in the dtype of their full buffers; all on the CPU.
-        comm: of the ranks.
-        pool: lends the memory of the message until all parts were taken.
+        buffers: their shards are sent in the dtype of the full buffers; all are on the CPU.
+        comm: the communicators of the ranks.
+        pool: provides the memory of the message until all parts were taken.
 
     Cost: one all-gather of a row for each rank, and two copies of each shard.
     """
@@ -61,7 +61,7 @@ class GatherMessage:
         self._num_left = len(buffers)
 
     def take(self, index: int, buffer: DBuffer) -> ThenCopy:
-        """Fill the full face of buffer ``index``. Returns what to wait for. Once for each."""
+        """Fill the full buffer of ``buffer``. Returns a handle. Call it once for each buffer."""
         buffer.full.materialize()
         return ThenCopy(self, partial(self._copy, index, buffer))
 
@@ -70,27 +70,27 @@ class GatherMessage:
         self.drop()
 
     def drop(self) -> None:
-        """One part was taken, or is not wanted. After the message has arrived."""
+        """Record that a part was taken or is not needed. Call it after `wait`."""
         self._num_left -= 1
         if not self._num_left:
             self._columns = []
             self._pool.give(self._lent)
 
     def wait(self) -> None:
-        """Return when the message has arrived."""
+        """Wait for the message."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
 
 class SharedReduce:
-    """A group's part of a reduction of several. Like a `PendingReduce` of its own."""
+    """A group's part of a reduction of several groups. It is used as a `PendingReduce`."""
 
     def __init__(self, message: _ReduceMessage, start: int, stop: int) -> None:
         self._message, self._start, self._stop = message, start, stop
 
     def has_arrived(self, seconds: float, device: torch.device) -> bool:
-        """Whether it has ended, waiting so long at most."""
+        """Wait at most ``seconds``. Returns whether it has ended."""
         return self._message.has_arrived(seconds, device)
 
     def finish(self, what: str = "a reduction") -> torch.Tensor:
@@ -122,7 +122,7 @@ def start_reduce_together(
     *,
     only_sums: bool,
 ) -> list[SharedReduce]:
-    """Start summing several gradient buffers of one dtype over all ranks (`Comm.start_reduce`).
+    """Start to reduce several gradient buffers of one dtype over all ranks (`Comm.start_reduce`).
 
     Cost: one reduction of all of them, and a copy of each.
     """
@@ -145,14 +145,14 @@ _MOST_PEERS = 8  # that each rank writes to itself; beyond, a collective needs f
 
 
 class Flags:
-    """The largest of each byte over all ranks that reduce together, on its way.
+    """A running maximum of each byte over all ranks.
 
     Args:
-        values: of this rank: uint8, flat; the same number on every rank.
-        comm: of the ranks. Ranks start their flags and reductions in one order.
+        values: this rank's bytes: uint8, flat; the same number on every rank.
+        comm: the communicators of the ranks. Ranks start flags and reductions in the same order.
 
-    Cost: among few ranks on gloo one message of these bytes to each other rank, else one
-    all-reduce; with replicas another over them, in `finish`.
+    Cost: with few ranks on gloo one message of these bytes to each other rank, else one all-reduce;
+    with replicas another over them, in `finish`.
     """
 
     def __init__(self, values: torch.Tensor, comm: Comm) -> None:

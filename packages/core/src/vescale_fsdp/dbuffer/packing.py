@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Stretch(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, which lie at ``place`` in the buffer."""
+    """Elements ``[start, stop)`` of a tensor. ``place`` is their offset in the buffer."""
 
     start: int
     stop: int
@@ -35,18 +35,17 @@ class Stretch(NamedTuple):
 
 
 class Packing:
-    """The places of some tensors of a layout, without those of the others.
+    """A layout of some tensors of another layout.
 
     Args:
-        source: the places of all tensors.
-        wanted: which of them have a place, in the order of the specs. Default: all.
+        source: the layout of all tensors.
+        wanted: for each spec whether it is in this layout. Default: all.
 
     Attributes:
-        layout: of the buffer. Its tensors are those of ``source``, or pieces of them.
-        wanted: as given.
+        layout: of the buffer. Its specs are those of ``source``, or pieces of them.
+        wanted: the argument.
 
-    All ranks have the same packing, as it follows from the two. Memory: a few numbers for each
-    tensor and each rank.
+    It is the same on all ranks. Memory: a few numbers for each tensor and each rank.
     """
 
     def __init__(self, source: ShardLayout, wanted: Sequence[bool] | None = None) -> None:
@@ -97,16 +96,16 @@ class Packing:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor lies where its parameter does."""
+        """Whether gradients have the layout of their parameters."""
         return self.layout is self.source
 
     def of_layout(self, values: Sequence[T]) -> list[T]:
-        """What there is for each tensor, for each of the layout's specs."""
+        """Convert a list with a value per tensor to a list with a value per spec of the layout."""
         return [values[index] for index in self._owners]
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """Where each tensor lies, in order; nothing for one that has no place."""
+        """The stretches of each tensor in the buffer, in order; empty for one that is left out."""
         if self.is_whole:
             places = zip(self.source.specs, self.source.offsets, strict=True)
             return [[Stretch(0, spec.numel, place)] for spec, place in places]
@@ -127,12 +126,12 @@ class Packing:
 
     @cached_property
     def first_places(self) -> list[int]:
-        """Where each tensor begins; 0 for one that has no place."""
+        """The first offset of each tensor in the buffer; 0 for one that is left out."""
         return [own[0].place if own else 0 for own in self.stretches]
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """Start and stop of what belongs to no tensor, in order."""
+        """Start and stop of the gaps between tensors, in order."""
         found, position = [], 0
         pairs = zip(self.layout.offsets, self.layout.specs, strict=True)
         for start, numel in sorted((start, spec.numel) for start, spec in pairs if spec.numel):
@@ -144,7 +143,7 @@ class Packing:
         return found
 
     def shard_views(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """What ``rank`` has of each tensor in its shard, flat; they share a version counter."""
+        """Return ``rank``'s part of each tensor as a flat view. They share a version counter."""
         if rank not in self._cuts:
             self._cuts[rank] = self._cuts_of(rank)
         sizes, places = self._cuts[rank]
@@ -152,7 +151,7 @@ class Packing:
         return [parts[place] for place in places]
 
     def _cuts_of(self, rank: int) -> tuple[list[int], list[int]]:
-        """The sizes of what follows each other in a shard, and which of it is each tensor's."""
+        """Return the sizes of consecutive parts of a shard, and the index of each tensor's part."""
         layout = self.layout
         found = []
         for piece, owner in enumerate(self._owners):
@@ -169,9 +168,9 @@ class Packing:
         return [*sizes, layout.shard_size - end], places
 
     def moved(self, flat: torch.Tensor, former: Packing, ranks: Sequence[int]) -> torch.Tensor:
-        """The sections of ``ranks`` of a buffer that ``former`` has packed, in this packing.
+        """Copy the sections of ``ranks`` from a buffer with the packing ``former`` to this packing.
 
-        What had no place is zero. Cost: a copy of each part of a tensor.
+        Tensors that were left out are zero. Cost: a copy of each part of a tensor.
         """
         size, former_size = self.layout.shard_size, former.layout.shard_size
         result = torch.zeros(len(ranks) * size, dtype=flat.dtype, device=flat.device)

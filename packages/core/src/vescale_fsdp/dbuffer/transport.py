@@ -52,23 +52,23 @@ _WHAT = "an exchange"
 
 
 def is_worthwhile(part: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether to make an exchange rather than a collective, for ``part`` to each rank.
+    """Whether an exchange is better than a collective if ``part`` is sent to each rank.
 
-    The same on all ranks, if their parts are of one size.
+    The same on all ranks if their parts have the same size.
     """
     is_long = part.device.type == "cpu" and part.nbytes >= SHORTEST_BYTES
     return is_long and backend_name(group, "cpu") == "gloo"
 
 
 class Exchange:
-    """An exchange under way. Waits like a ``Work``, and holds its tensors until then.
+    """A running exchange. `wait` is like that of a ``Work``. It holds its tensors until then.
 
     Args:
-        sent: what goes to each rank, in the order of ranks; not to be written to before `wait`.
-        received: where to put what comes from each rank; not to be touched before `wait`.
-            In both nothing is done with the entry of this rank, and with empty ones.
-        rank: this one, in ``group``.
-        group: of the ranks; its backend is gloo. All of them make the same exchange.
+        sent: a tensor for each rank, in the order of ranks. Do not write to them before `wait`.
+        received: a tensor to fill from each rank. Do not use them before `wait`. In both lists the
+            entry of this rank and empty ones are ignored.
+        rank: this rank in ``group``.
+        group: a process group of gloo. All of its ranks make the same exchange.
 
     Cost: one send and one receive for each other rank; none for empty parts. Nothing is copied.
     """
@@ -107,10 +107,10 @@ class Exchange:
                 self._works.append(work)
 
     def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be written to.
+        """Wait until all tensors were sent and received.
 
         Raises:
-            RankMismatchError: a rank has not come in time, or is no longer connected.
+            RankMismatchError: a rank did not take part in time, or is no longer connected.
         """
         started, deadline = time.monotonic(), waiting.deadline_for(self._group)
         try:
@@ -125,9 +125,9 @@ class Exchange:
 
 
 class Batch:
-    """Collectives that are issued together.
+    """Collectives that are started together.
 
-    Cost: at `issue` one operation for all gathers, and one for all reductions of a kind.
+    Cost: `issue` runs one operation for all all-gathers, and one for all reductions of a kind.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Batch:
         reduce_group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Start all, after what the current and the copy stream have queued so far."""
+        """Start all of them, after the work that the current and the copy stream have queued."""
         if self._gathers:
             fulls, owns = map(list, zip(*self._gathers, strict=True))
             self._work[None] = devices.start_beside(
@@ -164,18 +164,18 @@ class Batch:
         self._reductions.clear()
 
     def work(self, op: Any) -> Waitable | None:
-        """What to wait for, of a kind."""
+        """Return a handle to wait for the collectives of a kind."""
         return self._work[op]
 
     def wait(self, op: Any) -> None:
-        """Let the current stream wait for the collectives of a kind."""
+        """Make the current stream wait for the collectives of a kind."""
         work = self._work[op]
         if work is not None:
             work.wait()
 
 
 class _Part:
-    """One of the collectives."""
+    """A handle of one of the collectives."""
 
     def __init__(self, batch: Batch, op: Any) -> None:
         self._batch, self._op = batch, op
@@ -189,20 +189,20 @@ class _Part:
 
 
 class ThenCopy:
-    """A collective under way, and what is left to do when it has ended. Waits like a ``Work``."""
+    """A running collective, and a function to call after it. `wait` is like that of a ``Work``."""
 
     def __init__(self, work: Any, finish: Callable[[], object]) -> None:
         self._work, self._finish = work, finish
 
     def wait(self) -> None:
-        """Wait, and copy what has arrived to its place."""
+        """Wait, and call the function, which copies the result."""
         if self._work is not None:
             self._work.wait()
         self._finish()
 
 
 def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which to allocate the full buffer, so that ``gather`` may write to it."""
+    """Return a context to allocate the full buffer in, so that ``gather`` can write to it."""
     symmetric = compat.uses_symmetric_memory(gather)
     return compat.symmetric_memory(device) if symmetric else devices.private_memory(device)
 
@@ -217,10 +217,10 @@ def start_custom_gather(
     in_place: bool = False,
     first: Callable[[], object] | None = None,
 ) -> Waitable | None:
-    """Fill ``full`` from the shards of all ranks, of which this one's is ``own``.
+    """Start the user's all-gather into ``full``. ``own`` is this rank's shard.
 
     Args:
-        in_place: ``full`` was allocated within `memory_for`, and ``gather`` may write to it.
+        in_place: ``full`` was allocated within `memory_for`, so ``gather`` can write to it.
         first: called before ``own`` is read, on the stream that reads it.
     """
     arrived = full
@@ -243,7 +243,7 @@ def start_custom_gather(
 def start_custom_reduce(
     reduce: Any, full: torch.Tensor, dtype: torch.dtype, size: int, op: Any, group: Any
 ) -> tuple[torch.Tensor, ThenCopy]:
-    """Sum ``full`` over the ranks; returns this rank's shard and what to wait for."""
+    """Start the user's reduce-scatter of ``full``. Returns this rank's shard and a handle."""
     sent = reduce.allocate((full.numel(),), dtype=dtype, device=full.device)
     sent.copy_(full)
     shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
@@ -259,8 +259,8 @@ _THREADS = Path("/proc/self/task")
 def let_ranks_go_first() -> None:
     """Schedule the network threads of gloo's communicators as batch threads (``SCHED_BATCH``).
 
-    Call it when communicators have been made. Threads that have another policy than the usual one,
-    and systems that have no such thing, stay as they are.
+    Call it after communicators were made. Threads with another policy than the default do not
+    change. It does nothing on systems without this policy.
     """
     if not hasattr(os, "SCHED_BATCH") or not _THREADS.is_dir():
         return
@@ -275,7 +275,7 @@ def let_ranks_go_first() -> None:
 
 @dataclass
 class PendingReduce:
-    """A reduction in flight. Holds its buffers until it is finished."""
+    """A running reduction. It holds its buffers until `finish`."""
 
     reduce_dtype: torch.dtype
     size: int = 1
@@ -289,13 +289,13 @@ class PendingReduce:
     _borrowed: list[torch.Tensor] = field(default_factory=list)
 
     def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Scratch memory until `finish`."""
+        """Return temporary memory, which is released in `finish`."""
         assert self.pool is not None, "a reduction over several ranks has a pool"
         self._borrowed.append(self.pool.take(num_elements, dtype))
         return self._borrowed[-1]
 
     def has_arrived(self, seconds: float, device: torch.device) -> bool:
-        """Whether it has ended, waiting so long at most."""
+        """Wait at most ``seconds``. Returns whether it has ended."""
         if self.work is None:
             return True
         if not isinstance(self.work, waiting.Ending):
@@ -303,12 +303,12 @@ class PendingReduce:
         return self.work.has_ended(seconds)
 
     def finish(self, what: str = "a reduction") -> torch.Tensor:
-        """Wait, and return the sum over ranks by the divisor: flat, ``shard_size`` elements.
+        """Wait, and return the sum over ranks divided by the divisor, flat, [``shard_size``].
 
         Call it once.
 
         Args:
-            what: it is, in the words of an error.
+            what: names the reduction in errors.
         """
         if self.work is not None:
             waiting.wait(self.work, what)
@@ -329,7 +329,7 @@ class PendingReduce:
 
 
 def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """In ``dtype`` and in rank order, so that the sum is the same on every run."""
+    """Sum in ``dtype`` and in rank order, so that the result is the same in every run."""
     first, second, *others = parts
     result = mapped_empty(first.numel(), dtype, first.device)
     if first.dtype == dtype:
@@ -342,9 +342,9 @@ def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Issued:
-    """What this rank has issued on one axis: how many collectives, and a digest of their sizes.
+    """The number of collectives that this rank has started on an axis, and a digest of their sizes.
 
-    The same on all ranks that have issued the same, in the same order.
+    It is the same on all ranks that have started the same collectives in the same order.
     """
 
     def __init__(self) -> None:
@@ -352,10 +352,10 @@ class Issued:
         self._of = {"gathers": (0, 0), "reductions": (0, 0)}
 
     def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
-        """One more, on its way."""
+        """Count a collective."""
         number, digest = self._of[kind]
         self._of[kind] = number + 1, hash((digest, num_elements, self.subject))
 
     def as_list(self) -> list[list[int]]:
-        """Of gathers, then of reductions: the number, and the digest."""
+        """Return number and digest of all-gathers, then of reductions."""
         return [list(each) for each in self._of.values()]

@@ -1,10 +1,9 @@
-"""Ranks agree through the store, before any collective that a disagreement would hang.
+"""Compares plans between ranks through the store, before collectives.
 
-A collective between ranks that have different plans hangs, aborts a process from a foreign
-thread, or returns garbage. The store (a small key-value server that ``init_process_group`` has
-set up) does none of that: each rank writes what it has, they compare it along a tree
-(`store.Rounds`), and all read the verdict. What they compare before they run a model is its
-`fingerprint_of`.
+A collective between ranks with different plans hangs, aborts a process in another thread, or
+returns wrong data. With the store (the key-value server of ``init_process_group``) this cannot
+happen: each rank writes its entries, the ranks compare them along a tree (`store.Rounds`), and all
+read the result. Before they run a model they compare its `fingerprint_of`.
 """
 
 from __future__ import annotations
@@ -49,22 +48,21 @@ def exchange(
     *,
     timeout_s: float | None = None,
 ) -> str:
-    """What the payloads of all ranks of ``group`` merge to, on every rank.
+    """Merge the payloads of all ranks of ``group``, and return the result on every rank. Blocking.
 
-    ``group`` may be a list of global ranks, for which there is no group yet.
+    ``group`` may be a list of global ranks for which there is no process group yet.
 
-    Blocking; a few operations of the store per rank, however many there are (`store.Rounds`). Every
-    rank must call it the same number of times. With the backend "fake", torch's stand-in for many
-    ranks in one process, the caller is alone.
+    Every rank must call it the same number of times. With the backend "fake" there is only this
+    rank. Cost: a few operations of the store per rank, for any number of ranks (`store.Rounds`).
 
     Args:
-        merge: makes one payload of several, in rank order; they may have been merged before.
-        finish: makes the answer of the last one, on the first rank; None: that is the answer.
-        timeout_s: for the other ranks to come. None: they are in the same step, and have as long as
-            in a collective (`waiting`); if one does not come, no rank can go on.
+        merge: merges payloads in rank order. They may be results of a merge.
+        finish: converts the last payload to the result, on the first rank. None: no conversion.
+        timeout_s: for the other ranks. None: they are in the same step, and have the timeout of a
+            collective (`waiting`); after it no rank can continue.
 
     Raises:
-        RankMismatchError: some rank did not come in time.
+        RankMismatchError: a rank did not take part in time.
     """
     ranks = group if isinstance(group, list) else dist.get_process_group_ranks(group)
     if len(ranks) == 1 or is_fake():
@@ -97,11 +95,11 @@ def agree(
 ) -> None:
     """Raise on every rank unless all ranks of ``group`` have the same entries, in order.
 
-    Digests are compared first; entries travel only to name the first difference. The error says
+    Digests are compared first. Entries are sent only to name the first difference. The error says
     what differs, and ends with ``advice``.
 
     Args:
-        timeout_s: as of `exchange`.
+        timeout_s: as in `exchange`.
 
     Raises:
         RankMismatchError: with the first entry that differs, and what two ranks have there.
@@ -115,10 +113,10 @@ def agree_on(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """`agree` about several subjects in one round; the error is about the first that differs.
+    """Call `agree` for several subjects in one round. The error names the first that differs.
 
     Raises:
-        RankMismatchError: as of `agree`.
+        RankMismatchError: as in `agree`.
     """
     topic = " and the ".join(subject.topic for subject in subjects)
     payload = Digests.of(subjects, dist.get_rank())
@@ -149,19 +147,19 @@ class Digests:
 
     @staticmethod
     def of(subjects: Sequence[Subject], me: int) -> str:
-        """The payload of a rank."""
+        """Return the payload of a rank."""
         texts = [json.dumps(subject.entries).encode() for subject in subjects]
         return json.dumps([[[hashlib.sha256(text).hexdigest(), me]] for text in texts])
 
     @staticmethod
     def merge(payloads: list[str]) -> str:
-        """Of each subject the first rank with its digest, and the first rank with another."""
+        """Return for each subject the first rank with its digest, and the first with another."""
         by_subject = zip(*map(json.loads, payloads), strict=True)
         return json.dumps([first_and_other(itertools.chain(*each)) for each in by_subject])
 
     @staticmethod
     def first_differing(answer: str) -> tuple[int, list[int]] | None:
-        """The first subject that differs, by its place, and two ranks; None if none does."""
+        """Return index and two ranks of the first subject that differs; None if none does."""
         for index, pairs in enumerate(json.loads(answer)):
             if len(pairs) > 1:
                 return index, [rank for _, rank in pairs]
@@ -174,7 +172,7 @@ def _difference(
     group: dist.ProcessGroup | list[int],
     timeout_s: float | None,
 ) -> str:
-    """What two ranks have of a subject that is not the same, in words. All of ``group`` call."""
+    """Return a sentence with the first difference of a subject. Collective over ``group``."""
     me = dist.get_rank()
     said: list[Any] = [[me, subject.entries]] if me in speakers else []
 
@@ -190,7 +188,7 @@ def _difference(
 
 
 def _rounds_of(ranks: list[int], timeout_s: float) -> Rounds:
-    """Those of these ranks in this attempt: a new process group counts from zero on every rank."""
+    """Return the rounds of these ranks. With a new process group every rank counts from zero."""
     world = dist.group.WORLD
     assert world is not None, "whoever has a group has initialised torch.distributed"
     known, key = _ROUNDS.setdefault(world, {}), tuple(ranks)
@@ -210,7 +208,7 @@ def _first_difference(rank_a: int, a: list[str], rank_b: int, b: list[str]) -> s
 
 
 def _limit_s(group: dist.ProcessGroup | list[int], timeout_s: float | None) -> float:
-    """How long the ranks have, in seconds. A user may ask for more where they first arrive."""
+    """Return the timeout in seconds. The user may set a longer one for the first round."""
     if timeout_s is None:
         if isinstance(group, list):
             return waiting.limit_s()
@@ -238,7 +236,7 @@ _SAME_FLAGS = "Call requires_grad_ with the same values on every rank, before th
 
 
 def fingerprint_of(units: list[Unit]) -> list[str]:
-    """What must be the same on every rank, one entry per unit and parameter."""
+    """Return what must be the same on every rank, one entry per unit and parameter."""
     entries = []
     for unit in units:
         entries.append(
@@ -263,10 +261,10 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
 
 
 def agree_on_frozen(changed: list[str], group: dist.ProcessGroup) -> None:
-    """Compare which parameters are frozen beside trainable ones, where that has changed.
+    """Compare which parameters are frozen in groups with trainable ones, after a change.
 
     Raises:
-        RankMismatchError: another rank has others, or has seen no change and so does not come.
+        RankMismatchError: another rank has other frozen parameters, or no change.
     """
     try:
         agree("frozen parameters", changed, group, _SAME_FLAGS)

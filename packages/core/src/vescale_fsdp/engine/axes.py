@@ -57,7 +57,7 @@ from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh by what they do for a group of parameters."""
+    """The axes of a mesh that shard and replicate a group of parameters."""
 
     mesh: DeviceMesh
     shard: int | None  # the axis that shards; None: all ranks hold everything
@@ -71,19 +71,19 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axes:
-        """The last axis shards; the first of two holds replicas."""
+        """Make axes of a mesh: the last one shards; the first of two replicates."""
         return cls(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
     @classmethod
     def named(cls, whole: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> Axes:
-        """Axes of a mesh that has others too, by name; several names are flattened into one."""
+        """Make axes of a larger mesh, by name. Several names are flattened into one axis."""
         parts = [_part(whole, names) for names in (replicate, shard) if names]
         mesh = parts[0] if len(parts) == 1 else compat.concatenate_meshes(parts)
         cut = mesh.ndim - 1 if shard else None
         return cls(mesh, cut, 0 if replicate else None, whole, (*replicate, *shard))
 
     def as_in(self, row: Row) -> Axes:
-        """These axes, used as a row of the table of ZeRO's stages says."""
+        """Return these axes for a row of the table of ZeRO's stages."""
         if not row.cuts_states:
             return replace(self, shard=None, replicate=0)
         return replace(self, cuts_outside=row.cuts_states_outside and self.num_replicas > 1)
@@ -101,17 +101,17 @@ class Axes:
 
     @cached_property
     def rank(self) -> int:
-        """Of the caller along the axis that shards."""
+        """This rank's index along the axis that shards."""
         return self._place(self.shard)
 
     @cached_property
     def replica(self) -> int:
-        """Of the caller along the axis that holds replicas."""
+        """This rank's index along the axis that replicates."""
         return self._place(self.replicate)
 
     @property
     def num_axes(self) -> int:
-        """One, or two with replicas of shards."""
+        """One, or two if there is an axis that replicates."""
         return 1 if self.shard is None or self.replicate is None else 2
 
     @property
@@ -124,14 +124,14 @@ class Axes:
 
     @cached_property
     def shard_ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold one replica together, the caller among them."""
+        """The global ranks of this rank's replica."""
         if self.shard is None:
             return (dist.get_rank(),)
         return tuple(compat.axis_ranks(self.mesh, self.shard))
 
     @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The global ranks that hold the caller's shard."""
+        """The global ranks that have the same shard as this rank."""
         if self.replicate is None:
             return (dist.get_rank(),)
         return tuple(compat.axis_ranks(self.mesh, self.replicate))
@@ -144,11 +144,11 @@ class Axes:
 
     @property
     def ranks(self) -> list[int]:
-        """All global ranks that hold a part, ascending."""
+        """All global ranks of these axes, ascending."""
         return sorted(self.mesh.mesh.flatten().tolist())
 
     def __repr__(self) -> str:
-        """What is the same on all of `ranks`."""
+        """Return a text that is the same on all of `ranks`."""
         used = f"sharded over axis {self.shard}, replicated over {self.replicate}"
         return f"a mesh of ranks {self.mesh.mesh.tolist()}, {used}"
 
@@ -156,7 +156,10 @@ class Axes:
 
     @property
     def resting_rank(self) -> int:
-        """Of the caller among all that cut what rests: those of one inner shard come together."""
+        """This rank's index among all ranks that shard the sharded parameters.
+
+        With ``hsdp_zero1`` the ranks of one inner shard are adjacent.
+        """
         if self.cuts_outside:
             return self.rank * self.num_replicas + self.replica
         return self.rank
@@ -175,10 +178,10 @@ class Axes:
         return compat.mesh_over(inner_first.flatten().tolist(), self.mesh)
 
     def joined(self, inner: DeviceMesh) -> DeviceMesh:
-        """The mesh of these axes and, after them, those of ``inner``.
+        """Return a mesh of these axes, followed by those of ``inner``.
 
         Raises:
-            ValueError: the two are not cut from one mesh.
+            ValueError: the two are not slices of one mesh.
         """
         if inner not in self._joined:
             try:
@@ -192,7 +195,7 @@ class Axes:
         return self._joined[inner]
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
-        """One placement per axis of the resting mesh: ``sharded`` where it shards."""
+        """Return a placement for each axis of `resting_mesh`: ``sharded`` or ``Replicate``."""
         if self.cuts_outside:
             return (sharded,)
         return tuple(
@@ -214,7 +217,7 @@ atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the inte
 
 
 def comm_for(axes: Axes) -> Comm:
-    """The communicators of these axes. Collective over the axes at the first call."""
+    """Return the communicators of these axes. Collective over the axes at the first call."""
     of_shards, of_replicas = axes.groups[0], axes.groups[-1]
     device = axes.mesh.device_type
     spellings = (device, spelling_of(of_shards), spelling_of(of_replicas))

@@ -1,7 +1,7 @@
-"""Buffers that a forward changes, such as BatchNorm's running statistics, the same on all ranks.
+"""Broadcasts buffers that a forward changes, such as BatchNorm's running statistics.
 
-``DistributedDataParallel`` sends those of its rank 0 to the others at the beginning of a forward.
-FSDP2 leaves each rank its own.
+``DistributedDataParallel`` broadcasts them from rank 0 at the beginning of a forward. With FSDP2
+each rank has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module by names, without those that are DTensors or empty."""
+    """Return the buffers of a module by name, without DTensors and empty ones."""
     return {
         name: buffer
         for name, buffer in module.named_buffers()
@@ -30,14 +30,14 @@ def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, axes: Iterable[Axes]) -> None:
-    """Give all ranks the buffers of the first one. Collective.
+    """Broadcast the buffers of the first rank. Collective.
 
-    As DDP does, it hides the writes from autograd, which may have saved the buffers for a backward.
+    As in DDP, the writes are hidden from autograd, which may have saved the buffers for a backward.
 
     Args:
-        axes: of the groups of the module; those with the most ranks count.
+        axes: of the module's groups. Those with the most ranks are used.
 
-    Cost: one message of all buffers, with replicas two.
+    Cost: one message of all buffers; two with replicas.
     """
     buffers = list(plain_buffers(module).values())
     widest = max(axes, key=lambda each: len(each.ranks), default=None)

@@ -1,7 +1,7 @@
-"""Engine: what the units of one root share, and the only one that changes it.
+"""Engine: the state that the units of one root share.
 
-Hooks tell it what happens; what follows is decided by `program.passes`, in integers, and carried
-out here: parameters by units, gradients by groups, agreement through the store.
+Hooks call it. `program.passes` decides what to do, and the engine does it: units unshard and
+reshard, groups reduce gradients, and the ranks agree through the store.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _NUM_MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, 
 
 
 class Engine(Executor):
-    """What the units of one root share: communicators, programs, and what is under way.
+    """The state that the units of one root share: communicators, programs, running collectives.
 
     Args:
-        units: of the model, outermost first (``named_modules`` order). Held weakly.
-        unused: "auto" or "zeros", as of ``fully_shard``.
-        in_flight: units unsharded at a time, less a reduction under way, as of ``fully_shard``.
+        units: the model's units, outermost first (``named_modules`` order); weak references.
+        unused: "auto" or "zeros", as in ``fully_shard``.
+        in_flight: number of units that may be unsharded at a time, as in ``fully_shard``.
 
     Raises:
         RankMismatchError: other ranks have another model or other arguments.
@@ -113,11 +113,11 @@ class Engine(Executor):
         self.number = models[tuple(self._axes)]
 
     def units(self) -> list[Unit]:
-        """The units that are still alive, outermost first."""
+        """The units that still exist, outermost first."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def comm(self, group: Group) -> Comm:
-        """The communicators of a group's mesh axis."""
+        """Return the communicators of a group's mesh."""
         return self._comms[id(group)]
 
     def _policy(self) -> Policy:
@@ -130,18 +130,18 @@ class Engine(Executor):
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """Whether a forward or a backward runs."""
         return self.passes.is_in_forward or (self._end is not None and self._end() is not None)
 
     @property
     def _has_broken_off(self) -> bool:
-        """Whether a backward has begun, and raised before its end."""
+        """Whether a backward raised before its end."""
         return self._end is not None and self._end() is None
 
     # Forward. All within `plain_tensors`.
 
     def before_forward(self, unit: Unit, method: str, wants_gradients: bool) -> None:
-        """Unshard ``unit``, of which ``method`` begins, and start on the units after it."""
+        """Unshard ``unit`` before its ``method``, and prefetch the units after it."""
         if compat.current_backward() != -1:
             self.begin_backward()
             self.passes.recompute(unit)
@@ -153,7 +153,7 @@ class Engine(Executor):
         self.passes.before_forward(unit, method, wants_gradients)
 
     def after_forward(self, unit: Unit, **how: bool) -> None:
-        """The forward of a unit has ended, perhaps by an exception (see `Passes`)."""
+        """Called after the forward of a unit, also after an exception (see `Passes`)."""
         if compat.current_backward() != -1:
             return
         passes = self.passes
@@ -164,7 +164,7 @@ class Engine(Executor):
                 self._has_left = how["has_failed"] and passes.wants_gradients
 
     def begin_pass(self, first: Residency) -> None:
-        """Let its all-gathers wait for what the user has said, and start those of outer axes."""
+        """Wait for the user's events before all-gathers, and start those of outer axes."""
         unit, units = self._units[first.index](), self.units()
         assert unit is not None, "it runs"
         event, unit.post_optim_event = unit.post_optim_event, None
@@ -176,17 +176,17 @@ class Engine(Executor):
                 group.start_outer_gather(self.comm(group))
 
     def gathered_for(self, unit: Residency) -> None:
-        """Code of all kinds may run in the outermost forward: `training_step`."""
+        """Record that any code may run in the outermost forward, for example `training_step`."""
         outermost = self._units[unit.index]()
         assert outermost is not None, "it runs"
         outermost.expose()
 
     def end_pass(self) -> None:
-        """Hand memory back that no backward will use."""
+        """Free memory that no backward will use."""
         hand_back()
 
     def enter(self, where: str) -> None:
-        """Where this rank is, for errors."""
+        """Set the current place, for errors."""
         waiting.enter(where)
 
     def exposes(self, group: Group) -> bool:
@@ -200,7 +200,7 @@ class Engine(Executor):
     # Small all-gathers, several in a message
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
-        """Send what is small together, along a confirmed ``program``."""
+        """Begin a pass along a confirmed ``program``, with small all-gathers in joint messages."""
         small_bytes = self.passes.window.policy.small_bytes
         if small_bytes and self._comms:
             self._mail = Mail(
@@ -213,11 +213,11 @@ class Engine(Executor):
             )
 
     def fetch(self, unit: Unit) -> list[ThenCopy] | None:
-        """Start the all-gathers of ``unit`` with others; None if it is to be sent alone."""
+        """Start the all-gathers of ``unit`` with others. None: it must be gathered alone."""
         return None if self._mail is None else self._mail.fetch(unit)
 
     def end_walk(self) -> None:
-        """Wait for what nobody has wanted."""
+        """Wait for messages that were not used."""
         mail, self._mail = self._mail, None
         if mail is not None:
             mail.close()
@@ -237,22 +237,22 @@ class Engine(Executor):
         return settle(mine, axes, timeout_s)
 
     def compare(self, entries: Sequence[str], unit: Residency | None) -> None:
-        """Compare what comes next with the ranks that share it, through the store."""
+        """Compare the next collectives with the other ranks, through the store."""
         mine = None if unit is None else self._units[unit.index]()
         for axes in self._axes.values() if mine is None else (mine.groups[0].axes,):
             agree("next step", list(entries), axes.groups[0], _SAME_ORDER)
 
     def stall(self) -> None:
-        """Tell the other ranks that reductions are behind on this one."""
+        """Tell the other ranks that this one is behind with its reductions."""
         stall(self._only_axes, self._backward_key)
 
     def is_stalled(self) -> bool:
-        """Whether a rank has said that it is behind in this backward, or runs another pass."""
+        """Whether a rank is behind in this backward, or runs another pass."""
         is_behind = is_stalled(self._only_axes, self._backward_key)
         return is_behind or self.is_elsewhere(self.passes.step_of_backward)
 
     def is_elsewhere(self, step: str) -> bool:
-        """Whether another rank has come to the next round in another pass."""
+        """Whether another rank waits in the next round, in another pass."""
         return is_elsewhere(self._only_axes, step)
 
     @property
@@ -267,7 +267,7 @@ class Engine(Executor):
     # Backward. All within `plain_tensors`, but for `gradient_arrived`.
 
     def begin_backward(self) -> None:
-        """See that `end_backward` runs when the backward that is running now has ended."""
+        """Arrange that `end_backward` is called at the end of the current backward."""
         if self._has_broken_off:
             self._drop_step(MEETING_TIMEOUT_S)
         if self._end is None:
@@ -277,7 +277,7 @@ class Engine(Executor):
             self._begin_reductions()
 
     def reduce_waiting(self) -> None:
-        """Reduce what backwards without synchronization have left, outside of a backward."""
+        """Reduce gradients of backwards without synchronization, outside of a backward."""
         self._begin_reductions()
         self.finish_backward()
 
@@ -287,7 +287,7 @@ class Engine(Executor):
         self.passes.begin_backward()
 
     def due(self) -> Sequence[Reduction]:
-        """The groups to reduce in the backward that begins, those that are defined last first."""
+        """Return the groups to reduce in this backward, the last defined first."""
         return self._reducing.due(self.units(), self.passes.window.policy.small_bytes)
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
@@ -295,7 +295,7 @@ class Engine(Executor):
         self._reducing.start(batch)
 
     def before_backward(self, unit: Unit) -> None:
-        """Unshard ``unit`` and start on the units whose backward comes after it."""
+        """Unshard ``unit``, and prefetch the units whose backward comes next."""
         self.begin_backward()
         for group in unit.groups:
             group.frees_before_backward = not unit.unshard_in_backward
@@ -304,7 +304,7 @@ class Engine(Executor):
         self.passes.before_backward(unit)
 
     def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
-        """A gradient of ``unit``, which has so many elements, was taken."""
+        """Called after a gradient of ``unit`` with ``num_elements`` elements was taken."""
         if self._end is None or self._end() is None:
             self.begin_backward()
         if self.passes.window.gradient_arrived(unit, num_elements):
@@ -312,17 +312,17 @@ class Engine(Executor):
                 self.passes.take_turn()
 
     def after_backward(self, unit: Unit) -> None:
-        """Free ``unit`` and reduce its gradients."""
+        """Reshard ``unit``, and reduce its gradients."""
         self.passes.after_backward(unit)
 
     def finish_backward(self) -> None:
-        """The backward has ended: free what has run, reduce what is left, set ``.grad``."""
+        """End the backward: reshard, reduce the remaining gradients, set ``.grad``."""
         with plain_tensors():
             self.passes.end_backward()
         self._end = None
 
     def all_issued(self) -> None:
-        """Ask which parameters were used, of the groups to be published."""
+        """Start to exchange which parameters were used, for the groups to publish."""
         due = self.passes.reductions.due
         self._reducing.ask(due, gives_zeros=self.units()[0].gives_zeros)
 
@@ -333,7 +333,7 @@ class Engine(Executor):
     # Steps that were broken off
 
     def reset(self) -> None:
-        """Forget a step that was broken off by an exception. Its gradients are lost."""
+        """Discard a step that an exception has interrupted. Its gradients are lost."""
         with plain_tensors():
             for unit in self.units():
                 unit.forget()
@@ -341,10 +341,10 @@ class Engine(Executor):
         self._end = None
 
     def leave(self, timeout_s: float) -> None:
-        """Drop the step that is under way, with all ranks. Does nothing between steps.
+        """Discard the current step, together with all ranks. Does nothing between steps.
 
         Raises:
-            RankMismatchError: a rank has not left it in time.
+            RankMismatchError: a rank did not leave the step in time.
         """
         is_under_way = self.passes.is_open or self.is_running or self._has_broken_off
         self._has_left = self._has_left or is_under_way
@@ -354,7 +354,7 @@ class Engine(Executor):
             self.reset()
 
     def _drop_step(self, timeout_s: float) -> None:
-        """Drop a step that was broken off, when all ranks have, and have issued the same in it."""
+        """Discard an interrupted step, after all ranks have left it with the same collectives."""
         self._has_left = True
         try:
             if self._has_broken_off:
@@ -371,7 +371,7 @@ class Engine(Executor):
     def _meet(self, timeout_s: float) -> None:
         """Wait, through the store, until all ranks have left the step that this one has left.
 
-        What is under way then ends on all of them, or nothing is waited for any more.
+        Then running collectives end on all ranks, or connections are closed.
         """
         # Where each all-gather is compared, the next one is, and says more.
         if not self._always_settles:
@@ -380,14 +380,14 @@ class Engine(Executor):
 
 
 def engine_of(unit: Unit) -> Engine | None:
-    """The engine of the model that ``unit`` is part of; None before the first forward."""
+    """Return the engine of a unit's model. None: before the first forward."""
     engine = unit.engine
     assert engine is None or isinstance(engine, Engine), "`make_root` alone makes it"
     return engine
 
 
 class _End:
-    """Called by autograd when a backward has ended. It dies uncalled if the backward raises."""
+    """Called by autograd at the end of a backward. Freed without a call if the backward raises."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

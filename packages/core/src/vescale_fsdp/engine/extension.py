@@ -1,17 +1,17 @@
-"""Parameters that gather themselves: tensor subclasses with FSDP2's two methods.
+"""Parameters with their own all-gather: tensor subclasses with FSDP2's two extension methods.
 
-A subclass says what is sent (bf16 instead of fp32, codes with a scale) and what forward sees::
+A subclass determines what is sent (bf16 for fp32, codes with a scale) and what forward gets::
 
     local part  --fsdp_pre_all_gather-->  inputs        any number, of any dtype, and metadata
     inputs      --one even all-gather-->  outputs       the rows of all ranks, by input
     outputs     --fsdp_post_all_gather->  the unsharded parameter, or None: written into ``out``
 
-Such a parameter is a group of its own, split into rows like ``Shard(0)``. Its local part stays
-an instance of the subclass, so that the optimizer and the state dict see it; there is no flat
-shard. Its gradients are plain, and go the way of all gradients.
+Such a parameter has its own group, and is sharded by rows like ``Shard(0)``. Its local part is an
+instance of the subclass, for optimizer and state dict; there is no flat shard. Its gradients are
+plain tensors, and are reduced as all others.
 
-Outputs, and the tensors that the second method names, have memory while the parameter is gathered.
-Autograd saves views of them, so their storages stay and their memory comes and goes.
+Outputs, and the tensors that the second method returns, have memory only while the parameter is
+unsharded. Autograd saves views of them, so their storages stay the same.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from vescale_fsdp.ragged import contiguous_strides
 
 
 def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
-    """Whether a parameter has to be a group of its own that gathers itself.
+    """Whether a parameter needs its own group with its own all-gather.
 
-    A wrapper of other tensors always is: no flat buffer can hold it. It may get the methods until
-    the first gather; without them its values travel, and forward sees a plain tensor. A subclass
-    without ``__torch_dispatch__`` is not: no DTensor holds it, and so it is a plain tensor at rest,
-    as with FSDP2.
+    A wrapper of other tensors does, because it cannot be in a flat buffer. It may get the methods
+    until the first all-gather. Without them its values are sent, and forward gets a plain tensor. A
+    subclass without ``__torch_dispatch__`` does not: DTensor cannot hold it, so it is sharded as a
+    plain tensor, as with FSDP2.
 
     Args:
-        dim: d, where ``shard_placement_fn`` wants ``Shard(d)``.
+        dim: d of ``Shard(d)``, if ``shard_placement_fn`` returns that.
 
     Raises:
-        AssertionError: it has one of the two methods only.
+        AssertionError: it has only one of the two methods.
         ValueError: it is a scalar, which has no rows.
         NotImplementedError: it is to be sharded along a dimension other than the first.
     """
@@ -93,7 +93,7 @@ def _has_methods(local: torch.Tensor, fqn: str) -> bool:
 
 @dataclass(frozen=True)
 class _NoBuffer:
-    """What gradients need to know of a parameter that is in no buffer."""
+    """The properties that gradients need, for a parameter that is in no buffer."""
 
     layout: ShardLayout
     rank: int
@@ -102,18 +102,18 @@ class _NoBuffer:
 
 
 class ExtensionGroup(Group):
-    """One parameter that gathers itself. Its life is that of any group.
+    """The group of one parameter with its own all-gather.
 
     Args:
-        mp_policy: as of ``fully_shard``; the first method is given it.
-        params: the one parameter.
-        options: as of `Group`.
+        mp_policy: as in ``fully_shard``. It is passed to the first method.
+        params: the parameter.
+        options: as in `Group`.
 
-    A codec does not apply: the subclass says what is sent. Gradients are sent in the dtype that the
-    second method is told, whatever the dtype of the unsharded parameter.
+    Codecs are not used, because the subclass determines what is sent. Gradients are sent in the
+    dtype that is passed to the second method, for any dtype of the unsharded parameter.
 
-    Cost: of a gather, one all-gather of what the first method returns, and what the two methods do.
-    The first gather compares the sizes of the inputs through the store.
+    Cost: one all-gather of the first method's results, and the work of the two methods. The first
+    all-gather compares the sizes of the inputs through the store.
     """
 
     _has_views = False
@@ -158,7 +158,7 @@ class ExtensionGroup(Group):
         return devices.pinned(own) if pins else own
 
     def _make_gathered(self) -> None:
-        """Nothing yet: the second method makes it, in the first gather."""
+        """Do nothing: the second method makes the parameter in the first all-gather."""
 
     @property
     def is_on_meta(self) -> bool:
@@ -168,11 +168,11 @@ class ExtensionGroup(Group):
     # Gathers
 
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
-        """Issue the all-gather, unless the parameter is there or on its way.
+        """Start the all-gather, unless the parameter is unsharded or an all-gather runs.
 
         Raises:
             AssertionError: one of the methods is missing, or the first has another signature; or,
-                in the first gather and on every rank, an uneven part was not padded.
+                in the first all-gather and on every rank, an uneven part was not padded.
             RankMismatchError: ranks send inputs of different sizes.
         """
         if self.state is State.SHARDED:
@@ -194,7 +194,7 @@ class ExtensionGroup(Group):
         self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
 
     def _inputs(self) -> Sequence[torch.Tensor]:
-        """What the first method returns; its metadata waits for the second."""
+        """Call the first method. Returns its inputs, and stores its metadata for the second."""
         (slot,) = self.slots
         local = slot.local
         has_methods = _has_methods(local, slot.fqn)
@@ -218,7 +218,7 @@ class ExtensionGroup(Group):
         return inputs
 
     def _values(self, local: torch.Tensor) -> torch.Tensor:
-        """What a wrapper without the methods sends: plain rows, the missing ones zero."""
+        """Return the input of a wrapper without the methods: plain rows, padded with zeros."""
         rows = -(-self.slots[0].shape[0] // self.num_shards)
         size = (rows, *local.shape[1:])
         values = torch.zeros(size, dtype=self._param_dtype, device=local.device)
@@ -249,7 +249,7 @@ class ExtensionGroup(Group):
         )
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather, and have the second method make the parameter of it."""
+        """Wait for the all-gather, and call the second method, which makes the parameter."""
         if self.state is State.UNSHARDING:
             self._wait()
             with self.pool.lane.entered():
@@ -278,7 +278,7 @@ class ExtensionGroup(Group):
         self._set_gathered(0, slot.in_forward(whole))
 
     def keep_part(self, num_parts: int) -> None:
-        """Reshard: what was gathered is not made of equal parts, so backward gathers it whole."""
+        """Reshard. The outputs have no equal parts to keep, so backward gathers all of them."""
         self.reshard()
 
     def _release(self) -> None:
@@ -289,12 +289,12 @@ class ExtensionGroup(Group):
             storage.resize_(0)
 
     def gathered_storages(self) -> set[int]:
-        """Of what a reshard frees: the ``_cdata`` of each storage."""
+        """Return ``_cdata`` of each storage that a reshard frees."""
         own = set() if self._outputs is None else self._outputs.storages
         return own | {storage._cdata for storage, _ in self._inner}
 
     def write_back(self) -> None:
-        """Not there: what was gathered is another representation of the local parts.
+        """Not supported: the unsharded parameter is another representation of the local parts.
 
         Raises:
             NotImplementedError: always.
@@ -317,10 +317,10 @@ class ExtensionGroup(Group):
     # Rebinding
 
     def rebind(self, *, may_wait: bool = False) -> None:
-        """Take over the parameter that is registered now, after somebody converted or replaced it.
+        """Use the parameter that is registered now, after other code converted or replaced it.
 
         Raises:
-            ValueError: its shape or placement is another.
+            ValueError: it has another shape or placement.
         """
         assert self.is_sharded, "the sharded parameter is registered"
         (slot,) = self.slots
@@ -340,7 +340,7 @@ class ExtensionGroup(Group):
         self.gradients.bind(buffer, self.slots, self.pool)
 
     def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Self:
-        """A group of its own with the same data, for ``copy.deepcopy``."""
+        """Return a new group with the same data, for ``copy.deepcopy``."""
         assert self.is_sharded, "the unit has released it"
         (slot,) = self.slots
         twin = copy.copy(self)
@@ -362,7 +362,7 @@ class ExtensionGroup(Group):
 def _as_it_came(
     outputs: tuple[torch.Tensor, ...], *_: Any, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """The second method of a wrapper that has none: what has arrived is the parameter."""
+    """The second method of a wrapper without one: the output is the parameter."""
     return None if out is not None else (outputs[0], ())
 
 
@@ -371,7 +371,7 @@ def _merged(payloads: list[str]) -> str:
 
 
 def _differing(merged: str) -> str:
-    """What two ranks have that differs, in words; empty if nothing does."""
+    """Return a sentence with a difference of two ranks; "" if there is none."""
     (first, _), *others = json.loads(merged)
     for theirs, rank in others:
         return f"{first} on the first rank and {theirs} on rank {rank} after it"
@@ -379,7 +379,7 @@ def _differing(merged: str) -> str:
 
 
 def _shard_mesh(axes: Axes) -> DeviceMesh:
-    """The axis that shards, as a mesh of its own: what the first method may communicate over."""
+    """Return the axis that shards as a mesh, over which the first method may communicate."""
     if axes.mesh.ndim == 1:
         return axes.mesh
     names = axes.mesh.mesh_dim_names

@@ -1,13 +1,13 @@
-"""Group: the parameters of a unit that share one buffer: same mesh, dtype and trainability.
+"""Group: the parameters of a unit with the same mesh, dtype and ``requires_grad``, in one buffer.
 
 A group is in one of three states (`residency.State`):
 
-    SHARDED      the modules hold the sharded parameters; only the shard has memory
-    UNSHARDING   an all-gather writes the full buffer; nobody may touch it
-    UNSHARDED    the modules hold views of the full buffer
+    SHARDED      the modules have the sharded parameters; only the shard has memory
+    UNSHARDING   an all-gather writes the full buffer, which must not be used
+    UNSHARDED    the modules have views of the full buffer
 
-Gradients of the unsharded parameters are taken away as they appear. `parameters` has the sharded
-parameters.
+Gradients of the unsharded parameters are moved into a gradient buffer as they appear. `parameters`
+has the sharded parameters.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vescale_fsdp.program.residency import State
 
 
 class Group(Parameters):
-    """Parameters with the collectives on them. Arguments are those of `Parameters`."""
+    """`Parameters` with their collectives. It has the same arguments."""
 
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
-        """Issue the all-gather, unless the parameters are there or on their way.
+        """Start the all-gather, unless the group is unsharded or an all-gather runs.
 
-        In backward, from the larger parts that forward has kept, if it has.
+        In backward it gathers the larger parts that forward has kept, if any.
         """
         if self.state is State.SHARDED:
             with self.pool.lane.entered(), compat.recorded("unshard", [self.unit_name]):
@@ -76,19 +76,19 @@ class Group(Parameters):
         self._part_in_flight = part
 
     def follow_conversions(self) -> None:
-        """Take over what a conversion of a submodule has made of its parameters."""
+        """Update the shard if a submodule was converted, for example by ``module.to()``."""
         if self.is_sharded and any(s.sharded._local_tensor is not s.local for s in self.slots):  # type: ignore[attr-defined]
             self.rebind()  # they have left the shard
 
     @property
     def travels_plainly(self) -> bool:
-        """Whether a gather sends the shard, and nothing that its unit or a user has to say."""
+        """Whether an all-gather sends the shard as is: no codec, custom collective or streams."""
         is_plain = self._has_views and self.codec is None and self.custom_gather is None
         is_plain = is_plain and self._inner_shard is None and not self.is_on_meta
         return is_plain and not self.has_streams and self.num_shards > 1
 
     def expect(self, work: ThenCopy, comm: Comm) -> None:
-        """The all-gather is ``work``, which writes to the full buffer when it is waited for."""
+        """Set the running all-gather. ``work.wait()`` writes to the full buffer."""
         assert self.state is State.SHARDED, "nobody has started another"
         self.gradients.casts_first = comm.sends_sums
         self._part, self._work = None, work
@@ -96,15 +96,15 @@ class Group(Parameters):
         self.state = State.UNSHARDING
 
     def keep_writes(self) -> None:
-        """Take over what was written to the gathered parameters, if they are there."""
+        """Copy writes to unsharded parameters to the shard, if the group is unsharded."""
         self._wait()
         if self.is_gathered:
             self._keep_writes()
 
     def take_part(self, comm: Comm) -> None:
-        """Make a gather that other ranks need, though the parameters are there.
+        """Take part in an all-gather that other ranks need, although the group is unsharded.
 
-        It writes to them what they hold.
+        It writes the same values to the parameters.
         """
         self._wait()
         self._keep_writes()
@@ -114,18 +114,18 @@ class Group(Parameters):
         self.state = state
 
     def start_outer_gather(self, comm: Comm) -> None:
-        """Start to gather over the outer axis, where what rests is cut over that too."""
+        """Start the all-gather over the outer axis, if parameters are sharded over it too."""
         if self._inner_shard is not None and not self.is_on_meta:
             outer, version = comm.among_replicas, self.version
             with self.pool.lane.entered():
                 self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
 
     def drop_message(self) -> None:
-        """Forget what was written to send: no backward will send it again."""
+        """Drop the encoded message, because no backward will send it again."""
         self._outbox.drop()
 
     def has_arrived(self, seconds: float) -> bool:
-        """Whether the all-gather has ended, waiting so long at most; True on streams."""
+        """Wait at most ``seconds``. Returns whether the all-gather has ended; True on streams."""
         if self._work is None or self.has_streams or isinstance(self._work, ThenCopy):
             return True
         if not isinstance(self._work, waiting.Ending):
@@ -133,7 +133,7 @@ class Group(Parameters):
         return self._work.has_ended(seconds)
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather and give the modules the gathered parameters."""
+        """Wait for the all-gather, and register the unsharded parameters in the modules."""
         assert self.state is not State.SHARDED, "start_gather comes first"
         if self.state is State.UNSHARDING:
             with compat.recorded("wait_for_unshard", [self.unit_name]):
@@ -146,7 +146,7 @@ class Group(Parameters):
         self._users.add()
 
     def follow_flags(self) -> None:
-        """Let gathered parameters want gradients as the sharded ones do: users freeze those."""
+        """Set ``requires_grad`` of unsharded parameters to that of the sharded ones."""
         for slot, wanted in zip(self.slots, flags_of(self.slots), strict=True):
             gathered = slot.gathered
             if gathered is not None and gathered.requires_grad != wanted:
@@ -183,7 +183,7 @@ class Group(Parameters):
             self._part = kept
 
     def reshard(self) -> None:
-        """Give the modules the sharded parameters and free the full buffer."""
+        """Register the sharded parameters in the modules, and free the full buffer."""
         self._part = None
         if self.state is State.SHARDED:
             return
@@ -202,13 +202,13 @@ class Group(Parameters):
         self.buffer.full.release()
 
     def gathered_storages(self) -> set[int]:
-        """Of what a reshard frees: the ``_cdata`` of each storage."""
+        """Return ``_cdata`` of each storage that a reshard frees."""
         return {self.buffer.full.region.storage._cdata}
 
     def set_aside(self) -> None:
-        """Keep what is gathered for the backward, but show the modules' sharded parameters.
+        """Keep the full buffer for backward, but register the sharded parameters.
 
-        From then on it is as if it had been gathered ahead.
+        The group is then in the same state as after a prefetch.
         """
         if self.is_gathered:
             self._keep_writes()
@@ -219,18 +219,18 @@ class Group(Parameters):
         register(self.slots, [slot.sharded for slot in self.slots])
 
     def take_by_hand(self) -> None:
-        """The user has gathered it: what is written from now on is dropped, as by FSDP2."""
+        """Record that the user has unsharded it. Writes are then dropped, as in FSDP2."""
         if not self.is_by_hand:
             self._keep_writes()
             self.is_by_hand = True
 
     def _keep_writes(self) -> None:
-        """Write back what a forward has written to its parameters while they were gathered.
+        """Copy writes of a forward to unsharded parameters back to the shard.
 
-        As a momentum update of a teacher in ``training_step`` does, for example.
+        An example is the momentum update of a teacher in ``training_step``.
 
         Raises:
-            RuntimeError: the sharded parameters were written to meanwhile, too.
+            RuntimeError: the sharded parameters were also written to.
         """
         if self.is_by_hand:  # dropped, as by FSDP2
             return
@@ -247,7 +247,7 @@ class Group(Parameters):
             self.write_back()
 
     def _take_over_data(self) -> bool:
-        """Copy what ``p.data = ...`` has given gathered parameters into the full buffer."""
+        """Copy data that ``p.data = ...`` has set on unsharded parameters into the full buffer."""
         found = False
         for index, slot in enumerate(self.slots if self._has_views else []):
             assert slot.gathered is not None, "it is gathered"
@@ -266,13 +266,13 @@ class Group(Parameters):
         return found
 
     def _may_differ(self) -> bool:
-        """Whether this rank's part of the full buffer may be another than its shard."""
+        """Whether this rank's part of the full buffer may differ from its shard."""
         if not self._has_views or self.has_streams:
             return self._has_views  # `write_back` finds out, and does not keep the host waiting
         return not torch.equal(self.buffer.own_slice(), self._sent())
 
     def write_back(self) -> None:
-        """Copy what was changed in this rank's part of the full buffer into the shard."""
+        """Copy changes in this rank's part of the full buffer to the shard."""
         shard = self.buffer.shard
         own = devices.brought_to(shard, self.buffer.own_slice())
         was = self._sent()
@@ -281,7 +281,7 @@ class Group(Parameters):
         self.drop_copies()
 
     def _sent(self) -> torch.Tensor:
-        """What a gather makes of this rank's shard."""
+        """Return this rank's shard as an all-gather would write it to the full buffer."""
         buffer, device, codec = self.buffer, self._compute_device, self.codec
         if codec is None:
             return buffer.shard.to(buffer.full_dtype)
@@ -293,13 +293,13 @@ class Group(Parameters):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shards were written to since what is gathered was sent."""
+        """Whether the shard was written to since the last all-gather started."""
         return not self.is_sharded and self.version != self._gathered_version
 
     # Gradients
 
     def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        """Move the gradient of ``param``, a gathered parameter, into the buffer, and drop it."""
+        """Move the gradient of ``param``, an unsharded parameter, into the gradient buffer."""
         slot, gradient = self.slots[index], param.grad
         if gradient is None:  # its part of the graph ran, for an output that was not used
             return
@@ -317,7 +317,7 @@ class Group(Parameters):
         return gradient if slot.lies_plainly else slot.in_buffer(gradient)
 
     def reset(self) -> None:
-        """Forget a step that was broken off."""
+        """Discard the state of an interrupted step."""
         self._wait()
         self.gradients.reset()
         self.reshard()
@@ -326,7 +326,7 @@ class Group(Parameters):
 
 
 def together(groups: Sequence[Group], comms: Sequence[Comm]) -> AbstractContextManager[object]:
-    """A context in which collectives of the groups of a unit are issued as one, on streams."""
+    """A context that joins the collectives of a unit's groups into one operation, on streams."""
     if len(groups) < 2 or not groups[0].has_streams:
         return nullcontext()
     stack = ExitStack()

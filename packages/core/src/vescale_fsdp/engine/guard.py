@@ -1,18 +1,19 @@
 """The memory of unsharded parameters: outputs of all-gathers, and a guard against late reads.
 
-`Outputs` is what an extension's all-gather fills, for parameters that have one of their own.
+`Outputs` has the results of an all-gather of FSDP2's extension hooks.
 
-`Guard` sees to it that nobody reads unsharded parameters after they are freed, and that no write is
-lost. Autograd saves unsharded parameters, and compares their versions when a backward reads them.
-While they have no memory their versions are raised, so that such a read is torch's error about a
-tensor that was "modified by an inplace operation" (at version 1073741824 and more), and never the
-zeros that freed pages may hold. When they are unsharded again they get their versions back.
+`Guard` makes reads of freed unsharded parameters an error, and detects writes to unsharded ones.
+Autograd saves unsharded parameters, and compares their versions when a backward reads them. While
+they have no memory, their versions are increased. So a read raises torch's error about a tensor
+that was "modified by an inplace operation" (version 1073741824 or more), and never returns the
+zeros that freed pages may have. When they are unsharded again, their versions are restored.
 
-A write to them raises their version too, or, as ``p.data = ...``, gives them other memory.
+A write to them also increases their version, or, in the case of ``p.data = ...``, gives them other
+memory.
 
-Versions of sharded parameters do not show every write: fused kernels, and those for lists of
-tensors, write without raising them (torch 2.13). Parameters that stay unsharded are out of date
-after an optimizer's step, so the steps on sharded parameters in this process are counted.
+Versions of sharded parameters do not show every write: fused and foreach kernels write without an
+increase (torch 2.13). Parameters that stay unsharded are out of date after an optimizer's step. So
+the steps on sharded parameters in this process are counted.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ FREED = 1 << 30  # added to the versions of parameters that have no memory
 
 
 class Guard:
-    """Watches parameters whose memory comes (`open`) and goes (`close`)."""
+    """Watches parameters that get memory (`open`) and lose it (`close`)."""
 
     def __init__(self) -> None:
         self._params: tuple[torch.Tensor, ...] = ()
@@ -119,7 +120,7 @@ class Guard:
         self._closed = False
 
     def open(self, params: Sequence[torch.Tensor]) -> None:
-        """These parameters have their memory now, as they had it when they were closed."""
+        """Call when these parameters have memory again. Restores their versions."""
         same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
         if self._closed and same:
             compat.set_versions(self._params, self._versions)
@@ -133,7 +134,7 @@ class Guard:
         self._closed = False
 
     def close(self) -> None:
-        """The memory goes."""
+        """Call before the memory is freed. Increases the versions."""
         if self._closed:
             return
         versions = _versions_of(self._params)
@@ -145,7 +146,7 @@ class Guard:
 
     @property
     def saw_move(self) -> bool:
-        """Whether one of them was given other memory since they were opened."""
+        """Whether one of them got other memory since `open`."""
         return not self._closed and self._places_now() != self._places
 
     @property
@@ -157,7 +158,7 @@ class Guard:
 
     @property
     def saw_write(self) -> bool:
-        """Whether an operator has written to them since they were opened."""
+        """Whether an operator has written to them since `open`."""
         return not self._closed and _versions_of(self._params) != self._versions
 
 
@@ -169,7 +170,7 @@ _num_steps = 0
 
 
 def num_steps() -> int:
-    """Steps so far, of optimizers that have at least one sharded parameter."""
+    """Return the number of steps so far of optimizers with at least one sharded parameter."""
     return _num_steps
 
 

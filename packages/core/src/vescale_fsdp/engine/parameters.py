@@ -1,8 +1,8 @@
-"""The sharded parameters of a group: planned into one buffer, and moved to another.
+"""The sharded parameters of a group: plans their buffer, and moves them to a new one.
 
-A parameter is two ``nn.Parameter`` objects for life: the sharded one (a RaggedTensor, which the
-optimizer and the state dict see) and the unsharded one (a plain view of the full buffer, which
-forward and backward see).
+Each parameter has two ``nn.Parameter`` objects, which never change: the sharded one (a
+RaggedTensor, for optimizer and state dict) and the unsharded one (a plain view of the full buffer,
+for forward and backward).
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _ALIGNMENT_BYTES = 16
 
 
 class Parameters(ABC):
-    """The parameters of one flat buffer: `Group` without what comes and goes in a step.
+    """The parameters of one flat buffer. `Group` adds the collectives of a step.
 
     Args:
-        params: the parameters, all of one dtype and trainability, in definition order.
+        params: the parameters, all with the same dtype and ``requires_grad``, in definition order.
         axes: of the mesh, over which they are sharded and replicated.
         device: of the shard (meta while the parameters are there).
         offloads: whether the shard stays on the CPU, wherever the parameters are used.
@@ -132,7 +132,7 @@ class Parameters(ABC):
         self._make_gathered()
 
     def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
-        """Plan the buffer; return where each tensor lies."""
+        """Plan the buffer. Returns the placement of each tensor."""
         self.sizes = [math.prod(spec.shape) for spec in specs]
         if dim is not None:
             self.layout = even_chunks(specs, self.num_shards)
@@ -166,7 +166,7 @@ class Parameters(ABC):
         return self.buffer
 
     def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
-        """The place of tensor ``index`` in the shard, with its part of ``data`` copied to it."""
+        """Copy this rank's part of tensor ``index`` into the shard. Returns its view there."""
         start, stop = self.layout.local_range(index, self.rank)
         view = shard_view(self.layout, self.rank, self.buffer.shard, index)
         with torch.no_grad():
@@ -194,7 +194,7 @@ class Parameters(ABC):
         return slot
 
     def _make_gathered(self) -> None:
-        """Make the parameters that forward sees, once, as views of the full buffer."""
+        """Make the unsharded parameters as views of the full buffer. Called once."""
         if self.buffer.full_face is None:
             return
         full = self.buffer.full
@@ -204,7 +204,7 @@ class Parameters(ABC):
         full.release()
 
     def _set_gathered(self, index: int, tensor: torch.Tensor) -> None:
-        """Make ``tensor`` the parameter that forward sees, whose gradients we take."""
+        """Make ``tensor`` the unsharded parameter, with a hook for its gradients."""
         slot = self.slots[index]
         differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         slot.gathered = nn.Parameter(tensor, requires_grad=differentiable)
@@ -214,12 +214,12 @@ class Parameters(ABC):
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter wants a gradient now (users freeze and unfreeze)."""
+        """Whether any parameter requires a gradient now (users may freeze and unfreeze)."""
         return any(slot.sharded.requires_grad for slot in self.slots)
 
     @property
     def has_streams(self) -> bool:
-        """Whether what is done with the gathered parameters is queued on streams."""
+        """Whether work on the unsharded parameters is queued on streams."""
         return devices.has_streams(self._compute_device)
 
     @property
@@ -229,23 +229,23 @@ class Parameters(ABC):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the modules hold the sharded parameters and no gather is under way."""
+        """Whether the modules have the sharded parameters and no all-gather runs."""
         return self.state is State.SHARDED
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules hold the gathered parameters."""
+        """Whether the modules have the unsharded parameters."""
         return self.state is State.UNSHARDED
 
     def drop_copies(self) -> None:
-        """Forget what was gathered, or written to send, of shards that may have changed since."""
+        """Drop unsharded copies and encoded messages, because the shard may have changed."""
         self._outbox.drop()
         if self._inner_shard is not None:
             self._inner_shard.drop()
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the shards: another one after each write to them."""
+        """The version of the shard. It changes with each write to it."""
         # Many kernels of optimizers count nowhere. Operators on a DTensor that is not ragged count
         # on the wrapper only, which takes three times as long to read.
         writes = sum([slot.sharded._local_tensor._version for slot in self.slots])  # type: ignore[attr-defined]
@@ -254,10 +254,10 @@ class Parameters(ABC):
         return writes, num_steps()
 
     def rebind(self, *, may_wait: bool = False) -> None:
-        """Make the registered parameters views of the shard again, after somebody moved them.
+        """Make the registered parameters views of the shard again, after other code moved them.
 
-        With ``may_wait``, do nothing while only some of them have been moved: the other modules
-        of the unit are still to come.
+        With ``may_wait``, do nothing if only some of them were moved, because the other modules of
+        the unit come later.
 
         ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` give a parameter
         another local tensor, or register another parameter. The data is copied into the shard
@@ -295,7 +295,7 @@ class Parameters(ABC):
         self._move_into_new_buffer(current, locals_, placements, dtypes.pop(), device)
 
     def _move_compute(self, device: torch.device) -> None:
-        """The shard rests on ``device`` from now on: compute there too, unless it is offloaded."""
+        """Use ``device`` for the unsharded parameters too, unless the shard is offloaded."""
         if not self._offloads:
             self._compute_device, self._users = device, devices.Users(device)
         elif device.type != "cpu":
@@ -306,9 +306,9 @@ class Parameters(ABC):
             )
 
     def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Self:
-        """A group of its own with the same data and layout, for ``copy.deepcopy``.
+        """Return a new group with the same data and layout, for ``copy.deepcopy``.
 
-        ``memo`` learns the copies of the sharded parameters. They are registered nowhere yet.
+        The copies of the sharded parameters are added to ``memo``, and not registered yet.
         """
         assert self.is_sharded, "the unit has released it"
         twin = copy.copy(self)
@@ -332,9 +332,9 @@ class Parameters(ABC):
         return twin
 
     def give_back(self, index: int) -> Slot:
-        """Take parameter ``index`` out of the group; what is left moves to a new layout.
+        """Remove parameter ``index`` from the group. The others move to a new layout.
 
-        Collective: one redistribution for each parameter that is left.
+        Collective: one redistribution for each other parameter.
         """
         assert self.is_sharded, "before the first forward"
         gone = self.slots.pop(index)
@@ -366,7 +366,7 @@ class Parameters(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate for the present layout, and make the slots' parameters views of it."""
+        """Allocate a shard for the current layout, and make the slots' parameters views of it."""
         self._allocate([slot.shape for slot in self.slots], dtype, device)
         moved = zip(self.slots, current, locals_, placements, strict=True)
         for index, (slot, param, local, placed) in enumerate(moved):
@@ -388,7 +388,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        """Take the gradient that ``param``, a gathered parameter, has got."""
+        """Take the gradient of ``param``, an unsharded parameter."""
 
 
 def _take_gradients(param: nn.Parameter, group_ref: weakref.ref[Parameters], index: int) -> None:

@@ -255,7 +255,7 @@ def local_gradient(gradient: torch.Tensor, given: DTensorSpec | None, axes: Axes
 
 
 class InnerShard:
-    """The inner shard of one group, in the dtype that it computes in, or as messages."""
+    """The inner shard of one group, in the compute dtype or as messages."""
 
     def __init__(self) -> None:
         self._values: torch.Tensor | None = None
@@ -265,16 +265,16 @@ class InnerShard:
     def start_gather(
         self, buffer: DBuffer, outer: Comm, version: object, codec: Codec | None
     ) -> None:
-        """Start to gather it over the outer axis, unless it is there for this ``version``.
+        """Start to all-gather it over the outer axis, unless it exists for this ``version``.
 
         Args:
-            buffer: of the parameters, sharded over all ranks.
+            buffer: the parameters' buffer, sharded over all ranks.
             outer: the communicators of the outer axis.
-            version: of the sharded weights.
-            codec: writes the messages.
+            version: of the sharded parameters.
+            codec: encodes the messages.
 
-        Cost: one all-gather of ``outer.size`` resting shards or their messages, and memory for
-        them until the weights change.
+        Cost: one all-gather of ``outer.size`` shards or messages, and memory for them until the
+        parameters change.
         """
         if self._version == version:
             return
@@ -300,18 +300,18 @@ class InnerShard:
 
     @property
     def values(self) -> torch.Tensor:
-        """The inner shard, flat; or its messages, one after the other. Not to be read yet."""
+        """The inner shard, flat; or its messages, one after the other. Read them after `wait`."""
         assert self._values is not None, "start_gather comes first"
         return self._values
 
     def wait(self) -> None:
-        """Wait for the values (on CUDA the current stream does, or has)."""
+        """Wait for the values. On CUDA the current stream waits."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def drop(self) -> None:
-        """Forget the values: the weights at rest may have changed."""
+        """Drop the values, because the sharded parameters may have changed."""
         if self._work is not None:
             self._work.wait()
         self._values = self._work = self._version = None

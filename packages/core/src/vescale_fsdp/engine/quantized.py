@@ -1,12 +1,12 @@
-"""Which parameters are sent in 8 bits, and what that asks of a layout.
+"""Decides which parameters are sent in 8 bits, and which blocks the layout must not split.
 
-A parameter that is sent in blocks must not be split inside of one. So its blocks become its
-granularity, and a granularity that the user gives has to keep them whole too.
+Blocks of codes must not be split between ranks. So they become the parameter's granularity, and the
+user's granularity must not split them either.
 
-With ``QuantizedReduce(error_feedback=True)`` each rank adds what rounding has taken from its
-gradients to its next ones, so a resumed run is bitwise identical only if a checkpoint has it
-(`ErrorFeedback`). It belongs to this rank's own gradients, in the shapes of whole parameters: no
-other rank has it, and it is dropped when the number of ranks changes.
+With ``QuantizedReduce(error_feedback=True)`` each rank adds the rounding errors of its gradients to
+its next gradients. So a resumed run is bitwise identical only if the checkpoint has them
+(`ErrorFeedback`). They have the shapes of full parameters and differ between ranks, and are dropped
+if the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ _Option: TypeAlias = QuantizedGather | QuantizedReduce
 
 
 def check_quantized(gather: object, reduce: object, axes: Axes, device: torch.device) -> None:
-    """Raise for values that are no such options, or that do not go with the rest.
+    """Raise for invalid values of the options.
 
     Raises:
-        TypeError: they are something else.
-        ValueError: ``device`` lacks the dtype; or no axis cuts the gradients.
+        TypeError: an option has a wrong type.
+        ValueError: ``device`` does not support the dtype, or no axis shards the gradients.
     """
     for name, kind, option in (
         ("gather_codec", QuantizedGather, gather),
@@ -162,10 +162,10 @@ def _check_device(gather: QuantizedGather, device: torch.device) -> None:
 
 
 class Choice:
-    """Says for each parameter of some modules how it is sent.
+    """Decides for each parameter of some modules how it is sent.
 
     Args:
-        modules: of one unit.
+        modules: the modules of one unit.
         gather, reduce: ``gather_codec`` and ``reduce_codec`` of ``fully_shard``.
         device: of the unsharded parameters.
     """
@@ -189,16 +189,16 @@ class Choice:
         shape: Sequence[int],
         inner: DTensorSpec | None,
     ) -> tuple[Coding | None, Coding | None]:
-        """How it travels in gathers and in reductions; None: as it is.
+        """Return the codings of a parameter for all-gather and reduction. None: not encoded.
 
         Args:
-            shape: of what this rank has to shard.
-            inner: what an inner parallelism has made of the parameter.
+            shape: of this rank's data to shard.
+            inner: the spec by inner parallelism.
 
         Raises:
-            ValueError: a policy wants what cannot be; or the inner parallelism cuts blocks.
-            TypeError: a policy returns something else.
-            NotImplementedError: an inner parallelism would have to compute with codes.
+            ValueError: a policy's choice is impossible, or inner parallelism splits blocks.
+            TypeError: a policy returns a wrong type.
+            NotImplementedError: inner parallelism would have to compute with codes.
         """
         gather = self._chosen(self._gather, fqn, param, sites)
         reduce = self._chosen(self._reduce, fqn, param, sites)
@@ -244,14 +244,14 @@ def checked_block(
     gather: Coding | None,
     reduce: Coding | None,
 ) -> int:
-    """The planner's block of a parameter, in elements, that keeps all of its blocks whole.
+    """Return the planner's block of a parameter, in elements. It splits none of its blocks.
 
     Args:
-        shape: of what there is to cut.
-        block: what the user's granularity asks for; None if it asks for nothing.
+        shape: of the data to shard.
+        block: of the user's granularity. None: there is none.
 
     Raises:
-        ValueError: the user's granularity lets a cut go through a block.
+        ValueError: the user's granularity allows splits within a block.
     """
     numel = math.prod(shape)
     for option, coding in (("QuantizedGather", gather), ("QuantizedReduce", reduce)):
@@ -338,10 +338,10 @@ def _check_inner(option: _Option, fqn: str, inner: DTensorSpec) -> None:
 
 
 class ErrorFeedback:
-    """That of one model on this rank.
+    """The error feedback of one model on this rank.
 
     Args:
-        model: of which some modules are sharded.
+        model: some of its modules are sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -360,13 +360,13 @@ class ErrorFeedback:
         ]
 
     def __bool__(self) -> bool:
-        """Whether any parameter has it."""
+        """Whether any parameter has error feedback."""
         return bool(self._named)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By parameter, float32, [its shape]: what there is. None before a reduction.
+        """Return the errors by parameter, float32, [its shape]; {} before a reduction.
 
-        Views where nothing is frozen, else perhaps copies; none of frozen parameters.
+        They are views if nothing is frozen, else they may be copies. Frozen parameters have none.
         """
         return {
             list(names)[index]: error
@@ -375,17 +375,17 @@ class ErrorFeedback:
         }
 
     def fits(self, shapes: Mapping[str, torch.Size]) -> bool:
-        """Whether these are shapes that its parameters have."""
+        """Whether the shapes are those of its parameters."""
         own = {name: shape for _, named in self._named for name, shape in named.items()}
         return all(own.get(name, shape) == shape for name, shape in shapes.items())
 
     def replace(self, saved: Mapping[str, torch.Tensor]) -> list[Residuals]:
-        """Go on with other values; zero for parameters that have none.
+        """Replace the errors. Parameters without a value get zero.
 
         Returns:
-            What there was, for `restore`.
+            The old errors, for `restore`.
 
-        Cost: memory for as much as there is already.
+        Cost: memory for a second copy.
         """
         return [
             gradients.replace_residuals([saved.get(name) for name in names])

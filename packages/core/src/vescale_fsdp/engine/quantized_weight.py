@@ -6,13 +6,12 @@
     e4m3, tiles of 128 x 128                CUDA, capability 9.0        blocks of 1 x 128
     e4m3, a block for each row              CUDA, capability 8.9 on     rows
 
-if the weight is of bf16 otherwise, and its sides are multiples of 128 or 16. Everywhere else, for
-all other functions, and in backward, the weight is decoded for the moment and dropped again: the
-bits are those of a weight that was decoded when it was gathered.
+if the compute dtype is bf16, and the sides are multiples of 128 or 16. On other devices, for all
+other functions, and in backward, the weight is decoded temporarily. The results are bitwise those
+of a weight that is decoded after the all-gather.
 
-A `CodedGroup` has such parameters. Its full buffer holds codes, one byte for each element, at the
-places that the layout gives to the elements; scales lie beside it. Gradients are those of any
-group.
+A `CodedGroup` has such parameters. Its full buffer has codes, one byte per element, in the layout
+of the elements. Scales are in another tensor. Gradients are the same as in other groups.
 
 Source: `torch.nn.functional.scaled_mm` of torch 2.13, and the checks of its meta function.
 """
@@ -58,7 +57,7 @@ class QuantizedWeight(torch.Tensor):
     def __new__(
         cls, codes: torch.Tensor, scales: torch.Tensor, coding: Coding, dtype: torch.dtype
     ) -> QuantizedWeight:
-        """Around codes and scales, which are shared."""
+        """Make a weight of codes and scales, without copies."""
         made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device
         )
@@ -115,7 +114,7 @@ class QuantizedWeight(torch.Tensor):
 
 
 def _decoded(value: Any) -> Any:
-    """The same with plain tensors."""
+    """Return the same structure with decoded tensors."""
     if isinstance(value, QuantizedWeight):
         plain = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         decode_blocks(value.coding, value.codes.view(-1), value.scales.view(-1), plain.view(-1))
@@ -153,7 +152,7 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that keeps codes for backward, and not the weight that they stand for."""
+    """A linear layer that saves codes for backward, and not the decoded weight."""
 
     @staticmethod
     def forward(
@@ -176,7 +175,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiplies_codes(weight: QuantizedWeight, input: torch.Tensor) -> bool:
-    """Whether this device multiplies such codes."""
+    """Whether this device can multiply these codes."""
     if weight.device.type != "cuda" or torch.version.hip or weight.coding.dtype != "e4m3":
         return False
     if weight.dtype != torch.bfloat16 or input.dtype != torch.bfloat16 or weight.dim() != 2:
@@ -198,7 +197,7 @@ def _has_scale_per_row(weight: QuantizedWeight) -> bool:
 def scaled_linear(
     input: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The linear layer of codes by codes: the input is rounded too.
+    """A linear layer that multiplies codes by codes. The input is rounded too.
 
     Args:
         input: [..., columns].
@@ -226,7 +225,7 @@ def scaled_linear(
 
 
 def _encoded(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, [rows, blocks], of each ``block`` elements of a row of ``x``."""
+    """Encode ``x`` in blocks of ``block`` elements of a row. Scales are [rows, blocks]."""
     rows, columns = x.shape
     codes = torch.empty(rows * columns, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows * columns // block, dtype=torch.float32, device=x.device)
@@ -264,4 +263,4 @@ class CodedGroup(Group):
             self._set_gathered(index, weight)
 
     def write_back(self) -> None:
-        """Nothing: a `QuantizedWeight` cannot be written to."""
+        """Do nothing, because a `QuantizedWeight` cannot be written to."""

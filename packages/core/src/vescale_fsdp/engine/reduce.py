@@ -2,11 +2,11 @@
 
 ::
 
-    settle         a backward begins: what is frozen now has no place in the buffer
-    add            a gradient of this rank goes to its place in the flat buffer
-    start_reduce   the buffer is summed over the ranks that shard: one shard comes back
-    finish_reduce  (replicas) that shard is summed over the replicas, unless they are to wait
-    finish_sum     it is added to what earlier reductions of this backward gave
+    settle         a backward begins: parameters that are frozen now get no place in the buffer
+    add            a gradient of this rank is added to the flat buffer
+    start_reduce   the buffer is reduce-scattered over the ranks that shard
+    finish_reduce  with replicas: the shard is all-reduced over them, unless that is postponed
+    finish_sum     the result is added to those of earlier reductions in this backward
     publish        the shard's parts become ``.grad``, or are added to it
 """
 
@@ -38,13 +38,13 @@ _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 
 
 class Gradients:
-    """What a group has of gradients between the backwards that make them and the optimizer.
+    """The gradients of a group, between backward and optimizer.
 
     Args:
-        buffer: of the parameters; says where each tensor is and in which dtype it is sent.
+        buffer: the parameters' buffer, with the layout and the dtypes.
         slots: the parameters, in the order of the buffer's layout.
-        reduce_dtype: in which gradients are summed; None for the compute dtype.
-        pool: lends the memory of what is not reduced yet.
+        reduce_dtype: in which gradients are summed. None: the compute dtype.
+        pool: provides the memory for gradients before the reduction.
         cuts_outside: also shard optimizer state over the replicas.
     """
 
@@ -84,14 +84,14 @@ class Gradients:
         self.bind(buffer, slots, pool)
 
     def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
-        """Belong to another buffer from now on: the group was converted, moved or planned anew."""
+        """Change to another buffer, after the group was converted, moved or planned again."""
         self._buffer, self._slots, self.pool = buffer, slots, pool
         if self._packing.source is not buffer.layout:
             self._packing = Packing(buffer.layout)
         self._codec, self.residuals = None, Residuals()
 
     def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
-        """For a copy of the group: the same settings, and no gradients on their way."""
+        """Return a copy for a copy of the group, with the same settings and without gradients."""
         twin = Gradients(buffer, slots, self._reduce_dtype, pool, cuts_outside=self._cuts_outside)
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
@@ -103,7 +103,7 @@ class Gradients:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether gradients were added that no reduction has sent yet."""
+        """Whether there are gradients that were not reduced yet."""
         return self._filling is not None
 
     @property
@@ -113,30 +113,30 @@ class Gradients:
 
     @property
     def wanted(self) -> Sequence[bool]:
-        """Which parameters have a place: those that were trainable when the backward began.
+        """For each parameter whether it is in the buffer: trainable when backward began.
 
-        While gradients wait for a later backward also those that were it before.
+        If gradients accumulate, also parameters that were trainable before.
         """
         return self._packing.wanted
 
     @property
     def left_out(self) -> list[str]:
-        """The names of the others."""
+        """The names of the parameters that are not in the buffer."""
         flags = zip(self._slots, self.wanted, strict=True)
         return [slot.fqn for slot, is_wanted in flags if not is_wanted]
 
     @on_lane
     def settle(self, waits: bool) -> bool:
-        """A backward begins: leave out what is frozen now, and take what is not.
+        """Begin a backward: decide which parameters are in the buffer.
 
         Args:
-            waits: whether its gradients wait for a later backward.
+            waits: whether its gradients are reduced in a later backward.
 
         Returns:
-            Whether there will be something to reduce. The same on every rank, as it is by flags of
-            parameters and by what the backwards before were to do.
+            Whether there will be a reduction. It is the same on every rank, because it depends only
+            on ``requires_grad`` and on the settings of earlier backwards.
 
-        Cost: nothing is communicated; where flags have changed, a copy of what waits.
+        Cost: no communication; a copy of accumulated gradients if ``requires_grad`` has changed.
         """
         wanted = flags_of(self._slots)
         is_trainable, is_open = any(wanted), self._has_accumulated or self._unsummed is not None
@@ -159,9 +159,9 @@ class Gradients:
         self.residuals.move(packing, former)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of parameter ``index``, for good.
+        """Add the gradient of parameter ``index``. Other code must not use it any more.
 
-        Dropped where the parameter was frozen when the backward began.
+        It is dropped if the parameter was frozen when the backward began.
         """
         if not self._packing.wanted[index]:
             self._refuse_unfrozen(index)
@@ -191,7 +191,7 @@ class Gradients:
 
     @property
     def _filling_dtype(self) -> torch.dtype:
-        """That of the gradients, or, where several are summed here, the reduce dtype."""
+        """The dtype of the gradients; if several are summed here, the reduce dtype."""
         # The same on every rank, also on one that had no gradient in the backwards before.
         is_wide = self._has_accumulated or self.casts_first
         return self.sum_dtype if is_wide else self._buffer.full_dtype
@@ -204,7 +204,7 @@ class Gradients:
 
     @on_lane
     def start_reduce(self, comm: Comm) -> None:
-        """Issue the reduction of the gradients added so far (zeros where there is none)."""
+        """Start the reduction of the gradients that were added (zero if there is none)."""
         gradients = self.sealed()
         full = gradients.flat
         codec = self._codec_for(comm)
@@ -226,7 +226,7 @@ class Gradients:
         self.expect(gradients, pending, comm)
 
     def sealed(self) -> GradientBuffer:
-        """The gradients added so far, ready to be sent."""
+        """Return the gradients that were added, ready to be sent."""
         assert self._reducing is None, "one reduction of a group at a time"
         gradients = self._filling or self._new_buffer()
         self._filling = None
@@ -236,14 +236,14 @@ class Gradients:
     def expect(
         self, gradients: GradientBuffer, pending: PendingReduce | SharedReduce, comm: Comm
     ) -> None:
-        """The reduction of ``gradients`` is under way."""
+        """Set the running reduction of ``gradients``."""
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
 
     def parcel(self, comm: Comm, small_bytes: float) -> Parcel | None:
-        """What a reduction would send; None if that is more, or is not to be sent with others.
+        """Return what a reduction sends. None: more than ``small_bytes``, or it must be sent alone.
 
-        The same on every rank. To be asked when a backward has settled what has a place.
+        It is the same on every rank. Call it after `settle`.
         """
         layout, dtype = self._packing.layout, self._filling_dtype
         has_streams = devices.has_streams(self.pool.device)
@@ -254,7 +254,7 @@ class Gradients:
         return Parcel(num_bytes, kind) if 0 < num_bytes <= small_bytes else None
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
-        """That of what travels; None: gradients travel as they are, or not at all."""
+        """Return the codec of the gradients. None: they are not encoded, or not sent."""
         layout = self._packing.layout
         codings = self._packing.of_layout(self.codings) if self.codings else []
         if comm.size == 1 or not any(codings) or not layout.total_size:
@@ -265,21 +265,21 @@ class Gradients:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether what rounding takes from a gradient is added to the next."""
+        """Whether rounding errors are added to the next gradients."""
         return self.corrects and any(self.codings)
 
     def residual_of(self) -> dict[int, torch.Tensor]:
-        """What rounding has taken so far, by parameter; of frozen ones there is none."""
+        """Return the rounding errors by parameter, without frozen ones."""
         return self.residuals.by_parameter(self._packing, [slot.shape for slot in self._slots])
 
     def replace_residuals(self, values: Sequence[torch.Tensor | None]) -> Residuals:
-        """Go on with others, zero where there is None; returns the old."""
+        """Replace the rounding errors. None: zero. Returns the old ones."""
         before, self.residuals = self.residuals, Residuals()
         self.residuals.put(self._packing, values, self.pool.device)
         return before
 
     def has_arrived(self, is_stalled: Callable[[], bool]) -> bool:
-        """Wait for the reduction that is under way, if any; False if ``is_stalled`` before."""
+        """Wait for the running reduction, if any; False if ``is_stalled`` before its end."""
         seconds = _SHORT_S
         while self._reducing is not None:
             if self._reducing[1].has_arrived(seconds, self.pool.device):
@@ -291,7 +291,7 @@ class Gradients:
 
     @on_lane
     def finish_reduce(self) -> None:
-        """Wait for the reduction, if one is under way, and start the sum over the replicas."""
+        """Wait for the running reduction, if any, and start the all-reduce over the replicas."""
         if self._reducing is None:
             return
         gradients, pending, comm = self._reducing
@@ -317,7 +317,7 @@ class Gradients:
 
     @on_lane
     def finish_sum(self) -> None:
-        """Wait for the sum over the replicas, if one is under way."""
+        """Wait for the running all-reduce over the replicas, if any."""
         if self._summing is None:
             return
         _, pending = self._summing
@@ -346,7 +346,7 @@ class Gradients:
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
     def _moves_beside(self, reduced: torch.Tensor) -> bool:
-        """Whether gradients rest on the CPU, and can get there without keeping the host waiting."""
+        """Whether gradients are offloaded to the CPU by an asynchronous copy."""
         shard = self._buffer.shard
         return devices.has_streams(reduced.device) and devices.is_pinned(shard)
 
@@ -369,7 +369,7 @@ class Gradients:
 
     @on_lane
     def zero(self, set_to_none: bool) -> None:
-        """Drop or zero ``.grad``, and drop the gradients that wait for a later backward."""
+        """Drop or zero ``.grad``, and drop accumulated gradients that were not reduced."""
         for slot in self._slots:
             slot.used = False
         zero(self._slots, set_to_none)
@@ -377,7 +377,7 @@ class Gradients:
 
     @on_lane
     def reset(self) -> None:
-        """Forget a step that was broken off: wait for what flies, drop what was not published."""
+        """Discard an interrupted step: wait for running collectives, drop unpublished gradients."""
         self.finish_reduce()
         self.finish_sum()
         self._drop()

@@ -1,19 +1,19 @@
-"""The messages of ranks about a step, through the store: while it runs, and after it failed.
+"""Messages between ranks about a step, through the store: while it runs, and after it failed.
 
-Settling: what each says of a pass (`program.record`), in a round. And without waiting: a rank that
-is behind with its reductions says so in the store. Ranks that have waited long for one look there,
-in the first backward of a kind only.
+Settling: the ranks merge their records of a pass (`program.record`) in a round. In addition, a rank
+that is behind with its reductions says so in the store, without waiting. Ranks that have waited
+long for a reduction read this, but only in the first backward of a kind.
 
-Meeting: ranks that have left a step by an exception come together before they go on. What is under
-way of that step can only be waited for where every rank has issued its part. Two ranks of which one
-has left out unit b, and that raise at the same place of a backward::
+Meeting: ranks that have left a step with an exception meet before they continue. A running
+collective of that step can end only if every rank has started its part. Example: two ranks raise at
+the same place of a backward, and one has skipped unit b::
 
     rank 0   all-gathers c b a   reductions c
     rank 1   all-gathers c b a   reductions c b     <- would wait for this one for ever
 
-So each tells the others what it has issued so far. If all have issued the same, everything under
-way ends, and the ranks drop the step and go on. If not, they cannot: what one rank issues next
-would meet what the other has left.
+So each rank tells the others what it has started. If all have started the same collectives, all of
+these end, and the ranks drop the step and continue. If not, they cannot continue: the next
+collective of one rank would be matched with an old one of another.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] 
 
 
 def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:
-    """What all ranks say together. Collective over the ranks of ``axes``: one round.
+    """Merge the records of all ranks. Collective over the ranks of ``axes``: one round.
 
     Raises:
-        RankMismatchError: on every rank, if passes differ or something is wrong on one.
+        RankMismatchError: on every rank, if passes differ or one rank has an error.
     """
 
     def together(payloads: list[str]) -> str:
@@ -69,20 +69,20 @@ def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:
 
 
 def stall(axes: Axes, backward: str) -> None:
-    """Say that this rank is behind in a backward. One store operation."""
+    """Record that this rank is behind in a backward. One store operation."""
     if _is_shared(axes):
         _store(axes).set(f"stalled/{backward}", "")
 
 
 def is_stalled(axes: Axes, backward: str) -> bool:
-    """Whether a rank has said so. One store operation."""
+    """Whether a rank has recorded that it is behind. One store operation."""
     return _is_shared(axes) and bool(_store(axes).check([f"stalled/{backward}"]))
 
 
 def is_elsewhere(axes: Axes, step: str) -> bool:
-    """Whether another rank has come to the next round, in another pass than ``step``.
+    """Whether another rank waits in the next round, in another pass than ``step``.
 
-    It waits there for this one, which waits for it somewhere else. Two store operations at most.
+    Then it waits for this rank, which waits for it in another place. At most two store operations.
     """
     if not _is_shared(axes):
         return False
@@ -99,7 +99,7 @@ def _store(axes: Axes) -> compat.Store:
 
 
 def _num_rounds() -> Counter[tuple[int, ...]]:
-    """How many rounds each set of ranks has made in this world."""
+    """Return the number of rounds that each set of ranks has made in this world."""
     world = dist.group.WORLD
     assert world is not None, "a model runs in it"
     return _ROUNDS.setdefault(world, Counter())
@@ -113,16 +113,16 @@ _WAY_OUT = (
 
 
 def meet(comms: Iterable[tuple[Axes, Comm]], timeout_s: float) -> None:
-    """Return when all ranks are here, and have issued the same collectives.
+    """Wait until all ranks call this and have started the same collectives.
 
-    Else the connections between them are closed, so that no rank waits for what will not come.
+    Else the connections between them are closed, so that no rank waits forever.
 
     Args:
-        comms: what the units of a model are on.
-        timeout_s: for the other ranks to come.
+        comms: axes and communicators of a model's units.
+        timeout_s: for the other ranks.
 
     Raises:
-        RankMismatchError: on every rank that is here.
+        RankMismatchError: on every rank that calls this.
     """
     for axes, comm in comms:
         along = [comm.issued] if axes.shard is not None else []
@@ -159,7 +159,7 @@ def _meet_along(
 
 
 def _difference(merged: str) -> str:
-    """What two ranks have issued, if it is not the same; empty if all have issued the same."""
+    """Return what two ranks have started, if it differs; else ""."""
     pairs: list[tuple[list[list[int]], int]] = json.loads(merged)
     if len(pairs) == 1:
         return ""

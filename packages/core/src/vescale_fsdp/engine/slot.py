@@ -1,8 +1,8 @@
 """Slot: one parameter of a group, its places in the model, and its ``.grad``.
 
-A parameter that ``shard_placement_fn`` wants as ``Shard(d)`` lies in the buffer with dimension d
-first, so that the part of a rank is one run; the parameters that people see are views with d at its
-place.
+A parameter with ``Shard(d)`` (by ``shard_placement_fn``) is stored in the buffer with dimension d
+first, so that a rank's part is contiguous. The parameters that users see are views with dimension d
+in its place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Slot:
         self.lies_plainly = self.given is None and not self.dim
 
     def wrap(self, part: torch.Tensor) -> DTensor:
-        """The sharded tensor around this rank's part, which is flat or has dimensions already."""
+        """Return the sharded tensor for this rank's part, which may be flat."""
         if self.axes.shard is None:
             part = part.view(self.shape)
         elif self.dim is None:
@@ -79,30 +79,30 @@ class Slot:
         return max(0, min(chunk, size - chunk * self.axes.resting_rank))
 
     def new_sharded(self, part: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """The sharded parameter around this rank's part, which errors can name."""
+        """Make the sharded parameter for this rank's part. Errors can name it."""
         param = nn.Parameter(self.wrap(part), requires_grad=requires_grad)
         setattr(param, NAME, self.fqn)
         return param
 
     def flat(self, local: torch.Tensor) -> torch.Tensor:
-        """The flat part that a local tensor of `wrap` holds."""
+        """Return the flat part of a local tensor of `wrap`."""
         return (local.movedim(self.dim, 0) if self.dim else local).reshape(-1)
 
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the gathered parameter in the shape that it has in the buffer."""
+        """Return a gradient of the unsharded parameter in its shape in the buffer."""
         local = local_gradient(gradient, self.given, self.axes)
         return local.movedim(self.dim, 0) if self.dim else local
 
     def in_forward(self, view: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter around its view of the full buffer."""
+        """Return the unsharded parameter for its view of the full buffer."""
         return as_gathered(view.movedim(0, self.dim) if self.dim else view, self.given)
 
     def register(self, param: nn.Parameter) -> None:
-        """Make ``param`` the one that the modules hold."""
+        """Register ``param`` in the modules."""
         register([self], [param])
 
     def registered(self) -> nn.Parameter:
-        """The parameter that the modules hold now."""
+        """The parameter that is registered in the modules now."""
         if not self.sites:  # of a copy of a part of the unit
             return self.sharded
         module_ref, name = self.sites[0]
@@ -113,7 +113,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ParamToShard:
-    """An original parameter with what the group needs to know of it."""
+    """An original parameter, with the information that a group needs."""
 
     fqn: str
     param: nn.Parameter
@@ -127,23 +127,23 @@ class ParamToShard:
 
     @property
     def stays_coded(self) -> bool:
-        """Whether forward sees codes."""
+        """Whether it is not decoded, so that forward gets codes."""
         return self.gather is not None and not self.gather.decodes
 
     @property
     def inner(self) -> DTensorSpec | None:
-        """What an inner parallelism has made of it, if it is a DTensor."""
+        """Its spec by inner parallelism, if it is a DTensor."""
         return inner_spec(self.param, self.axes, self.fqn)
 
     @property
     def data(self) -> torch.Tensor:
-        """What this rank has of it to shard, as it lies in the buffer."""
+        """This rank's data to shard, in the order of the buffer."""
         data = local_data(self.param)
         return data.movedim(self.dim, 0) if self.dim else data
 
 
 def register(slots: Sequence[Slot], params: Sequence[nn.Parameter]) -> None:
-    """Make each of ``params`` the one that the modules hold."""
+    """Register each of ``params`` in its modules."""
     for slot, param in zip(slots, params, strict=True):
         for module_ref, name in slot.sites:
             module = module_ref()
@@ -152,19 +152,19 @@ def register(slots: Sequence[Slot], params: Sequence[nn.Parameter]) -> None:
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:
-    """Which of the sharded parameters are trainable."""
+    """Return ``requires_grad`` of the sharded parameters."""
     with compat.without_torch_function():
         return [slot.sharded.requires_grad for slot in slots]
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """The local part of a sharded parameter."""
+    """Return the local part of a sharded parameter."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
 
 
 def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
-    """The spec at rest of a parameter that its data axes cut by ``placement``."""
+    """Return the spec of the sharded parameter, with ``placement`` on the data axes."""
     placements = placements_of(p.axes, placement, p.inner)
     mesh = mesh_at_rest(p.axes, p.inner, p.fqn)
     shape = p.param.shape  # of a DTensor: the global one
@@ -172,7 +172,7 @@ def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> D
 
 
 def same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether the local part of a sharded parameter is ``view``, in place and dtype."""
+    """Whether the local part of a sharded parameter has the memory and dtype of ``view``."""
     local = local_of(param)
     return bool(
         local.untyped_storage()._cdata == view.untyped_storage()._cdata

@@ -1,8 +1,7 @@
-"""Unit: what one call of ``fully_shard`` made of a module, and its life around each forward.
+"""Unit: the state of the parameters of one call of ``fully_shard``.
 
-Several modules may be one unit: it stays unsharded from the forward of the first to that of the
-last, in whatever order they run.
-What happens around its forward and backward is in `hooks`.
+Several modules may be one unit. It is unsharded from the first of their forwards to the last, in
+any order. The hooks around forward and backward are in `hooks`.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
 
 class Owner(Protocol):
-    """What a unit asks of the engine that has it (`engine.Engine`)."""
+    """The methods of the engine (`engine.Engine`) that a unit calls."""
 
     number: int
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """Whether a forward or a backward runs."""
 
     def comm(self, group: Group) -> Comm:
-        """The communicators of a group's mesh axis."""
+        """Return the communicators of a group's mesh."""
 
     def exposes(self, group: Group) -> bool:
         """Whether the pass may write to unsharded parameters in ways that no version tells."""
 
     def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
-        """A gradient of ``unit``, which has so many elements, was taken."""
+        """Called after a gradient of ``unit`` with ``num_elements`` elements was taken."""
 
     def fetch(self, unit: Unit) -> list[ThenCopy] | None:
-        """Have the all-gathers under way in a message with others; None if not."""
+        """Start the all-gathers in one message with others. None: not possible."""
 
 
 @dataclass
@@ -119,7 +118,7 @@ class Unit(Residency):
             object.__setattr__(module, UNIT_ATTRIBUTE, self)
 
     def modules(self) -> list[nn.Module]:
-        """Those that are still alive."""
+        """The modules that still exist."""
         return [module for ref in self.module_refs if (module := ref()) is not None]
 
     def slots(self) -> Iterator[Slot]:
@@ -129,7 +128,7 @@ class Unit(Residency):
     # Parameters
 
     def unshard(self) -> None:
-        """Have the parameters unsharded and registered when this returns. Outside of a pass too."""
+        """Unshard and register the parameters, and wait for it. Works outside of a pass too."""
         self.drop_stale()
         with plain_tensors():
             self.start_unshard()
@@ -142,7 +141,7 @@ class Unit(Residency):
 
     @property
     def tag(self) -> int:
-        """The same on all ranks, and another for each unit of each model."""
+        """A number that is the same on all ranks, and different for each unit of each model."""
         return 0 if self.engine is None else self.engine.number << 20 | self.index
 
     @property
@@ -151,37 +150,37 @@ class Unit(Residency):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no group is unsharded or on its way."""
+        """Whether no group is unsharded and no all-gather runs."""
         return all(group.is_sharded for group in self.groups)
 
     @property
     def is_stale(self) -> bool:
-        """Whether what is unsharded is not what the shards hold now, and not pinned."""
+        """Whether unsharded parameters are out of date and not pinned."""
         return not self.num_pins and any(group.is_stale for group in self.groups)
 
     @property
     def version(self) -> list[tuple[int, int]]:
-        """Of the shards of its groups: another one after a write."""
+        """The versions of its groups' shards. They change with each write."""
         return [group.version for group in self.groups]
 
     def take_by_hand(self) -> None:
-        """Unshard for the user, who may change what is unsharded until it is resharded."""
+        """Unshard for the user, who may change the parameters until they are resharded."""
         self.unshard()
         for group in self.groups:
             group.take_by_hand()
 
     def rest(self) -> None:
-        """Reshard, and forget what was gathered: the weights may be changed from outside."""
+        """Reshard, and drop unsharded copies, because other code may change the parameters."""
         self.reshard()
         self.drop_copies()
 
     def drop_copies(self) -> None:
-        """Forget what was gathered, or written to send, of shards that may have changed since."""
+        """Drop unsharded copies and encoded messages, because the shards may have changed."""
         for group in self.groups:
             group.drop_copies()
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Have the all-gathers of all groups under way. Within `plain_tensors`."""
+        """Start the all-gathers of all groups. Call it within `plain_tensors`."""
         engine = self.engine
         if engine is None:  # before the first forward: somebody wants to look inside
             check_materialized(self.modules(), self.slots())
@@ -197,7 +196,7 @@ class Unit(Residency):
                 group.start_gather(comm, in_backward=in_backward)
 
     def join_unshard(self) -> None:
-        """Make the all-gathers for other ranks, of what is here already."""
+        """Take part in the all-gathers for other ranks, although the unit is unsharded."""
         assert self.engine is not None, "other ranks run the model"
         for group in self.groups:
             group.keep_writes()
@@ -212,7 +211,7 @@ class Unit(Residency):
             group.take_part(comm)
 
     def has_arrived(self) -> bool:
-        """Whether the all-gathers have ended; waits a second for each, where the host waits."""
+        """Whether the all-gathers have ended. Without streams it waits up to a second for each."""
         return all(group.has_arrived(1.0) for group in self.groups)
 
     def wait_for_unshard(self) -> None:
@@ -245,38 +244,38 @@ class Unit(Residency):
             group.set_aside()
 
     def keeps_no_message(self) -> None:
-        """No backward will send again what was written to send."""
+        """Drop encoded messages, because no backward will send them again."""
         for group in self.groups:
             group.drop_message()
 
     def expose(self) -> None:
-        """Code that is not of the unit's own forward may write to what is unsharded."""
+        """Record that code outside of the unit's forward may write to unsharded parameters."""
         engine = self.engine
         for group in self.groups:
             group.is_exposed |= engine is not None and engine.exposes(group)
 
     def prefetch_list(self, *, in_backward: bool) -> list[int] | None:
-        """The units to unshard beside its forward or backward, where a user has said so."""
+        """Return the units to prefetch in its forward or backward, if the user has set them."""
         units = self.backward_prefetch if in_backward else self.forward_prefetch
         if units is None:
             return None
         return [unit.index for unit in units if unit.engine is self.engine]
 
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
-        """Replace the tensors of ``state_dict`` that lie in the gathered buffers by copies."""
+        """Replace the tensors of ``state_dict`` that are views of full buffers by copies."""
         storages = {each for group in self.groups for each in group.gathered_storages()}
         for key, value in state_dict.items():
             if isinstance(value, torch.Tensor) and compat.storages_of(value) & storages:
                 state_dict[key] = value.clone()
 
     def write_back(self) -> None:
-        """Take over changes that were made to the gathered parameters."""
+        """Copy changes of unsharded parameters to the shards."""
         with plain_tensors():
             for group in self.groups:
                 group.write_back()
 
     def refuse_if_pinned(self, what: str) -> None:
-        """Raise if the parameters are gathered by `unsharded`: changes would be lost."""
+        """Raise if the parameters are unsharded by `unsharded`, because changes would be lost."""
         if self.num_pins:
             raise RuntimeError(
                 f"{what} inside of `unsharded(...)` would change the gathered parameters only, "
@@ -285,13 +284,13 @@ class Unit(Residency):
 
     @property
     def has_streams(self) -> bool:
-        """Whether what is done with the unsharded parameters is queued on streams."""
+        """Whether work on the unsharded parameters is queued on streams."""
         return any(group.has_streams for group in self.groups)
 
     # Forward
 
     def end_forward(self, keep: bool, comes_back: bool) -> None:
-        """Release the parameters unless they are to be kept."""
+        """Reshard after a forward, unless ``keep``."""
         super().end_forward(keep, comes_back)
         if keep and Lease.AHEAD not in self.leases:
             self.expose()
@@ -304,24 +303,24 @@ class Unit(Residency):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward or backward runs and nobody has asked for unsharded parameters."""
+        """Whether no forward or backward runs and the user has not unsharded parameters."""
         is_used = self.running.depth or self.num_pins or Lease.USER in self.leases
         return not (self._is_running or is_used)
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter of the unit wants a gradient now."""
+        """Whether any parameter of the unit requires a gradient now."""
         return any(group.trainable for group in self.groups)
 
     @property
     def all_trainable(self) -> bool:
-        """Whether each of its groups has a parameter that wants a gradient."""
+        """Whether each of its groups has a parameter that requires a gradient."""
         return all(group.trainable for group in self.groups)
 
     # Backward
 
     def gradient_callback(self) -> Callable[[int], None]:
-        """What a group calls when it has taken a gradient; it does not keep the unit alive."""
+        """Return a function to call after each gradient. It has no reference to the unit."""
         self_ref = weakref.ref(self)
 
         def on_gradient(num_elements: int) -> None:
@@ -332,21 +331,21 @@ class Unit(Residency):
         return on_gradient
 
     def end_backward(self) -> None:
-        """The whole backward has ended."""
+        """Called at the end of the whole backward."""
         self.running.modules_left.clear()
         super().end_backward()
 
     def end_modules(self) -> bool:
-        """The outermost forward has ended; returns whether a list unit has modules left."""
+        """Called after the outermost forward. Returns whether other modules have yet to run."""
         had_more = bool(self.running.modules_left)
         self.running.modules_left.clear()
         return had_more
 
     def give_back(self, param: nn.Parameter) -> list[Site]:
-        """Give up an original parameter, whole: it is used in other units as well. Collective.
+        """Release an original parameter, unsharded, because other units use it too. Collective.
 
         Raises:
-            RuntimeError: a forward has run: an optimizer may have changed what is sharded.
+            RuntimeError: a forward has run, so an optimizer may have changed the shards.
         """
         if self.engine is not None:
             raise RuntimeError(
@@ -364,11 +363,11 @@ class Unit(Residency):
         raise AssertionError("the mark on a parameter names the unit that has it")
 
     def forget_running(self) -> None:
-        """No forward runs: one was broken off by what no hook sees (KeyboardInterrupt)."""
+        """Discard the state of a forward that KeyboardInterrupt has ended, which no hook sees."""
         self.running.depth, self.running.handled = 0, None
 
     def forget(self) -> None:
-        """Forget a step that was broken off."""
+        """Discard the state of an interrupted step."""
         super().forget()
         self.running.modules_left.clear()
         self.running.call, self.running.has_begun = None, False
@@ -377,13 +376,13 @@ class Unit(Residency):
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made of this very module, if it did."""
+    """Return the unit of this module, if ``fully_shard`` was called on it."""
     unit = module.__dict__.get(UNIT_ATTRIBUTE)
     return unit if isinstance(unit, Unit) else None
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:
-    """The units of a module and its descendants by module name, outermost first."""
+    """Return the units of a module and its descendants by module name, outermost first."""
     found: dict[int, tuple[str, Unit]] = {}
     for name, child in module.named_modules():
         unit = unit_of(child)
