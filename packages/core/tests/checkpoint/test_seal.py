@@ -26,7 +26,7 @@ from vescale_fsdp import (
     CheckpointWriteError,
     checkpoint,
 )
-from vescale_fsdp.checkpoint import files, planning, seal
+from vescale_fsdp.checkpoint import contents, files, seal
 from vescale_fsdp.checkpoint.manifest import NAME
 from vescale_fsdp.testing import RankError, run_ranks
 
@@ -365,7 +365,7 @@ def die_somewhere(root: Path, where: str, victim: int) -> None:
     checkpoint.save(root / "step-1", model)
     if dist.get_rank() == victim:
         holder, name = {
-            "plan": (planning.LocalPlan, "offer"),
+            "plan": (contents.LocalPlan, "offer"),
             "write": (files.DataWriter, "write"),
             "flush": (files.DataWriter, "finish"),
             "seal": (seal.Stage, "publish"),
@@ -405,7 +405,7 @@ class Queued:
 def save_beside_one_that_dies(root: Path, victim: int) -> None:
     checkpoint.save(root / "step-1", nn.Linear(4, 4))
     if dist.get_rank() == victim:
-        planning.LocalPlan.offer = kill  # type: ignore[method-assign]
+        contents.LocalPlan.offer = kill  # type: ignore[method-assign]
     isend, send = dist.isend, dist.send
 
     def lost(data: torch.Tensor, *_: Any, group_dst: int, **others: Any) -> Any:

@@ -19,13 +19,13 @@ The files, from the bottom up:
 * the state of models and optimizers: `encoding` (tensors as bytes, values as JSON), `optimizer`,
   together in `contents`; `targets` are the places to load into; `full` makes whole tensors in one
   process
-* the work of each rank: `ranks`, `planning`; `saving` and `loading` do all of it or nothing
-* other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`
+* the work of each rank: `ranks`; `saving` and `loading` do all of it or nothing
+* other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`, `deepspeed`
 * in one process: `convert` from one to another, and `sources`, which reads any
 * `stop` ends a job; `engine.store` restarts it
 
-Loading never unpickles, except for DCP's format in `import_dcp` and `convert`;
-`dcp_directory` says how.
+Loading never unpickles, except for DCP's format in `import_dcp` and `convert`, and DeepSpeed's in
+`convert` and `read`; `dcp_directory` and `deepspeed` say how.
 """
 
 from vescale_fsdp.checkpoint import full

@@ -61,8 +61,10 @@ def convert(
     checkpoint are written under each name.
 
     Args:
-        source: a directory of `save`, of ``torch.distributed.checkpoint`` or with safetensors, or a
-            safetensors file. The format is detected.
+        source: a directory of `save`, of ``torch.distributed.checkpoint`` or with safetensors, a
+            safetensors file, or a directory of DeepSpeed (ZeRO stages 1 to 3, universal, or the
+            folder with its file ``latest``). The format is detected. Of DeepSpeed's, weights and
+            states are those in fp32, and ``extra`` is the plain part of its ``client_state``.
         target: the directory to write; must not exist. For safetensors it may exist, but must not
             contain weights.
         progress: called with the bytes of tensors written so far, and the total.

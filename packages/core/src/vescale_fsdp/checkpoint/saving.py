@@ -16,10 +16,18 @@ from torch import nn
 
 from vescale_fsdp import devices
 from vescale_fsdp.checkpoint import encoding, seal
-from vescale_fsdp.checkpoint.contents import Contents, Optimizers, Stateful, Weights, collect
+from vescale_fsdp.checkpoint.contents import (
+    Contents,
+    LocalPlan,
+    Optimizers,
+    Stateful,
+    Task,
+    Weights,
+    collect,
+    divide,
+)
 from vescale_fsdp.checkpoint.files import DataWriter, bytes_of, write_errors
 from vescale_fsdp.checkpoint.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
-from vescale_fsdp.checkpoint.planning import LocalPlan, Task, divide
 from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
@@ -217,7 +225,7 @@ class Writing:
 
         Args:
             collect: returns this rank's items.
-            begin: gets the path of the stage and the offers of all ranks (see `planning`); returns
+            begin: gets the path of the stage and the offers of all ranks (see `contents`); returns
                 ``told`` for each rank, as JSON. Called on rank 0 only.
             options: JSON that must be the same on every rank.
         """

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint import encoding
+from vescale_fsdp.checkpoint import deepspeed, encoding
 from vescale_fsdp.checkpoint.dcp import plain_values
 from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames
 from vescale_fsdp.checkpoint.files import DataReader
@@ -64,10 +64,12 @@ def open_source(path: Path) -> Iterator[Source]:
             path.exists() and not path.is_dir()
         ):
             yield _Safetensors(path, stack)
+        elif (folder := deepspeed.folder_of(path)) is not None:
+            yield _Zero(folder)
         else:
             raise CheckpointIncompleteError(
                 f"there is no checkpoint at {path}: neither {NAME}, nor {METADATA}, nor {SINGLE} "
-                f"or {INDEX}"
+                f"or {INDEX}, nor one of DeepSpeed"
             )
 
 
@@ -127,6 +129,12 @@ class _Stock:
         return self._directory.chunk(self._reader, dtype, chunk, f"tensor {name!r}")
 
 
+class _Zero(deepspeed.ZeroCheckpoint):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tensors = {name: _in_pieces(entry) for name, entry in self.tensors.items()}
+
+
 class _Safetensors:
     format = "safetensors"
 
@@ -163,7 +171,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a whole checkpoint, to inspect it or to write it in another way. Not collective.
 
     Args:
-        path: of a checkpoint of `save`, of a DCP directory, or of safetensors.
+        path: of a checkpoint of `save`, of a DCP directory, of one of DeepSpeed, or of safetensors.
 
     Returns:
         ``{"model": {name: tensor}, "optimizer.0": {"state": ..., "param_groups": ...}, "extra":

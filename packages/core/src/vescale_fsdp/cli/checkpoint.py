@@ -28,7 +28,8 @@ _Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         show_default=False,
-        help="A checkpoint, a directory of torch.distributed.checkpoint, or safetensors.",
+        help="A checkpoint, a directory of torch.distributed.checkpoint or of DeepSpeed's ZeRO, "
+        "or safetensors.",
     ),
 ]
 _Target = Annotated[

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from vescale_fsdp.checkpoint import seal
 from vescale_fsdp.checkpoint.contents import PER_RANK
+from vescale_fsdp.checkpoint.deepspeed import folder_of
 from vescale_fsdp.checkpoint.manifest import NAME, Manifest, TensorEntry, Variant
 from vescale_fsdp.checkpoint.seal import sealed
 from vescale_fsdp.cli.text import InputError, binary, count, line, several, table
@@ -27,6 +28,7 @@ Manifests = list[tuple[Path, Manifest | str]]
 _MOST_FILES, _MOST_TENSORS = 4, 12
 _DCP = "a directory of torch.distributed.checkpoint"
 _SAFETENSORS = "safetensors"
+_DEEPSPEED = "a checkpoint of DeepSpeed"
 _DATA = re.compile(r"rank-[0-9]{5,}\.bin")
 
 
@@ -103,6 +105,8 @@ def _foreign(directory: Path, children: list[Path]) -> str:
         return _DCP
     if any(child.suffix == ".safetensors" for child in children):
         return _SAFETENSORS
+    if folder_of(directory) is not None:
+        return _DEEPSPEED
     return ""
 
 

@@ -10,14 +10,15 @@ Read in this order; each file is one concept.
   `parameters` (their shards) in `slot` s (one each); `guard` watches their memory. Other
   kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters that gather
   themselves).
-- How modules and autograd call: `hooks` and `boundary`; `buffers` (of a root, before forwards) and
-  `unfilled` (tensors without values).
+- How modules and autograd call: `hooks` and `boundary`; `unfilled` (tensors without values,
+  and buffers to broadcast); `generation` (loops of forwards).
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
   out and owns what changes; `reducing` (what a model sends together) and `reduce` (a group's
   gradients).
 - What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
   collectives), `settling` (of a step).
-- What users call: `methods`, `tuning`, `clip`, `finite`.
+- What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters),
+  `profiling`.
 """
 
 from torch.distributed.fsdp import (

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.engine.buffers import plain_buffers
 from vescale_fsdp.engine.store import (
     MAX_NAMED,
     AbsentError,
@@ -32,6 +31,7 @@ from vescale_fsdp.engine.store import (
     first_and_other,
     store_for,
 )
+from vescale_fsdp.engine.unfilled import plain_buffers
 from vescale_fsdp.errors import RankMismatchError
 
 LONG_TIMEOUT_S = 600.0  # ranks may load data or weights of different size before they arrive

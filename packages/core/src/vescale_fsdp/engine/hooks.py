@@ -35,10 +35,9 @@ from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
-from vescale_fsdp.engine.buffers import broadcast_buffers
 from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.ownership import refuse_waiting
-from vescale_fsdp.engine.unfilled import check_materialized
+from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.ragged.tensor import NAME

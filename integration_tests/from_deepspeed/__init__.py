@@ -1,0 +1,1 @@
+"""Checkpoints that real DeepSpeed runs have saved. Needs deepspeed (tox: deepspeed)."""
