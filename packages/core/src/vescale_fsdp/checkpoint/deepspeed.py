@@ -246,7 +246,7 @@ class ZeroCheckpoint:
                 folder = self._folder / _ZERO / name
                 for path in sorted(folder.glob("*.pt")):
                     value = _loaded(path)
-                    value = value.get("param") if isinstance(value, dict) else value
+                    value = value["param"] if isinstance(value, dict) else value
                     if path.stem == "fp32":
                         self._add(f"model.{name}", shape, [value.reshape(-1)])
                     else:
