@@ -334,6 +334,43 @@ def test_an_exception_on_one_rank_reaches_all(inside: bool) -> None:
     assert run_ranks(check_failure, 3, inside) == expected
 
 
+def check_any(seed: int) -> None:
+    draw, rank, world = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    limit = draw.choice([None, 0, 0])
+    model, plain = Model(), Model()
+    if draw.random() < 0.5:
+        fully_shard([model.embed, model.head])
+    if draw.random() < 0.5:
+        fully_shard(model.encoder)
+    options: dict[str, Any] = draw.choice([{}, {"in_flight": 4}, {"reshard_after_forward": False}])
+    sharded(model, **options)
+    if draw.random() < 0.5:
+        register_fsdp_forward_method(model, "generate")
+    tokens, x = torch.tensor([1, rank]), torch.ones(WIDTH)
+    calls = {
+        "a loop": lambda each, length: each.generate(tokens, length),
+        "a forward": lambda each, _: each(tokens),
+        "the head": lambda each, _: each.head(x),
+        "the encoder": lambda each, _: each.encoder(x),
+        "a block": lambda each, _: each.blocks[rank % 3](x),
+    }
+    for step in range(4):
+        if draw.random() < 0.6:
+            train(model, step)
+            train(plain, step)
+        plans = [draw.choices([*calls], k=draw.randrange(4)) for _ in range(world)]
+        lengths = [draw.randrange(6) for _ in range(world)]
+        with generating(model, max_unsharded_bytes=limit):
+            for name in plans[rank]:
+                found, expected = (calls[name](each, lengths[rank]) for each in (model, plain))
+                assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_rank_may_run_what_it_likes(seed: int) -> None:
+    run_ranks(check_any, 2 + seed % 2, seed)
+
+
 def check_places() -> None:
     outer = nn.ModuleDict({"policy": sharded(Model()), "critic": sharded(Model())})
     plain = Model()
