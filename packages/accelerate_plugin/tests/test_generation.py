@@ -39,13 +39,18 @@ def check(make: Any, block: str, limit: int | None) -> None:
         model = acc.prepare(make()).eval()
         rank = acc.process_index
         prompt = torch.tensor([[3, 4 + rank, 5]])
-        for lengths in ((2, 9), (7, 1), (4, 4)):
-            options = {"min_new_tokens": lengths[rank], "max_new_tokens": lengths[rank]}
-            for more in ({"do_sample": False}, {"num_beams": 2}):
-                expected = plain.generate(prompt, **options, **more)
-                with generating(model, max_unsharded_bytes=limit):
-                    found = model.generate(prompt, **options, **more)
-                assert torch.equal(found, expected)
+        calls: list[object] = []
+        model.register_forward_hook(lambda *_: calls.append(None))
+        for lengths in ([(2,), (9, 1, 3)], [(7, 2), (1,)], [(4,), ()]):
+            with generating(model, max_unsharded_bytes=limit):
+                for length in lengths[rank]:  # another number of times, too
+                    options = {"min_new_tokens": length, "max_new_tokens": length}
+                    for more in ({"do_sample": False}, {"num_beams": 2}):
+                        calls.clear()
+                        found = model.generate(prompt, **options, **more)
+                        assert len(calls) == length  # no forward for other ranks
+                        assert torch.equal(found, plain.generate(prompt, **options, **more))
+        assert model._is_fsdp_managed_module
 
 
 @pytest.mark.parametrize("limit", [None, 0])

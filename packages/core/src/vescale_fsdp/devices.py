@@ -58,9 +58,10 @@ def free_bytes(device: torch.device) -> int:
 
     Linux; elsewhere, on a CPU, 0.
     """
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        free: int = module.mem_get_info(device)[0]
+        cached: int = module.memory_reserved(device) - module.memory_allocated(device)
         return free + cached
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

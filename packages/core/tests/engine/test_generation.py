@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -16,9 +17,10 @@ from vescale_fsdp import (
     fully_shard,
     generating,
     register_fsdp_forward_method,
+    unsharded,
 )
 from vescale_fsdp.engine.hooks import unit_of
-from vescale_fsdp.testing import RankError, run_ranks
+from vescale_fsdp.testing import run_ranks
 
 WIDTH, VOCAB = 12, 17
 
@@ -158,33 +160,122 @@ def test_units_stay_unsharded_if_there_is_room() -> None:
     assert run_ranks(check_collectives, 2) == [[1, 0], [1, 0]]
 
 
-def check_methods(other: bool) -> None:
-    model = sharded(Model())
-    register_fsdp_forward_method(model, "score")
-    plain = Model()
-    tokens, rank = torch.tensor([1, 2]), dist.get_rank()
-    with generating(model, max_unsharded_bytes=0):
-        for _ in range(3 + 2 * rank):
+def check_methods(name: str) -> None:
+    model, plain = sharded(Model()), Model()
+    register_fsdp_forward_method(model, name)
+    rank = dist.get_rank()
+    for lengths in ((3, 8), (8, 3), (0, 5)):
+        with generating(model, max_unsharded_bytes=0):
+            for repeat in range(1 + 2 * rank):
+                tokens = torch.tensor([1 + rank, repeat])
+                for each in (model, plain):
+                    with torch.no_grad():
+                        found = each.score(tokens), each.generate(tokens, lengths[rank])
+                    if each is model:
+                        expected = found
+                assert all(map(torch.equal, found, expected))
+        train(model, 0)
+        train(plain, 0)
+
+
+@pytest.mark.parametrize("name", ["score", "generate"])
+def test_registered_methods_run_any_number_of_forwards(name: str) -> None:
+    run_ranks(check_methods, 2, name)
+
+
+class WithEncoder(Model):
+    """Its encoder is called by itself, and has units of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+
+
+def check_encoder(limit: int | None, counts: list[int]) -> None:
+    model, plain = WithEncoder(), WithEncoder()
+    for block in model.encoder:
+        fully_shard(block)
+    sharded(model)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        with generating(model, max_unsharded_bytes=limit):
+            for call in range(counts[(rank + step) % world]):
+                tokens, length = torch.tensor([1 + rank, call]), (3 * call + 2 * rank) % 5
+                found = model.generate(tokens, length)
+                assert torch.equal(found, plain_generate(plain, tokens, length))
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("counts", [[0, 2], [3, 1], [1, 4, 2]])
+def test_ranks_may_generate_another_number_of_times(limit: int | None, counts: list[int]) -> None:
+    run_ranks(check_encoder, len(counts), limit, counts)
+
+
+def check_nested(limit: int | None) -> None:
+    model, plain = sharded(Model()), Model()
+    rank, tokens = dist.get_rank(), torch.tensor([1, 3])
+    for outer in (generating(model, max_unsharded_bytes=limit), unsharded(model)):
+        with outer:
+            model.generate(tokens, 1)
+            for inner in range(2 * rank):  # on one rank only
+                with generating(model, max_unsharded_bytes=0):
+                    found = model.generate(tokens, inner)
+                assert torch.equal(found, plain_generate(plain, tokens, inner))
+            length = 5 - 4 * rank
             with torch.no_grad():
-                assert torch.equal(model.score(tokens), plain.score(tokens))
-        if other:
-            (model if rank else model.score)(tokens)
+                found = model.generate(tokens, length)
+            assert torch.equal(found, plain_generate(plain, tokens, length))
 
 
-def test_the_others_join_whatever_method_is_run() -> None:
-    run_ranks(check_methods, 2, False)
+@pytest.mark.parametrize("limit", [None, 0])
+def test_inside_of_another_it_does_nothing_more(limit: int | None) -> None:
+    run_ranks(check_nested, 2, limit)
 
 
-def test_two_methods_at_a_time_are_an_error_on_all_ranks() -> None:
-    with pytest.raises(RankError, match=r"one rank runs forward of the root and another one score"):
-        run_ranks(check_two_methods, 2)
+def check_unit_of_two_modules(limit: int | None) -> None:
+    model, plain = Model(), Model()
+    fully_shard([model.embed, model.head])
+    sharded(model)
+    rank, tokens = dist.get_rank(), torch.tensor([1, 2])
+    pair = nn.ModuleList([model.embed, model.head])
+    for step in range(3):
+        train(model, step)
+        train(plain, step)
+        with generating(model, max_unsharded_bytes=limit):
+            if rank == 0:
+                model.head(torch.ones(WIDTH))
+            length = 2 + 3 * rank
+            found = model.generate(tokens, length)
+            assert torch.equal(found, plain_generate(plain, tokens, length))
+        with generating(pair, max_unsharded_bytes=limit):
+            for _ in range(rank):
+                pair[1](pair[0](tokens))
 
 
-def check_two_methods() -> None:
-    model = sharded(Model())
-    register_fsdp_forward_method(model, "score")
-    with generating(model, max_unsharded_bytes=0):
-        (model.score if dist.get_rank() else model)(torch.tensor([1, 2]))
+@pytest.mark.parametrize("limit", [None, 0])
+def test_of_a_unit_one_module_may_run(limit: int | None) -> None:
+    run_ranks(check_unit_of_two_modules, 2, limit)
+
+
+def check_gradients() -> None:
+    model, plain = sharded(Model()), Model()
+    tokens = torch.tensor([1, 2])
+
+    def with_gradients(limit: int | None) -> None:
+        with generating(model, max_unsharded_bytes=limit), torch.enable_grad():
+            model(tokens).sum().backward()
+
+    with pytest.raises(RuntimeError, match="a forward with gradients inside of generating"):
+        with_gradients(0)
+    with_gradients(None)
+    plain(tokens).sum().backward()
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None)
+        assert two.grad is None or torch.allclose(one.grad.full_tensor(), two.grad)
+
+
+def test_gradients_where_all_is_unsharded() -> None:
+    run_ranks(check_gradients, 2)
 
 
 def check_failure(inside: bool) -> str:
@@ -216,6 +307,22 @@ def check_failure(inside: bool) -> str:
     return "nothing"
 
 
+def check_going_on() -> None:
+    model, tokens = sharded(Model()), torch.tensor([1])
+    errors = contextlib.suppress(KeyError, RankMismatchError)
+    with errors, generating(model, max_unsharded_bytes=0):
+        if dist.get_rank() == 0:
+            raise KeyError("a token")
+        for _ in range(3):  # without a wait for the rank that has left
+            with pytest.raises(RankMismatchError, match="by an exception"):
+                model(tokens)
+    train(model, 0)
+
+
+def test_no_rank_goes_on_after_an_exception() -> None:
+    run_ranks(check_going_on, 2)
+
+
 def plain_generate(model: Model, tokens: Tensor, length: int) -> Tensor:
     with torch.no_grad():
         return model.generate(tokens, length)
@@ -227,13 +334,50 @@ def test_an_exception_on_one_rank_reaches_all(inside: bool) -> None:
     assert run_ranks(check_failure, 3, inside) == expected
 
 
+def check_any(seed: int) -> None:
+    draw, rank, world = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    limit = draw.choice([None, 0, 0])
+    model, plain = Model(), Model()
+    if draw.random() < 0.5:
+        fully_shard([model.embed, model.head])
+    if draw.random() < 0.5:
+        fully_shard(model.encoder)
+    options: dict[str, Any] = draw.choice([{}, {"in_flight": 4}, {"reshard_after_forward": False}])
+    sharded(model, **options)
+    if draw.random() < 0.5:
+        register_fsdp_forward_method(model, "generate")
+    tokens, x = torch.tensor([1, rank]), torch.ones(WIDTH)
+    calls = {
+        "a loop": lambda each, length: each.generate(tokens, length),
+        "a forward": lambda each, _: each(tokens),
+        "the head": lambda each, _: each.head(x),
+        "the encoder": lambda each, _: each.encoder(x),
+        "a block": lambda each, _: each.blocks[rank % 3](x),
+    }
+    for step in range(4):
+        if draw.random() < 0.6:
+            train(model, step)
+            train(plain, step)
+        plans = [draw.choices([*calls], k=draw.randrange(4)) for _ in range(world)]
+        lengths = [draw.randrange(6) for _ in range(world)]
+        with generating(model, max_unsharded_bytes=limit):
+            for name in plans[rank]:
+                found, expected = (calls[name](each, lengths[rank]) for each in (model, plain))
+                assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_rank_may_run_what_it_likes(seed: int) -> None:
+    run_ranks(check_any, 2 + seed % 2, seed)
+
+
 def check_places() -> None:
     outer = nn.ModuleDict({"policy": sharded(Model()), "critic": sharded(Model())})
     plain = Model()
     rank, tokens = dist.get_rank(), torch.tensor([2, 1])
     with generating(outer, max_unsharded_bytes=0):
-        for _ in range(2 + rank):  # two roots in turn
-            for name in ("policy", "critic"):
+        for _ in range(2 + rank):  # two roots in turn, not in the same order
+            for name in ("policy", "critic")[:: 1 - 2 * rank]:
                 found = outer[name].generate(tokens, 3)
                 assert torch.equal(found, plain_generate(plain, tokens, 3))
     model = sharded(Model())

@@ -273,6 +273,47 @@ def test_renamed_merged_and_tied_names() -> None:
     run_ranks(check_names, 2)
 
 
+class Tied(nn.Module):
+    """Two blocks with the same weights; ``v`` of the third is its ``k``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        for name in ("q", "k", "v"):
+            setattr(self.blocks[1], name, getattr(self.blocks[0], name))
+        self.blocks[2].v.weight = self.blocks[2].k.weight
+
+
+def check_tied_parts() -> None:
+    model = fully_shard(Tied())
+    wanted = expected(model)
+    merge = {"*.qkv": ["*.q.weight", "*.k.weight", "*.v.weight"]}
+    first = torch.cat([wanted[f"blocks.0.{name}.weight"] for name in "qkv"])
+    last = torch.cat([wanted[f"blocks.2.{name}.weight"] for name in "qkk"])
+    for tied in ("once", "each"):
+        for bucket_bytes in (1, 1 << 20):
+            options: dict[str, Any] = {"merge": merge, "tied": tied, "bucket_bytes": bucket_bytes}
+            found = dict(stream_parameters(model, **options))
+            assert not any(name.endswith((".q.weight", ".k.weight", ".v.weight")) for name in found)
+            assert torch.equal(found["blocks.0.qkv"], first)
+            assert torch.equal(found["blocks.2.qkv"], last)
+            assert ("blocks.1.qkv" in found) == (tied == "each")
+            if tied == "each":
+                assert found["blocks.1.qkv"] is found["blocks.0.qkv"]
+
+
+def test_parts_that_are_tied() -> None:
+    run_ranks(check_tied_parts, 2)
+
+
+def test_a_plain_model_needs_no_process_group() -> None:
+    model = Model()
+    for to in ("all", "cpu", 0):
+        found = dict(stream_parameters(model, to=to))
+        assert_same(found, expected(model))
+
+
 # Errors come before any communication
 
 
@@ -285,10 +326,17 @@ def check_errors() -> None:
         ({"to": 2}, "a rank from 0 to 1, got 2"),
         ({"to": True}, "a rank from 0 to 1, got True"),
         ({"tied": "twice"}, 'tied must be "once" or "each"'),
-        ({"rename": lambda name: "one"}, "two parameters would have the name 'one'"),
-        ({"merge": {"a": ["blocks.0.q.weight", "none"]}}, "the model has no none"),
+        ({"rename": lambda name: "one"}, "embed.weight and blocks.0.scale would both be 'one'"),
+        ({"merge": {"a": ["blocks.0.q.weight", "none"]}}, "none is no parameter"),
+        ({"merge": {"a": ["*.q.weight", "*.k.weight"]}}, "would both be 'a'"),
+        ({"merge": {"a": ["*.q.weight"]}}, "would both be 'a'"),
+        (
+            {"merge": {"*.a": ["*.q.weight", "*.k.weight"], "*.b": ["*.k.weight", "*.v.weight"]}},
+            "blocks.0.k.weight is no parameter, or part of another one",
+        ),
         ({"merge": {"a": ["embed.weight", "blocks.0.norm.weight"]}}, "cannot be merged"),
-        ({"merge": {"embed.weight": ["blocks.0.q.weight"]}}, "two parameters would have"),
+        ({"merge": {"embed.weight": ["blocks.0.q.weight"]}}, "would both be 'embed.weight'"),
+        ({"merge": {"blocks.2.q.weight": ["embed.weight"]}}, "would both be"),
     ]:
         with pytest.raises(ValueError, match=message):
             stream_parameters(model, **options)

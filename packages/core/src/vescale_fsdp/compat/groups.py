@@ -65,6 +65,8 @@ def gather_uneven(
 ) -> devices.Waitable | None:
     """Start a gather of parts of several sizes to one rank of the group.
 
+    Empty parts are sent too: NCCL sets a communicator up when all of its ranks come.
+
     Args:
         outputs: on the receiver; nothing is done with its own one.
         input: on the others.
@@ -75,9 +77,7 @@ def gather_uneven(
     else:
         pairs = [(dist.isend, input, receiver)]  # type: ignore[list-item]
     operations = [
-        dist.P2POp(kind, part, group=group, group_peer=peer)
-        for kind, part, peer in pairs
-        if part.numel()
+        dist.P2POp(kind, part, group=group, group_peer=peer) for kind, part, peer in pairs
     ]
     return _All(dist.batch_isend_irecv(operations)) if operations else None
 

@@ -1,20 +1,21 @@
 """``generating``: a loop of forwards without gradients on sharded parameters.
 
 A loop of ``generate`` runs the model once a token, and each rank may stop after another number of
-tokens. Before each forward of a root, the ranks exchange one number: what they run next, or that
-they have left the loop. A rank that has left it runs the same pass without its modules: it joins
-the all-gathers that the others need (`vescale_fsdp.program`), and computes nothing.
+tokens. Before each pass, the ranks exchange one number: the unit that they run next, or that they
+have left the loop. The first unit in order of definition is next. A rank that has left, or that
+runs another one, runs the same pass without its modules: it joins the all-gathers that the others
+need (`vescale_fsdp.program`), and computes nothing.
 
 ::
 
-    rank 0      forward  forward  forward  left
-    rank 1      forward  left     joins    left
+    rank 0      forward  forward  forward  joins    left
+    rank 1      forward  joins    joins    encoder  left
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
@@ -32,7 +33,7 @@ from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.errors import RankMismatchError
 
 _SHARE = 0.5  # of the free memory, for unsharded parameters: caches and activations need the rest
-_LEFT, _FAILED = 0, 1 << 30  # in the place of what a rank runs next
+_LEFT, _FAILED = 1 << 30, -1  # in the place of the unit that a rank runs next
 
 
 class generating(AbstractContextManager[None]):
@@ -50,6 +51,8 @@ class generating(AbstractContextManager[None]):
     others until all have left it. No option such as ``synced_gpus`` is needed. Gradients are
     disabled inside.
 
+    Inside of another `generating`, or of `unsharded`, of the same model it does nothing more.
+
     Args:
         model: a sharded module, or a module with sharded ones inside.
         max_unsharded_bytes: unshard all parameters if they take at most so many bytes on each rank;
@@ -58,13 +61,14 @@ class generating(AbstractContextManager[None]):
 
     Cost:
         One round through the store, and then: unsharded once, one all-gather a unit. Unit by unit,
-        one all-gather a unit and forward, and one all-reduce of two numbers a forward, which the
-        host waits for.
+        one all-gather a unit and forward, and one all-reduce of a number a forward, which the host
+        waits for. Units that are called outside of the root's forward have one each.
 
     Raises:
-        RuntimeError: a forward or backward of the model is under way.
-        RankMismatchError: unit by unit, two ranks run different roots or methods, another rank has
-            left the context by an exception, or one did not come in time.
+        RuntimeError: a forward or backward of the model is under way. Unit by unit, also in a
+            forward with gradients.
+        RankMismatchError: unit by unit, another rank has left the context by an exception, or one
+            did not come in time.
     """
 
     def __init__(self, model: nn.Module, *, max_unsharded_bytes: int | None = None) -> None:
@@ -73,18 +77,23 @@ class generating(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         units = units_in(self._model)
-        if any(unit.engine is not None and unit.engine.is_running for unit in units.values()):
+        found = [*units.values()]
+        if any(unit.engine is not None and unit.engine.is_running for unit in found):
             raise RuntimeError(
                 "generating(...) was entered while a forward or backward of the model is under "
                 "way; enter it between two steps"
             )
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            roots = _outermost(units)
-            for root in roots:  # on all ranks now: one may run no forward
-                _prepare(root)
-            fits = self._fits([*units.values()])
-            stack.enter_context(unsharded(self._model) if fits else _Loop(roots))
+            for module in self._model.modules():
+                if "_is_fsdp_managed_module" in module.__dict__ and hasattr(module, "generate"):
+                    stack.enter_context(_without_synced_gpus(module))
+            if not all(unit.engine and (unit.num_pins or unit.before_pass) for unit in found):
+                roots = _outermost(units)
+                for root in roots:  # on all ranks now: one may run no forward
+                    _prepare(root)
+                fits = self._fits(found)
+                stack.enter_context(unsharded(self._model) if fits else _Loop(roots, found))
             self._stack = stack.pop_all()
 
     def __exit__(
@@ -123,25 +132,25 @@ class _Loop(AbstractContextManager[None]):
 
     Args:
         roots: the outermost units. One is root of an engine, or called by itself.
+        units: all of them.
     """
 
-    def __init__(self, roots: list[Unit]) -> None:
-        self._roots = roots
+    def __init__(self, roots: list[Unit], units: list[Unit]) -> None:
+        self._roots, self._units = roots, units
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
-        self._is_over = False  # for all ranks, by an error
+        self._has_failed = False  # a rank, and so the loop is over for all
         self._pinned: AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
-        modules = [module for root in self._roots for module in root.modules()]
-        units = [unit for module in modules for unit in units_in(module).values()]
-        group = next(group for unit in units for group in unit.groups)
+        group = next(group for unit in self._units for group in unit.groups)
         self._device = group.pool.device
-        self._group = compat.group_over(_ranks_of(units), group.axes.groups[0])
+        self._group = compat.group_over(_ranks_of(self._units), group.axes.groups[0])
+        modules = [module for root in self._roots for module in root.modules()]
         self._pinned = unsharded(*modules, recurse=False)
         self._pinned.__enter__()
-        for root in self._roots:
-            root.before_pass = self._before_pass
+        for unit in self._units:
+            unit.before_pass = self._before_pass
 
     def __exit__(
         self,
@@ -149,63 +158,63 @@ class _Loop(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for root in self._roots:
-            root.before_pass = None
+        for unit in self._units:
+            unit.before_pass = None
         try:
-            if self._is_over:
-                return  # by an error that all ranks know of
-            if error is not None:
+            if error is None:
+                self._join_until(_LEFT)
+            elif not self._has_failed:
                 with contextlib.suppress(RankMismatchError):  # the one that is raised says more
                     self._exchange(_FAILED)
-            else:
-                self._join_others()
         finally:
             self._pinned.__exit__(kind, error, trace)
 
-    def _before_pass(self, root: Unit, method: str) -> None:
-        """Tell the others what this rank runs next."""
-        self._exchange(1 + self._passes().index((root, method)))
+    def _before_pass(self, unit: Unit) -> None:
+        """Take part in what other ranks run first."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a forward with gradients inside of generating(...), which runs unit by unit here; "
+                "run it outside of the context"
+            )
+        self._join_until(self._units.index(unit))
 
-    def _join_others(self) -> None:
-        """Take part in the all-gathers of the other ranks, until all have left."""
-        while code := self._exchange(_LEFT):
-            root, method = self._passes()[code - 1]
-            (module,) = root.modules()
+    def _join_until(self, mine: int) -> None:
+        """Take part in the all-gathers of the other ranks, until all have come to ``mine``."""
+        while (code := self._exchange(mine)) != mine:
+            unit = self._units[code]
+            unit.before_pass, before_pass = None, unit.before_pass
             try:
-                hooks.pre_forward(root, module, (), {}, method)
+                hooks.pre_forward(unit, unit.modules()[0], (), {})
             finally:
-                hooks.post_forward(root, None)
-
-    def _passes(self) -> list[tuple[Unit, str]]:
-        """What a rank may run, in the same order on all ranks."""
-        return [
-            (root, method)
-            for root in self._roots
-            for method in ("forward", *sorted(root.forward_methods))
-        ]
+                hooks.post_forward(unit, None)
+                unit.before_pass = before_pass
 
     def _exchange(self, code: int) -> int:
-        """What the ranks that are still in the loop run next; 0 if all have left it."""
+        """What the ranks run next: the lowest of their codes."""
         assert self._group is not None, "the context was entered"
-        device = collective_device(self._group, self._device)
-        # The maximum of both: the highest code, and the lowest of those that run something.
-        numbers = torch.tensor([code, -code if code else -_FAILED - 1], device=device)
-        compat.all_reduce(numbers, self._group, dist.ReduceOp.MAX).wait()
-        highest, lowest = numbers.tolist()
-        self._is_over = highest == _FAILED or highest not in (0, -lowest)
-        if highest == _FAILED:
+        if not self._has_failed:
+            device = collective_device(self._group, self._device)
+            number = torch.tensor(code, device=device)
+            compat.all_reduce(number, self._group, dist.ReduceOp.MIN).wait()
+            code = int(number)
+            self._has_failed = code == _FAILED
+        if self._has_failed:
             raise RankMismatchError(
                 "another rank has left generating(...) by an exception; its own traceback says "
                 "which. No rank can go on with the loop"
             )
-        if self._is_over:
-            (one, first), (two, second) = (self._passes()[each - 1] for each in (-lowest, highest))
-            raise RankMismatchError(
-                f"inside of generating(...) one rank runs {first} of {one.fqn or 'the root'} and "
-                f"another one {second} of {two.fqn or 'the root'}. Run the same methods in the "
-                "same order on every rank; a rank may run fewer of them"
-            )
-        return int(highest)
+        return code
+
+
+@contextlib.contextmanager
+def _without_synced_gpus(module: nn.Module) -> Iterator[None]:
+    """Within it, transformers does not have ranks that are done run forwards for the others."""
+    marks = module.__dict__
+    marks["_is_fsdp_managed_module"], before = False, marks["_is_fsdp_managed_module"]
+    try:
+        yield
+    finally:
+        marks["_is_fsdp_managed_module"] = before
 
 
 def _prepare(root: Unit) -> None:
@@ -213,8 +222,8 @@ def _prepare(root: Unit) -> None:
     if root.engine is None:
         with plain_tensors():
             hooks.make_root(root)
-    (module,) = root.modules()
     if root.is_root and root.broadcasts_buffers:
+        (module,) = root.modules()
         hooks.send_buffers(root, module)
 
 

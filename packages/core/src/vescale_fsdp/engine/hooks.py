@@ -180,6 +180,12 @@ def pre_forward(
     if engine is None:  # who is called first becomes the root
         with plain_tensors():
             engine = make_root(unit)
+    if unit.before_pass is not None and running.depth == 1 and not engine.is_running:
+        if unit.num_pins and method != "forward":  # the forwards in it are passes
+            running.depth = 0
+            return _cast_inputs(unit, (args, kwargs))
+        method = "forward"  # for those that join it
+        unit.before_pass(unit)
     if len(unit.module_refs) > 1 and running.depth == 1:
         if not running.modules_left:
             running.modules_left = {id(ref()) for ref in unit.module_refs}
@@ -194,13 +200,12 @@ def pre_forward(
         # An activation checkpoint runs the forward again.
         unit.unshard()
         return _cast_inputs(unit, (args, kwargs))
-    if unit.before_pass is not None and not engine.is_running:
-        unit.before_pass(unit, method)
     wants_gradients = torch.is_grad_enabled()
     if unit.broadcasts_buffers and unit.is_root:
         send_buffers(unit, module)
         unit.buffers_are_due = wants_gradients and unit.requires_gradient_sync
     if not wants_gradients and not engine.is_running and _is_pinned(unit, module):
+        running.modules_left.clear()
         return _cast_inputs(unit, (args, kwargs))  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)

@@ -116,11 +116,10 @@ def _check(bucket_bytes: int, dtype: torch.dtype | None, to: To, tied: str) -> N
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type or None, got {dtype}")
+    size = dist.get_world_size() if dist.is_initialized() else 1
     is_rank = isinstance(to, int) and not isinstance(to, bool)
-    if to not in ("all", "cpu") and not (is_rank and 0 <= to < dist.get_world_size()):  # type: ignore[operator]
-        raise ValueError(
-            f'to must be "all", "cpu" or a rank from 0 to {dist.get_world_size() - 1}, got {to!r}'
-        )
+    if to not in ("all", "cpu") and not (is_rank and 0 <= to < size):  # type: ignore[operator]
+        raise ValueError(f'to must be "all", "cpu" or a rank from 0 to {size - 1}, got {to!r}')
     if tied not in ("once", "each"):
         raise ValueError(f'tied must be "once" or "each", got {tied!r}')
 
@@ -133,34 +132,42 @@ def _outputs(
     tied: str,
 ) -> list[_Output]:
     """The tensors of the stream, in order."""
-    outputs: dict[str, _Output] = {}  # by the first name
-    firsts: dict[int, _Output] = {}  # by the parameter, which may have several names
-    merged: dict[str, tuple[Sequence[str], dict[int, _Source]]] = {}  # what is named, what is there
+    sources: dict[int, _Source] = {}  # by the parameter, which may have several names
+    found: dict[str, tuple[Sequence[str], dict[int, _Source]]] = {}  # parts of each, and those seen
     for own_name, param in _named_parameters(model):
         name = own_name if rename is None else rename(own_name)
         if name is None:
-            continue
-        if id(param) in firsts:
-            if tied == "each" and name not in merged:
-                firsts[id(param)].names.append(name)
             continue
         if param.is_meta:
             raise RuntimeError(
                 f"{own_name} is on meta; materialize the model before its parameters are streamed"
             )
         is_cast = dtype is not None and param.is_floating_point()
-        source = _Source(name, param.detach(), dtype if is_cast and dtype else param.dtype)
+        sent_as = dtype if is_cast and dtype else param.dtype
+        source = sources.setdefault(id(param), _Source(own_name, param.detach(), sent_as))
         result, parts, number = _part_of(name, merge)
-        if result in outputs and (not parts or result not in merged):
-            raise ValueError(f"two parameters would have the name {result!r}; see rename and merge")
-        output = firsts[id(param)] = outputs.setdefault(result, _Output([result], []))
-        if parts:
-            merged.setdefault(result, (parts, {}))[1][number] = source
-        else:
-            output.sources.append(source)
-    for result, (names, found) in merged.items():
-        outputs[result].sources += _put_together(result, names, found)
-    return list(outputs.values())
+        expected, seen = found.setdefault(result, (parts, {}))
+        first = next(iter(seen.values()), source)
+        other = seen.setdefault(number, source if parts == expected else first)
+        if other is not source:
+            raise ValueError(
+                f"{other.name} and {own_name} would both be {result!r}; see rename and merge"
+            )
+    outputs = [
+        _Output([result], _put_together(result, parts, seen))
+        for result, (parts, seen) in found.items()
+    ]
+    return _untied(outputs, tied)
+
+
+def _untied(outputs: list[_Output], tied: str) -> list[_Output]:
+    """Outputs of the same parameters as one, with the first name or all."""
+    firsts: dict[tuple[_Source, ...], _Output] = {}
+    for output in outputs:
+        first = firsts.setdefault(tuple(output.sources), output)
+        if first is not output and tied == "each":
+            first.names += output.names
+    return [*firsts.values()]
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -172,17 +179,14 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _part_of(name: str, merge: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str], int]:
-    """The result that a parameter is a part of, all its parts, and the number of this one.
-
-    If it is not merged: its own name, and no parts.
-    """
+    """The result that a parameter is a part of, all its parts, and the number of this one."""
     for result, parts in merge.items():
         for number, part in enumerate(parts):
             found = re.fullmatch(re.escape(part).replace(r"\*", "(.*)"), name)
             if found:
                 texts = found.groups()
                 return _filled(result, texts), [_filled(each, texts) for each in parts], number
-    return name, [], 0
+    return name, [name], 0
 
 
 def _filled(pattern: str, texts: Sequence[str]) -> str:
@@ -192,12 +196,12 @@ def _filled(pattern: str, texts: Sequence[str]) -> str:
 
 
 def _put_together(result: str, names: Sequence[str], found: Mapping[int, _Source]) -> list[_Source]:
-    """The sources of a merged output, in order, if all are there and fit."""
+    """The sources of an output, in order, if all are there and fit."""
     missing = [name for number, name in enumerate(names) if number not in found]
     if missing:
         raise ValueError(
-            f"{result} is merged from {', '.join(names)}, but the model has no "
-            f"{' and no '.join(missing)}; see merge"
+            f"{result} is merged from {', '.join(names)}, but {' and '.join(missing)} is no "
+            "parameter, or part of another one; see merge"
         )
     first, *others = sources = [found[number] for number in range(len(names))]
     for other in others:
@@ -378,7 +382,7 @@ class _Bucket:
 
     def __init__(self, outputs: list[_Output], to: To) -> None:
         self.outputs = outputs
-        self._receiver = to if isinstance(to, int) else None
+        self._receiver = to if isinstance(to, int) and dist.is_initialized() else None
         self._work: Any = None
         self._parts: list[Tensor] = []  # bytes, by the rank of the group that sent them
         self._starts: dict[_Source, list[int]] = {}  # in each part
@@ -387,12 +391,13 @@ class _Bucket:
     @property
     def is_receiver(self) -> bool:
         """Whether this rank gets the tensors."""
-        return self._receiver in (None, dist.get_rank())
+        return self._receiver is None or self._receiver == dist.get_rank()
 
     @torch.no_grad()
     def start(self) -> None:
         """Issue the collective. Does not wait."""
-        sources = [source for output in self.outputs for source in output.sources if source.axes]
+        found = (source for output in self.outputs for source in output.sources if source.axes)
+        sources = [*dict.fromkeys(found)]
         if not sources or self.outputs[0].is_alone:
             return
         # Wide dtypes first, so that each part begins where its dtype may.
@@ -437,10 +442,10 @@ class _Bucket:
 
     def wait(self) -> None:
         """Wait for the collective."""
-        if self._work is not None:
+        work, self._work = self._work, None
+        if work is not None:
             with waiting.Named("the parameters of stream_parameters"):
-                self._work.wait()
-            self._work = None
+                work.wait()
 
     def tensors(self, to: To) -> Iterator[tuple[str, Tensor | None]]:
         """What the stream yields."""

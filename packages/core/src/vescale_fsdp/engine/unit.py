@@ -109,8 +109,7 @@ class Unit(Residency):
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
-        # Called before a pass that begins with this unit, with it and the method.
-        self.before_pass: Callable[[Unit, str], None] | None = None
+        self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
         self.engine: Owner | None = None
         self.running = Running()
