@@ -47,6 +47,7 @@ ASSUMED = {
 # Checked, and not run: whole pages (None) or single blocks.
 NOT_RUN = {
     ("docs/checkpoints.md", 1): "waits for a signal",
+    ("docs/coming-from-deepspeed.md", 1): "loads what a command has converted",
     ("docs/full-parameters.md", 3): "accelerate launch starts processes",
     ("docs/generation.md", 2): "accelerate launch starts processes",
     ("docs/lightning.md", 5): "loads what other blocks do not save",
