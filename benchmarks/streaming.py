@@ -3,28 +3,32 @@
     python -m benchmarks.slow_network --ranks 2 --rate 1gbit -- python -m benchmarks.streaming
     torchrun --nproc-per-node 2 --module benchmarks.streaming
 
-Each way takes all parameters once a turn, and the ways alternate. Printed are, for each model: the
-calls of ``torch.distributed`` of a rank (a send and a receive count as one each), the bytes that
-rank 0 sends, and the median seconds.
+With ``--keep`` the figures are written for the page of results. Each way takes all parameters once
+a turn, and the ways alternate. Printed are, for each model: the calls of ``torch.distributed`` of a
+rank (a send and a receive count as one each), the bytes that rank 0 sends, and the median
+milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from benchmarks.models import PRESETS
+from benchmarks.optimizers.results import circumstances, read, write
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from vescale_fsdp import fully_shard, stream_parameters
+
+FILE = Path(__file__).parent / "results" / "streaming.json"
 
 
 class Small(nn.Module):
@@ -116,25 +120,43 @@ def measure(name: str, turns: int) -> list[dict[str, object]]:
     ]
 
 
+def lines(found: Mapping[str, Any] | None = None) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table; the ratio is to FSDP2's loop."""
+    readings = (read(FILE) if found is None else found).get("readings", [])
+    theirs = {r["model"]: r["seconds"] for r in readings if r["way"] == "FSDP2 full_tensor"}
+    rows = [
+        [
+            r["model"],
+            str(r["parameters"]),
+            r["way"],
+            str(r["calls"]),
+            f"{r['megabytes']:.2f}",
+            f"{r['seconds'] * 1e3:.1f}",
+            f"{theirs[r['model']] / r['seconds']:.2f}",
+        ]
+        for r in readings
+    ]
+    names = ["model", "parameters", "way", "calls", "MB sent", "ms", "speed / FSDP2's loop"]
+    return names, rows
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="stream_parameters beside full_tensor.")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where rank 0 writes the records")
+    parser.add_argument("--keep", action="store_true", help="write the figures of the page")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     records = [record for name in args.models for record in measure(name, args.turns)]
     if dist.get_rank() == 0:
-        print("| model | way | calls | MB sent | seconds |\n|---|---|---|---|---|")
-        for r in records:
-            print(
-                f"| {r['model']} | {r['way']} | {r['calls']} | {r['megabytes']:.2f} "
-                f"| {r['seconds']:.4f} |"
-            )
-        if args.json:
-            args.json.write_text(json.dumps({"ranks": dist.get_world_size(), "readings": records}))
+        found = {"circumstances": circumstances(), "readings": records}
+        head, rows = lines(found)
+        for row in (head, ["---"] * len(head), *rows):
+            print(f"| {' | '.join(row)} |")
+        if args.keep:
+            write(FILE, found)
     dist.barrier()
     dist.destroy_process_group()
 

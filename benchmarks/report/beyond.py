@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ablation, adapters, copies, gpu_single, scale, startup
+from benchmarks import ablation, adapters, copies, gpu_single, scale, startup, streaming
 from benchmarks.adapters import __main__ as adapters_command
 from benchmarks.cost_model import check, large
 from benchmarks.optimizers.results import read
@@ -95,6 +95,14 @@ def _parts() -> Iterator[Part]:
         "layers needed more than 180 rounds. With 64 processes our first step takes longer, "
         "compared with the second, than FSDP2's. The time that is not agreement is spent on "
         "communicators and memory.",
+    )
+    yield Part(
+        "Whole parameters",
+        "All parameters once, on every one of 2 ranks on a network of 1 Gbit/s. The loop calls "
+        "`full_tensor()` of each parameter. Calls are those of `torch.distributed` on a rank; a "
+        "send and a receive count as one each. Median of 7, the ways alternate.",
+        [read(streaming.FILE)],
+        [streaming.lines()],
     )
     yield Part(
         "Copies (the paper's Table 1)",
