@@ -49,7 +49,8 @@ class generating(AbstractContextManager[None]):
     prefetch; the parameters of the root itself stay unsharded. Ranks may run different numbers of
     forwards, or none: a rank that leaves the context first takes part in the all-gathers of the
     others until all have left it. No option such as ``synced_gpus`` is needed. Gradients are
-    disabled inside.
+    disabled inside. Unit by unit, and with units on several meshes (experts), all ranks have to
+    run the first forward of all.
 
     Inside of another `generating`, or of `unsharded`, of the same model it does nothing more.
 
