@@ -22,7 +22,7 @@ from vescale_fsdp import (
     stream_parameters,
     unsharded,
 )
-from vescale_fsdp.engine import streaming
+from vescale_fsdp.engine import buckets
 from vescale_fsdp.testing import RankError, run_ranks
 from vescale_fsdp.testing.helpers import peak_of, traced
 
@@ -405,7 +405,7 @@ def many() -> nn.Module:
 def check_collectives() -> None:
     model = many()
     started: list[int] = []
-    all_gather = streaming._all_gather
+    all_gather = buckets._all_gather
 
     def counted(parts: list[Tensor], mine: Tensor, group: Any) -> Any:
         started.append(sum(part.nbytes for part in parts) - mine.nbytes)
@@ -413,7 +413,7 @@ def check_collectives() -> None:
 
     total = sum(param.numel() for param in model.parameters()) * 4
     own = sum(param.to_local().numel() for param in model.parameters()) * 4
-    with mock.patch.object(streaming, "_all_gather", counted):
+    with mock.patch.object(buckets, "_all_gather", counted):
         for bucket_bytes, num_buckets in ((1 << 20, 1), (total // 2, 3), (1, 300)):
             started.clear()
             found = dict(stream_parameters(model, bucket_bytes=bucket_bytes))

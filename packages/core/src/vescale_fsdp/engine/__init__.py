@@ -17,8 +17,8 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
   collectives), `settling` (of a step).
-- What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters),
-  `profiling`.
+- What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
+  `buckets`), `profiling`.
 """
 
 from torch.distributed.fsdp import (

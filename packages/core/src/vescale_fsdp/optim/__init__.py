@@ -19,12 +19,11 @@ The files:
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.flatten import flatten_
-from vescale_fsdp.optim.group import OptimizerGroup
+from vescale_fsdp.optim.group import OptimizerGroup, split_named_params
 from vescale_fsdp.optim.muon import Muon
 from vescale_fsdp.optim.owners import CommunicationPlan
 from vescale_fsdp.optim.shampoo import Shampoo
 from vescale_fsdp.optim.soap import SOAP
-from vescale_fsdp.optim.split import split_named_params
 
 __all__ = [
     "SOAP",
