@@ -105,6 +105,13 @@ def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+def test_a_torch_script_archive_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "tag")
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), folder / "mp_rank_00_model_states.pt")  # type: ignore[no-untyped-call]
+    with pytest.raises(CheckpointCorruptError, match="TorchScript archive, which has code"):
+        checkpoint.read(folder)
+
+
 def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "tag")
     file = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -18,6 +18,7 @@ import math
 import pickle
 import re
 import types
+import zipfile
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -428,6 +429,9 @@ _MODULE.Unpickler = _Unpickler
 
 def _loaded(path: Path) -> Any:
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("constants.pkl") for name in archive.namelist()):
+                raise ValueError("it is a TorchScript archive, which has code")
         return torch.load(
             path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
         )
