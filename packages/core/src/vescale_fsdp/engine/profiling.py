@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.profiler
 from torch import nn
 
+from vescale_fsdp import devices
 from vescale_fsdp.engine.unit import units_in
 
 _RANGE = re.compile(r"vescale::(\w+)\((.*?)(?: to .*)?\)")
@@ -206,7 +207,7 @@ class profile(AbstractContextManager["profile"]):
 
     def _start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if devices.accelerator_type() == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()

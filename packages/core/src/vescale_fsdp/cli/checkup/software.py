@@ -28,6 +28,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
     "VESCALE_FSDP_SMALL_BYTES": (),
     "VESCALE_FSDP_TIMEOUT_S": (),
+    "VESCALE_FSDP_WATCHDOG_S": (),
 }
 _SHOWN = (
     "CUDA_LAUNCH_BLOCKING",
