@@ -1,10 +1,10 @@
 """RaggedShard and RaggedTensor: shards in whole blocks, expressed as a DTensor placement.
 
 One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
-mix of placements), `recuts` (after a change of shape), `blocks` (of a tensor that is quantized, and
-where they lie). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass).
+mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
+their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass).
 Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `products`,
-`reductions` with `aggregates`, `random`, `gradients`.
+`reductions` with `aggregates`, `random`.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators

@@ -2,7 +2,7 @@
 
 File `reductions` says what layout comes out and how ranks are combined. A p-norm of the whole is
 the p-norm of the p-norms of its parts: the result is partial in that sense (`compat.NormPartial`),
-and reduced when somebody needs the value. Extremes are combined at once.
+and reduced at the first use of its value. Extremes are combined at once.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _extreme_kind(dtype: torch.dtype, which: str) -> Kind:
 def _extreme_with_indices(
     which: str, func: Any, x: RaggedTensor, dim: int, keepdim: bool = False
 ) -> tuple[RaggedTensor, RaggedTensor]:
-    """``max(dim)`` and ``min(dim)``: the values and where they are, if no slice is cut."""
+    """``max(dim)`` and ``min(dim)``: values and indices, if each slice is on one rank."""
     refuse_partial(func, x._spec)
     other = "use `amax` or `amin`, which give the values alone, or `.full_tensor()`"
     _refuse_gradient(func, x, other)
@@ -180,7 +180,7 @@ def _foreach_norm(
 
 
 def _check_norm(func: Any, x: RaggedTensor, order: float, *over: Any) -> None:
-    """Raises where torch does: on every rank alike, whatever it holds."""
+    """Raise where torch does. Every rank raises, also one without elements."""
     if not _is_number(x.dtype):
         raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
     is_extreme = order < 0 or order == math.inf
@@ -215,7 +215,7 @@ def _norm_kind(given: torch.dtype, order: float, dtype: torch.dtype | None) -> K
 def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool:
     """``torch.equal`` and ``allclose``: one answer for all ranks, by an all-reduce of a number.
 
-    What is cut differently is moved to the layout of the first before.
+    A ragged tensor with another layout is first redistributed to that of the first one.
     """
     spec: DTensorSpec = next(x._spec for x in (one, other) if isinstance(x, RaggedTensor))
     refuse_partial(func, spec)

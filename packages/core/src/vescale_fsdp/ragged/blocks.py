@@ -84,7 +84,7 @@ class Blocks:
 
     @property
     def unit(self) -> int:
-        """Elements at whose multiples a cut goes between blocks; at most those of the tensor."""
+        """The number of elements of which a shard boundary is a multiple; at most `numel`."""
         return min(self._unit_of(self.shape)[0], math.prod(self.shape))
 
     def num_blocks(self, num_elements: int) -> int:
@@ -98,7 +98,7 @@ class Blocks:
         return bool(self.shape) and self.shape[-1] % self.numel == 0
 
     def _grid_of(self, box: Sequence[int]) -> tuple[int, ...]:
-        """The grid of what axes with a ``Shard`` leave."""
+        """The shape of the scales of the box that ``Shard`` axes leave to a rank."""
         if self.tile is not None:
             rows, columns = self.tile
             return (*box[:-2], -(-box[-2] // rows), -(-box[-1] // columns))
@@ -107,7 +107,7 @@ class Blocks:
         return (-(-math.prod(box) // self.numel),)
 
     def _unit_of(self, box: Sequence[int]) -> tuple[int, int]:
-        """Of a box: so many consecutive elements are so many whole blocks (its last may be less).
+        """(Elements, blocks) of the smallest run of whole blocks that repeats in a box.
 
         Tiles: one row of them. If the matrices of a stack have a smaller last one: all of them.
         """
@@ -183,7 +183,7 @@ class Blocks:
         return RaggedShard.from_runs_of_elements(blocks, self.grid)
 
     def _ragged_in(self, boxes: set[tuple[int, ...]], placement: RaggedShard) -> RaggedShard:
-        """The cut of the grids of boxes that ``placement`` cuts."""
+        """The RaggedShard of the scales, if ``placement`` splits each of the boxes."""
         found = []
         for box in sorted(boxes):
             unit = placement.unit_numel(box)
@@ -208,10 +208,10 @@ class Blocks:
         return [(count, -(-elements // unit) * num_blocks) for count, elements in runs if count]
 
     def _parts(self, boxes: set[tuple[int, ...]], dim: int, num_parts: int) -> set[tuple[int, ...]]:
-        """What a ``Shard`` leaves of boxes, but for what is empty.
+        """The boxes that a ``Shard`` makes of boxes, without empty ones.
 
-        The grid is cut at the same places: where b divides ceil(n / p), the p parts of n blocks of
-        b are ceil(n / b / p) blocks long.
+        The grid is split at the same places: where b divides ceil(n / p), the p parts of n blocks
+        of b are ceil(n / b / p) blocks long.
         """
         needed = self._extent_along(dim)
         found = set()
@@ -227,7 +227,7 @@ class Blocks:
         return found
 
     def _extent_along(self, dim: int) -> int:
-        """What the parts along a dimension are a multiple of."""
+        """The size of which the parts along a dimension are a multiple."""
         from_end = len(self.shape) - dim
         if self.tile is not None:
             return self.tile[2 - from_end] if from_end <= 2 else 1
@@ -238,7 +238,7 @@ class Blocks:
         """The blocks of a local part, in order.
 
         Args:
-            box: the shape of what axes with a ``Shard`` leave to this rank.
+            box: the shape of the part that axes with a ``Shard`` leave to this rank.
             num_elements: of the local part: a range of the box.
             at_most: elements of a region, if a row of tiles is not more.
         """

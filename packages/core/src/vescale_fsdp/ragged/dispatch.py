@@ -5,7 +5,7 @@
 | element-wise | tag ``pointwise``, ``_foreach_*``, ``_fused_*``, copies, ``*_like`` | ragged |
 | parts and shapes | ``view``, ``squeeze``, ``x[a:b]``, ``split``, ``expand`` ... | ragged |
 | random | ``normal_``, ``uniform_``, ``rand_like``, ``bernoulli``, dropout ... | ragged |
-| reduction where no slice is cut | ``sum``, ``mean``, ``amax``, ``any``, norms ... | ragged |
+| reduction, each slice on one rank | ``sum``, ``mean``, ``amax``, ``any``, norms ... | ragged |
 | sums elsewhere | ``sum``, ``mean``, ``prod``, ``count_nonzero``, finite norms | DTensor, partial |
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
@@ -14,9 +14,9 @@
 | products | ``mm``, ``addmm``, ``bmm``, ``mv``, permutations | of the whole: an all-gather |
 | all else | | error that names ``full_tensor()`` |
 
-Beside ragged tensors there may be others, cut in any way, numbers, one-element plain tensors and
+Other operands may be ragged tensors with any shards, numbers, one-element plain tensors and
 replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
-linear operators only. Gradients have the layout of their tensors (file `gradients`).
+linear operators only. Gradients have the layout of their tensors (file `mixing`).
 """
 
 from __future__ import annotations

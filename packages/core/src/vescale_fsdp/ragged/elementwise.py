@@ -60,7 +60,7 @@ def _signature(func: Any) -> _Signature:
     )
     has_lists = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
     has_out = any(schema.arguments[i].kwarg_only for i, _ in written)
-    # A fused optimizer's first list are the parameters; its states are its own affair.
+    # A fused optimizer's first list are the parameters; the versions of its states are not raised.
     counted = written[:1] if schema.name.startswith("aten::_fused_") else written
     first = not has_lists and not has_out and [i for i, _ in counted] == [0]
     first &= len(schema.returns) == 1
@@ -119,7 +119,7 @@ def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """``x.new_zeros(x.shape)`` and the like, which autograd calls: like ``zeros_like(x)``.
 
-    Of another shape it is a replicated DTensor, as of any DTensor: nobody knows a layout for it.
+    Of another shape it is a replicated DTensor, as of any DTensor: there is no layout for it.
     """
     local = x._local_tensor
     if tuple(size) != tuple(x.shape):
@@ -133,10 +133,10 @@ def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwarg
 
 
 def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise the version of each local tensor that an operator writes to, as the engine must know.
+    """Raise the version of each local tensor that an operator writes to: the engine reads it.
 
-    Below autograd nothing else does. What shares memory by a view, by ``detach()`` or by ``.data``
-    shares the version, too.
+    Below autograd torch does not raise it. What shares memory by a view, by ``detach()`` or by
+    ``.data`` shares the version, too.
     """
     for i, name in signature.counted:
         arg = args[i] if i < len(args) else kwargs.get(name)

@@ -137,7 +137,7 @@ def remaining_box(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Box:
-    """What the ``Shard`` placements leave of a tensor of ``shape`` at a coordinate: one box."""
+    """The box of a tensor of ``shape`` that the ``Shard`` placements give to a coordinate."""
     offsets, sizes = [0] * len(shape), list(shape)
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:

@@ -167,7 +167,7 @@ def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 def expanded_spec(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
     """The layout of a ragged tensor expanded to ``shape``; None if that needs other ranks.
 
-    The dimensions that grow must lie in what is cut on whole slices only.
+    Each slice over the dimensions from the first that grows must be on one rank.
     """
     if not broadcasts_to(spec.shape, shape):
         return None

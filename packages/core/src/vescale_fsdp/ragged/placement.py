@@ -11,11 +11,11 @@ The unit is ``numel / sum(local_units)`` = 24 / 6 = 4 elements, one row. Rank 2 
 range [4, 16). The placement is stored as runs of equal counts, ``((1, 1), (1, 0), (1, 3),
 (1, 2))`` here, so that a tensor in the middle of 10,000 ranks costs a handful of integers.
 
-On a mesh of several axes the ragged cut comes last: it divides what the ``Shard`` placements of
-the other axes leave. DTensor reads placements from left to right, so a ``Shard`` to the left
-of the RaggedShard needs nothing, and neither does one to the right whose dimension the units do
-not divide: the two cuts commute. A ``Shard`` to the right on a dimension of ``dims`` has cut it
-out of turn, and ``split_factor`` records into how many parts, as torch's strided shard does.
+On a mesh of several axes the RaggedShard is applied last: it divides what the ``Shard`` placements
+of the other axes leave. DTensor reads placements from left to right, so a ``Shard`` to the left of
+the RaggedShard needs nothing, and neither does one to the right whose dimension the units do not
+divide: the two commute. A ``Shard`` to the right on a dimension of ``dims`` has already split it,
+and ``split_factor`` records into how many parts, as torch's strided shard does.
 Tensor parallelism over two ranks first, then rows (2, 1) over three::
 
     mesh (data 3, tensor 2)     [RaggedShard((0,), (2, 1, 0), split_factor=2), Shard(0)]

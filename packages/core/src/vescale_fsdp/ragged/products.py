@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Permuted(DTensor):
     """A permutation of a ragged tensor: a replicated DTensor, gathered when it is used.
 
-    Torch has a view there. This is none, and refuses to be written to.
+    In torch a permutation is a view. This one is a copy, so a write to it raises.
     """
 
     _source: RaggedTensor
@@ -48,7 +48,7 @@ class Permuted(DTensor):
         return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs or {}))
 
     @property
-    def _local_tensor(self) -> torch.Tensor:  # whoever asks for values gathers them
+    def _local_tensor(self) -> torch.Tensor:  # all-gathers when values are read
         whole = self._source.redistribute(placements=self.placements)
         return whole._local_tensor.permute(self._order).contiguous()
 

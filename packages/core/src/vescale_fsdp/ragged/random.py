@@ -2,7 +2,7 @@
 
 Every rank draws the whole tensor and keeps its part, so the numbers do not depend on the layout
 or on the number of ranks. The state of the generator is that of the mesh's first rank, however
-the ranks were seeded. A rank whose own state was the same goes on behind the numbers drawn, as
+the ranks were seeded. A rank whose own state was the same continues after the numbers drawn, as
 a single process would; any other rank keeps its own state.
 
 Cost: the bytes of the whole tensor on every rank while it is drawn, and one broadcast of the

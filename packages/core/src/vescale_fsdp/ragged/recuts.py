@@ -104,8 +104,8 @@ def respecified_as(
 def reshaped(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
     """The same storage seen in another shape with as many elements.
 
-    A ``Shard`` of another axis follows its dimension. None where that has no counterpart: one of
-    the same size, behind as many elements.
+    A ``Shard`` of another axis follows its dimension. None without a counterpart: a
+    dimension of the same size, whose leading dimensions have the same product.
     """
     if tuple(shape) == tuple(spec.shape):
         return spec
@@ -190,7 +190,7 @@ def _with_cut(
     shape: Sequence[int],
     placements: Sequence[Placement] | None = None,
 ) -> DTensorSpec:
-    """``shape`` cut into runs of elements; no other axis divides it."""
+    """The spec of ``shape``, sharded by runs of elements. No other axis may have a ``Shard``."""
     axis, _ = ragged_in(spec)
     cut = RaggedShard.from_runs_of_elements(runs, shape)
     others = spec.placements if placements is None else tuple(placements)
@@ -203,7 +203,7 @@ def _fitted(
     shape: Sequence[int],
     placements: Sequence[Placement],
 ) -> DTensorSpec | None:
-    """``shape`` cut into runs of any unit, with the fewest dims that express it everywhere."""
+    """The spec of ``shape``, sharded by runs of any unit, with the fewest dims that express it."""
     axis, _ = ragged_in(spec)
     mesh_shape = spec.mesh.shape
     shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]

@@ -25,8 +25,8 @@ copied there. Rows 0 to 5 of a tensor from (1, 0, 3, 2) to (2, 2, 1, 1) on four 
     before   0   2   2   2   3   3
     after    0   0   1   1   2   3        rows 1, 2, 3 leave rank 2, row 4 leaves rank 3
 
-Gradients take the way back: they come in whatever placement they have and leave in that of the
-source, with ``Replicate`` where that was ``Partial`` (as DTensor does).
+The backward redistributes in the other direction: gradients come in any placement and get that of
+the source, with ``Replicate`` where that was ``Partial`` (as DTensor does).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _JOIN: dict[str, _Join] = {
 
 @dataclass
 class InFlight:
-    """A tensor on its way: what to wait for, and how to make it of what has arrived."""
+    """A tensor whose communication has started: works to wait for, and a function that makes it."""
 
     finish: Callable[[], torch.Tensor]
     works: list[dist.Work] = field(default_factory=list)
@@ -94,7 +94,7 @@ def done(local: torch.Tensor) -> InFlight:
 
 
 class PendingTensor(AsyncCollectiveTensor):
-    """A local tensor on its way, inside of the result of ``redistribute(async_op=True)``.
+    """A local tensor under way, inside of the result of ``redistribute(async_op=True)``.
 
     A subclass of what torch's functional collectives return, so that DTensor and users treat it
     alike: any operator on it, ``wait()`` and ``trigger_wait()`` finish the communication first.
@@ -234,8 +234,8 @@ def _exchanged(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) ->
 def _axes_to_cross(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> list[int]:
     """The axes along which a rank may lack something that it needs.
 
-    Where a ``Shard`` comes or goes, what the other axes divide changes as well, so all axes that
-    divide count. Along an axis where the source is replicated nobody lacks anything.
+    If a ``Shard`` is added or removed, the parts of the other sharding axes change too, so all of
+    them count. An axis on which the source is replicated needs no communication.
     """
     pairs = list(zip(source, target, strict=True))
     differ = {axis for axis, (have, want) in enumerate(pairs) if have != want}

@@ -2,17 +2,17 @@
 
 | what is reduced | result |
 |---|---|
-| whole slices of leading dimensions that stay, none cut, none sharded | ragged, no communication |
+| whole slices of leading dimensions that stay, each on one rank | ragged, no communication |
 | anything else: sum, mean, prod, ``count_nonzero``, norms of finite order | DTensor, ``Partial`` |
 | anything else: max, min, any, all, norms of infinite order | DTensor, ``Replicate`` |
 
-A ``Partial`` result is reduced when somebody needs it (``full_tensor()``, ``item()``, the next
+A ``Partial`` result is reduced at its first use (``full_tensor()``, ``item()``, the next
 operator that is not linear), so sums of many tensors can share one all-reduce. What becomes a
-number of Python is so the global one, on every rank. Where results are partial and some dimensions
+number of Python is the global one, on every rank. Where results are partial and some dimensions
 stay, each rank adds its boxes into a result of full shape; parts without elements contribute the
 neutral element.
 
-Extremes are reduced at once, by one all-reduce of the result per axis that is cut: the maximum of
+Extremes are reduced at once, by one all-reduce of the result per sharding axis: the maximum of
 gloo and of NCCL loses a NaN, so NaN are sent beside the values, which a ``Partial("max")`` could
 not do.
 """
@@ -106,8 +106,8 @@ def reduce(
 ) -> DTensor:
     """``x`` reduced over ``dims``; over all, if that is None or empty.
 
-    Cost: none where no slice is cut or the result is partial; else one all-reduce of the result
-    per axis of the mesh along which ranks hold different elements.
+    Cost: none where each slice is on one rank or the result is partial; else one all-reduce of the
+    result per axis of the mesh along which ranks hold different elements.
     """
     refuse_partial(func, x._spec)
     dims = [dims] if isinstance(dims, int) else dims
@@ -157,7 +157,7 @@ def _of_all(local: torch.Tensor, kind: Kind) -> torch.Tensor:
 def layout_of_slices(
     spec: DTensorSpec, over: list[int], shape: Sequence[int], keepdim: bool, kind: Kind
 ) -> DTensorSpec | None:
-    """The layout of the result where no slice is cut; None where one is."""
+    """The layout of the result where each slice is on one rank; else None."""
     kept = _kept(spec, over)
     if any(type(p) is Shard for p in spec.placements) and not keepdim and over[0] < kept:
         return None  # the sharded dimensions would move

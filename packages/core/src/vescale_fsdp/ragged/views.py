@@ -8,7 +8,7 @@ rows lie outside of the part holds nothing.
 |---|---|
 | ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze`` | as `reshaped` |
 | ``x[a:b]``, ``x[i]``, ``narrow``, ``split``, ``chunk``, ``unbind`` | dimension 0, step 1 |
-| ``expand`` | along what is not cut; this one is a copy |
+| ``expand`` | along unsharded dimensions; this one is a copy |
 | ``t``, ``transpose``, ``permute`` | else a copy of the whole, see `products` |
 | slices of other dimensions | if nothing changes |
 """
