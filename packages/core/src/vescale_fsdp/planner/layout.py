@@ -1,7 +1,7 @@
-"""What goes in: tensors (``TensorSpec``). What comes out: where each lies in the flat buffer.
+"""The planner's input, tensors (``TensorSpec``), and its output, a place for each in the buffer.
 
-A block is a run of elements, in storage order, that no cut may go through. Blocks are counted from
-the tensor's first element, and the last one may be partial::
+A block is a run of elements, in storage order, that no shard boundary (cut) may go through. Blocks
+are counted from the tensor's first element, and the last one may be partial::
 
     shape (3, 4), block 4 (a row)      |0 1 2 3|4 5 6 7|8 9 10 11|    cuts allowed at 4, 8
     shape (10,),  block 4              |0 1 2 3|4 5 6 7|8 9|          cuts allowed at 4, 8

@@ -1,8 +1,8 @@
 """The least shard size for a given order of tensors, and a bound for all orders.
 
-The problem. Tensors of sizes e_t and blocks g_t lie in a buffer of m shards of S elements. A cut
-is a multiple of S. A cut strictly inside a tensor must be a whole number of its blocks away from
-its start. Find the least S.
+The problem. Tensors of sizes e_t and blocks g_t are in a buffer of m shards of S elements. A cut
+(shard boundary) is a multiple of S. A cut strictly inside a tensor must be a whole number of its
+blocks away from its start. Find the least S.
 
 Alignment is gone before this module starts: starts, S and therefore all cuts are multiples of
 the alignment q, so everything is counted in units of q, with sizes ceil(e / q) and blocks

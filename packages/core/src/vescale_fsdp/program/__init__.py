@@ -1,11 +1,10 @@
-"""A step as data: what all ranks issue, decided in integers, with neither torch nor processes.
+"""A step as data: the collectives that all ranks issue, computed in integers, without torch.
 
-`order` is the sequence of a pass, a rank's way along it, and which neighbours are sent together.
-`predict` says it before anybody has run, also for units that nobody ran. `record` is what ranks
-tell each other to correct it. `residency` is why a unit is unsharded, `window` how much is
-unsharded ahead, `reductions` when gradients are reduced. `walking` is what a rank does to follow a
-program, `passes` the events that begin and end one, and an `executor` carries out what they decide
-(docs/design/engine.md).
+`order` has the sequence of a pass, the position of a rank in it, and which neighbours share a
+message. `predict` makes the sequence before a first run. `record` holds what ranks exchange to
+correct it. `residency` tracks why a unit is unsharded, `window` limits prefetch, `reductions`
+orders the reductions. `walking` makes a rank follow a program, `passes` handles the events of a
+pass, and an `executor` carries out the decisions (docs/design/engine.md).
 """
 
 from vescale_fsdp.program.executor import Executor

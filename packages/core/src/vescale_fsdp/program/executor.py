@@ -1,4 +1,4 @@
-"""Executor: what carries out a pass: torch and processes, or an account of bytes or seconds."""
+"""Executor: carries out a pass, with torch, or by counting bytes or seconds."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from vescale_fsdp.program.residency import Residency
 
 
 class Executor(ABC):
-    """What `passes.Passes` needs beside units (`Residency`) and groups (`Reduction`)."""
+    """What `passes.Passes` calls, beside units (`Residency`) and groups (`Reduction`)."""
 
     # Agreement
 
     @abstractmethod
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
-        """What all ranks say together (`record.merge`). One round; raises if something is wrong."""
+        """Exchange and merge the records of all ranks (`record.merge`). Raises on a mismatch."""
 
     def is_elsewhere(self, step: str) -> bool:
-        """Whether another rank has come to the next round in another pass than ``step``."""
+        """Whether another rank waits in the next round in another pass than ``step``."""
         return False
 
     @abstractmethod
     def compare(self, entries: Sequence[str], unit: Residency | None) -> None:
-        """Raise unless all ranks that share ``unit`` (None: any) say the same. One round."""
+        """Raise unless all ranks that share ``unit`` (None: any) have these entries. One round."""
 
     @abstractmethod
     def stall(self) -> None:
-        """Tell the other ranks, without waiting, that reductions are behind on this one."""
+        """Tell the other ranks, without waiting, that this rank is late with its reductions."""
 
     # Events
 
     def begin_pass(self, first: Residency) -> None:
-        """The outermost forward begins."""
+        """Called when the outermost forward begins."""
         return
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
-        """A forward or backward follows ``program``."""
+        """Called when a forward or backward begins to follow ``program``."""
         return
 
     def end_walk(self) -> None:
-        """It has come to its end."""
+        """Called at the end of that forward or backward."""
         return
 
     def gathered_for(self, unit: Residency) -> None:
-        """The outermost forward has its parameters."""
+        """Called when the parameters of the outermost unit are unsharded."""
         return
 
     def end_pass(self) -> None:
-        """A forward has ended that no backward follows."""
+        """Called at the end of a forward without gradients."""
         return
 
     def enter(self, where: str) -> None:
-        """Where this rank is from now on, for errors."""
+        """Set where this rank is, for errors."""
         return
 
     @abstractmethod
     def due(self) -> Sequence[Reduction]:
-        """What the backward that begins reduces, those that are defined last first."""
+        """Return what the backward that begins reduces, the last defined first."""
 
     @abstractmethod
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
         """Issue the reductions of these groups of one unit, together on streams."""
 
     def all_issued(self) -> None:
-        """All reductions of a backward have been issued."""
+        """Called when all reductions of a backward have been issued."""
         return
 
     def end_backward(self) -> None:
-        """They have ended, and so has the backward."""
+        """Called when they and the backward have ended."""
         return

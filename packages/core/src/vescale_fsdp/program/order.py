@@ -1,4 +1,4 @@
-"""The program of a pass: what all ranks issue in it, in one order, and a rank's way along it.
+"""The program of a pass: the collectives of all ranks in one order; and a rank's position in it.
 
 A pass is one forward of the root (or of a unit that is called by itself), or one backward. All
 ranks walk the same program, whatever they run of the model. A rank that skips a unit still takes
@@ -9,21 +9,21 @@ part in its all-gather, before its next one or at the end of the pass::
     rank 0 does   unshard    unshard  unshard, unshard  unshard
                                       reshard
 
-Units may be skipped, on any rank in any pass. Without gradients a unit that runs a second time in a
-pass on one rank runs a second time on all: what repeats (`generate`) may end earlier or later.
+Units may be skipped, on any rank in any pass. Without gradients, if a unit runs a second time in a
+pass on one rank, it does so on all; repetitions (`generate`) may end earlier or later.
 
 Indices of units and groups are places in lists that are the same on every rank.
 
-Bundles. A collective costs some 0.3 ms of the processor whatever its size. So all-gathers of small
-units (`window.Policy.small_bytes`) that follow each other in a confirmed program are sent in one
-message, when the first of them comes; the others take their part of it when they come. Reductions
+Bundles. A collective takes about 0.3 ms of processor time, whatever its size. So all-gathers of
+small units (`window.Policy.small_bytes`) that follow each other in a confirmed program are sent in one
+message, when the first of them runs; the others take their part of it when they run. Reductions
 are sent in one message when the last is complete::
 
     program     unshard a   unshard b   unshard c   unshard d        a, b, c are small
     sends       a, b and c                          d
 
 Which units form a bundle follows from the program and from sizes, so it is the same on all ranks. A
-part that is out of date when it is wanted (parameters were written to since) is sent by itself.
+part that is out of date when it is needed (its parameters were written to since) is sent again.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ AT_THE_END = 1 << 60  # a place after all all-gathers
 
 
 class Program:
-    """What every rank issues in passes of one kind.
+    """The collectives that every rank issues in passes of one kind.
 
     Attributes:
         unshards: units, in the order of their all-gathers.
         reductions: groups, in the order of their reductions, each with its place: it is issued
-            after so many all-gathers.
+            after that many all-gathers.
         recomputed: units that a backward unshards for running their forward again.
         written: units whose parameters a forward writes to before they run (a teacher's, in
             ``training_step``): they are not unsharded ahead, and nothing beyond them is.
-        is_confirmed: whether the ranks have told each other what they ran; else it is a prediction.
+        is_confirmed: whether the ranks have exchanged what they ran; else it is a prediction.
     """
 
     def __init__(self, unshards: Iterable[int] = (), *, is_confirmed: bool = False) -> None:
@@ -74,7 +74,7 @@ class Program:
             self._places.setdefault(each, []).append(at)
 
     def reduce_at_end(self, groups: Collection[int]) -> None:
-        """Reduce these groups after all else: they get gradients after they seem complete."""
+        """Reduce these groups last: they get gradients after they seem complete."""
         if groups:
             before = [each for each in self.reductions if each[0] not in groups]
             self.reductions = [*before, *((group, AT_THE_END) for group in groups)]
@@ -94,11 +94,11 @@ class Walk:
     """One pass along a program, on one rank.
 
     Attributes:
-        place: how many of the program's all-gathers lie behind.
+        place: how many of the program's all-gathers are done.
         ran: the units that this rank has run in the pass, in order of their first runs.
         used: the all-gathers that it needed itself, in order, while the program is a prediction.
         joined: the units whose all-gathers it took part in for other ranks.
-        held: those of them that stay unsharded, since this rank has not come to them yet.
+        held: those of them that stay unsharded, because this rank has not run them yet.
     """
 
     def __init__(self, program: Program) -> None:
@@ -112,16 +112,16 @@ class Walk:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the ranks have not yet told each other what they run in such passes."""
+        """Whether the ranks have not yet exchanged what they run in such passes."""
         return not self.program.is_confirmed
 
     def use(self, unit: int) -> None:
-        """Note that this rank needs ``unit`` now: all ranks' notes make the next program."""
+        """Record that this rank needs ``unit`` now; all ranks' records make the next program."""
         if self.is_predicted:
             self.used.append(unit)
 
     def insert(self, unit: int) -> None:
-        """The next all-gather is that of ``unit``, which the program did not have here."""
+        """Insert the all-gather of ``unit`` here, as the next one."""
         self.program.insert(self.place, unit)
         self.place += 1
 
@@ -132,7 +132,7 @@ class Walk:
     def wrap(self, unit: int) -> None:
         """Go on after the first all-gather of ``unit``: it runs more often than was confirmed.
 
-        What it repeats has lengths of its own (the tokens of ``generate``).
+        The number of repetitions differs from pass to pass (the tokens of ``generate``).
         """
         first = self.program.find(unit, 0)
         self.place = self.place if first is None else first + 1
@@ -164,17 +164,17 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Parcel(NamedTuple):
-    """Something small: bytes for each rank, and what has to be equal within a message."""
+    """A small message part: its bytes for each rank, and a kind that is equal within a message."""
 
     num_bytes: int
     kind: Hashable
 
 
 def bundled(items: Iterable[T], parcel_of: Callable[[T], Parcel | None]) -> list[list[T]]:
-    """Runs of two and more neighbours that are sent together; of what comes twice the first.
+    """Return runs of two and more neighbours that are sent together; of repeated ones the first.
 
     Args:
-        parcel_of: None for what has to be sent by itself.
+        parcel_of: None for an item that must be sent alone.
     """
     found: list[list[T]] = []
     run: list[T] = []
@@ -214,9 +214,9 @@ class Bundles:
         self._sent: set[int] = set()
 
     def send_with(self, unit: int) -> list[int] | None:
-        """What is to be sent now for ``unit``: several, itself the first.
+        """Return the units to send now with ``unit``, itself the first.
 
-        Nothing if it was sent with others before; None if it is to be sent by itself.
+        Empty if it was sent with others before; None if it must be sent alone.
         """
         bundle = self._bundle_of.pop(unit, None)
         if bundle is None:

@@ -1,9 +1,9 @@
 """Passes: what one rank does in forwards and backwards, event by event.
 
-A pass walks the program of its kind (`order`), a prediction the first time. What this rank does not
-run of it it joins. What it runs and the program has not it settles with the other ranks, when all
-have come to the program's end. At the end of a pass that was predicted they tell each other what
-they have used: that is the program from then on.
+A pass follows the program of its kind (`order`), the first time a prediction. If this rank skips a
+unit, it joins the all-gather. If it runs a unit that is not in the program, all ranks agree on it
+when they are at the program's end. At the end of a predicted pass the ranks exchange what they have
+used; that is the program of later passes.
 
     rank 0      unshard 0, 1, 2, 3              reduce 2, 1, 0    one round
     rank 1      unshard 0, 1, join 2, 3         reduce 2, 1, 0    one round
@@ -75,11 +75,11 @@ class Passes(Walking):
 
         Args:
             has_more: whether other modules of the unit are still to run.
-            strays: whether gradients may come to it by no way that is known.
-            is_closed: whether its inputs want no gradient, but it does.
+            strays: whether it may get gradients in a way that the graph does not show.
+            is_closed: whether its inputs need no gradient, but its parameters do.
             is_visited: whether a backward may come back through its outputs.
-            is_hidden: whether it may do so in ways that no call in the graph tells: by running the
-                forward again (a checkpoint), or around the outputs.
+            is_hidden: whether it may do so without a call in the graph: a checkpoint runs the
+                forward again, or gradients bypass the outputs.
         """
         if is_hidden:
             self._since.hidden.add(unit.index)
@@ -162,7 +162,7 @@ class Passes(Walking):
     # Backward
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """Choose the program of the backward that begins."""
         due = self._executor.due()
         indices = tuple(item.number for item in due)
         self._back_kind = self._since.kind_of_backward(indices)
@@ -207,7 +207,7 @@ class Passes(Walking):
             self._unshard(unit, self._backward)
 
     def take_turn(self) -> None:
-        """Half of a unit's gradients are there (`Window.gradient_arrived`)."""
+        """Prefetch or wait for a reduction: half of a unit's gradients are there."""
         self.window.take_turn(self._backward, self._reductions)
 
     def after_backward(self, unit: Residency) -> None:
@@ -217,7 +217,7 @@ class Passes(Walking):
         self._reductions.complete(unit)
 
     def end_backward(self) -> None:
-        """The backward has ended."""
+        """Reduce what is left, and record the program of the backward that has ended."""
         for unit in self._alive():  # before their gradients are copied
             unit.release_open()
         self._num_filled, walk = 0, self._backward
@@ -242,7 +242,7 @@ class Passes(Walking):
         self._reductions = self._no_reductions()
 
     def _reduce_rest(self, was_predicted: bool) -> None:
-        """Find out what was reduced too early, and is to be reduced again at the end."""
+        """Find groups that were reduced too early, and reduce them again at the end."""
         reductions = self._reductions
         if not was_predicted or not self._can_settle:
             # A second use that was not there before, on all ranks if they run the same.
@@ -255,7 +255,7 @@ class Passes(Walking):
             self._backward.program.reduce_at_end(reductions.again)
 
     def catch_up_backward(self, timeout_s: float) -> None:
-        """A backward was broken off here: join what other ranks had come to before they left it."""
+        """Join what other ranks ran of a backward that raised on this rank."""
         if self._backward.is_predicted and self._can_settle:
             self._catch_up(self._backward, timeout_s)
 

@@ -1,7 +1,7 @@
-"""What a rank tells the others of a pass that was predicted, and what all of them make of it.
+"""What ranks exchange about a predicted pass, and the program that they make of it.
 
-At the end of such a pass (and where a rank wants what the prediction has not, before it) each rank
-says what it has used, in order. Put together, that is the program of the passes that follow::
+At the end of such a pass (and before, if a rank needs a unit that is not in the prediction) each
+rank sends what it has used, in order. Merged, that is the program of later passes::
 
     predicted     a b c d e     in order of definition
     rank 0 used   a   c d       a b and e were joined for nobody, or for others

@@ -1,4 +1,4 @@
-"""Why a unit is unsharded: leases. While there is one, nothing frees it.
+"""Leases: the reasons why a unit is unsharded. It is freed when it has none.
 
 ::
 
@@ -7,14 +7,14 @@
     BACKWARD   a gradient reaches its outputs            its inputs have theirs, or all ends
     USER       ``unshard()``                             its next forward, or ``reshard()``
     PINNED     ``with unsharded(...)`` begins            and ends
-    AHEAD      unsharded before it is wanted             when it is, or when nobody has wanted it
+    AHEAD      unsharded by prefetch                     when it runs, or at the end of the pass
     KEPT       its forward ends, for the backward        by the backward, or the next forward
     RESTING    a backward ends that is not the last      the last one of a step
     HELD       joined for others in a backward, before   its own backward
                its own part in that
 
-What is unsharded goes through the states of `TRANSITIONS`; a part is what forward keeps with
-``reshard_after_forward`` of a number.
+`TRANSITIONS` has the states of the parameters. A part is what forward keeps if
+``reshard_after_forward`` is a number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 
 class State(Enum):
-    """Where the parameters of a unit are."""
+    """The state of a unit's parameters."""
 
     SHARDED = auto()  # only the shard has memory
     UNSHARDING = auto()  # an all-gather writes them, or has; modules see the shards
@@ -63,16 +63,16 @@ _STRONG = {Lease.FORWARD, Lease.BACKWARD, Lease.PINNED}
 
 
 class Residency(ABC):
-    """The life of a unit's parameters. What carries it out is a subclass: torch, or an account.
+    """The leases and state of a unit's parameters. Subclasses unshard with torch, or count bytes.
 
     Attributes:
         index: of the unit in its model.
         leases: why it is unsharded.
         reshard_after_forward: None means True, except for the root of a model in training.
-        num_parts: more than 1: what forward releases is kept, one part on each of so many ranks.
+        num_parts: if more than 1, forward keeps one part of so many on each rank.
         unshard_in_backward, reshard_after_backward, requires_gradient_sync: as FSDP2's setters say.
-        max_reductions: that may be under way at a time, where a user has said so.
-        sizes: elements of its parameters; empty where it has none, and so no place in a program.
+        max_reductions: the user's limit for those under way at a time, if there is one.
+        sizes: elements of its parameters; empty without parameters (it has no place in a program).
     """
 
     index = -1
@@ -97,17 +97,17 @@ class Residency(ABC):
     @property
     @abstractmethod
     def is_sharded(self) -> bool:
-        """Whether nothing is unsharded, or on its way."""
+        """Whether it is neither unsharded nor being unsharded."""
 
     @property
     @abstractmethod
     def is_stale(self) -> bool:
-        """Whether what is unsharded is not what the shards hold now, and not pinned."""
+        """Whether the shards have changed since it was unsharded, and it is not pinned."""
 
     @property
     @abstractmethod
     def has_streams(self) -> bool:
-        """Whether what is done with it is queued on streams, and its host does not wait."""
+        """Whether its work is queued on streams, so that the host does not wait."""
 
     @property
     @abstractmethod
@@ -122,11 +122,11 @@ class Residency(ABC):
     @property
     @abstractmethod
     def version(self) -> Any:
-        """Of the shards: another one after each write to them."""
+        """The version of its shards; it changes with each write."""
 
     @abstractmethod
     def start_unshard(self, *, in_backward: bool = False) -> None:
-        """Have the all-gather under way, if it is needed."""
+        """Start the all-gather, if it is needed."""
 
     def has_arrived(self) -> bool:
         """Whether the all-gather has ended; waits a while for it, where the host waits at all."""
@@ -134,23 +134,23 @@ class Residency(ABC):
 
     @abstractmethod
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather, and let modules see what it brought."""
+        """Wait for the all-gather, and register the unsharded parameters."""
 
     @abstractmethod
     def join_unshard(self) -> None:
-        """Make an all-gather for other ranks, of what is unsharded here."""
+        """Take part in an all-gather for other ranks; it is unsharded here already."""
 
     @abstractmethod
     def park(self) -> None:
-        """Keep what is unsharded, but let modules see the shards, as if unsharded ahead."""
+        """Keep the unsharded memory, but register the sharded parameters."""
 
     @abstractmethod
     def free(self) -> None:
-        """Free what is unsharded."""
+        """Free the unsharded parameters."""
 
     @abstractmethod
     def free_but_part(self) -> None:
-        """Free what is unsharded but for this rank's part of ``num_parts``."""
+        """Free the unsharded parameters, except this rank's part of ``num_parts``."""
 
     def prefetch_list(self, *, in_backward: bool) -> Sequence[int] | None:
         """The units to unshard beside its forward or backward, where a user has said so."""
@@ -161,7 +161,7 @@ class Residency(ABC):
         return False
 
     def keeps_no_message(self) -> None:
-        """No backward will send again what was written to send."""
+        """Drop the encoded message: no backward will send it again."""
         return
 
     # Leases
@@ -171,12 +171,12 @@ class Residency(ABC):
         return lease in self.leases
 
     def pin(self) -> None:
-        """A context begins that wants it unsharded."""
+        """Add a context that keeps it unsharded."""
         self.num_pins += 1
         self.leases.add(Lease.PINNED)
 
     def unpin(self) -> None:
-        """It ends. The caller releases."""
+        """Remove such a context. The caller releases."""
         self.num_pins -= 1
         if not self.num_pins:
             self.leases.discard(Lease.PINNED)
@@ -194,7 +194,7 @@ class Residency(ABC):
             self.free()
 
     def refresh(self) -> None:
-        """Free what is out of date, to be unsharded again at once."""
+        """Free the outdated parameters; the caller unshards them again."""
         if Lease.PINNED not in self.leases:
             self.leases -= {Lease.USER, Lease.RESTING}
             self.free()

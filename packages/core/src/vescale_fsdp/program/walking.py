@@ -1,4 +1,4 @@
-"""Walking: how one rank follows a program, and what it does if the program does not hold.
+"""Walking: how one rank follows a program, and what it does if the program is wrong.
 
 Both forwards and backwards are walks; `passes` says when each begins and ends.
 """
@@ -42,7 +42,7 @@ class Walking:
             is next. If not, the first pass of a kind has to be the same on all ranks.
         predicts: whether passes are predicted, and confirmed once. If not, ranks agree before each
             all-gather of each pass.
-        trusts: whether predictions are as good as confirmed, as for one rank that stands for all.
+        trusts: whether predictions count as confirmed (one rank is simulated for all).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Walking:
     # Along a program, forward or backward
 
     def _unshard(self, unit: Residency, walk: Walk, recomputes: bool = False) -> None:
-        """Have ``unit`` unsharded, and those under way that come after it in the program."""
+        """Unshard ``unit``, and prefetch the units after it in the program."""
         index, is_forward = unit.index, walk is self._forward
         has_run = index in walk.ran
         walk.ran.setdefault(index)
@@ -165,7 +165,7 @@ class Walking:
         self._wait(unit, walk)
 
     def _is_kept(self, unit: Residency, walk: Walk) -> bool:
-        """Whether a setting has kept it for the backward: programs do not have that use of it."""
+        """Whether a setting keeps it for the backward; programs do not contain that use."""
         by_hand = Lease.USER in unit.leases or Lease.PINNED in unit.leases
         return walk is self._backward and unit.keeps_after_forward(True) and not by_hand
 
@@ -187,7 +187,7 @@ class Walking:
         unit.wait_for_unshard()
 
     def _seek(self, place: int, walk: Walk) -> None:
-        """Move to ``place``, and join the all-gathers before it that are not for this rank."""
+        """Move to ``place``, and join the all-gathers before it, which only other ranks need."""
         again = walk.is_predicted or walk is self._backward or self.wants_gradients
         for index in walk.seek(place, again=again):
             self._join(index, walk)
@@ -250,7 +250,7 @@ class Walking:
         return True
 
     def _end_forward_of(self, unit: Residency) -> None:
-        """Do with a unit that other ranks have run what they do after it."""
+        """End the forward of a unit that only other ranks have run."""
         unit.leases.discard(Lease.USER)
         unit.end_forward(self.stays(unit), self.wants_gradients)
 
@@ -264,10 +264,10 @@ class Walking:
         recomputes: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Come to what was not predicted: join what other ranks want first, until it is our turn.
+        """Agree on a unit that was not predicted; first join those that other ranks need before it.
 
         Args:
-            wanted: a unit; None: there is nothing more to run here in this pass.
+            wanted: the unit that this rank needs; None: it runs no more in this pass.
             recomputes: whether for running its forward again.
         """
         while True:
@@ -296,7 +296,7 @@ class Walking:
             self._join(unit, walk, is_settled=True)
 
     def _continued(self, unit: int, said: Record) -> list[int]:
-        """What is predicted after ``unit``, which the prediction did not have here."""
+        """Predict the units after ``unit``, which was not predicted here."""
         so_far = merged(said.used, lambda each: [each], holds=True)[0]
         if unit not in so_far:
             return continued(self._names, self._kind[0], unit, {*said.ran})
@@ -321,7 +321,7 @@ class Walking:
         return mine
 
     def _record(self, walk: Walk, wanted: int | None) -> Record:
-        """What to tell the other ranks."""
+        """Return this rank's record for the other ranks."""
         step = self._step(walk)
         if walk is self._forward:
             said = Record(step, used=[(walk.used, [], self.rank)], failed=self.has_failed)
@@ -337,7 +337,7 @@ class Walking:
         return said
 
     def _confirm(self, said: Record, walk: Walk) -> None:
-        """From what the ranks have said: the program for passes of this kind."""
+        """Make the program for passes of this kind from the merged record."""
         in_backward = walk is self._backward
         self._reductions.again, self._since.has_skipped = said.again, said.skips
         self._since.ran_anywhere, self.has_failed = set(said.ran), said.failed
@@ -377,14 +377,14 @@ class Walking:
             self._visited[self._kind] = set(said.visited)
 
     def _release_used_elsewhere(self, walk: Walk) -> None:
-        """Free what was unsharded by hand and has run on other ranks, as they have done."""
+        """Free units that were unsharded by hand here and have run on other ranks."""
         for index in self._since.ran_anywhere - walk.ran.keys():
             unit = self._units[index]()
             if unit is not None and Lease.USER in unit.leases:
                 self._end_forward_of(unit)
 
     def _catch_up(self, walk: Walk, timeout_s: float | None = None) -> None:
-        """At the end of a pass: join what other ranks have run."""
+        """Join what other ranks have run, at the end of a pass."""
         if walk is self._backward:
             self._reductions.complete_rest()
         if walk.is_predicted:
@@ -393,7 +393,7 @@ class Walking:
             self._seek(len(walk.program.unshards), walk)
 
     def _precedence(self, walk: Walk) -> Precedence:
-        """Which of several wishes is first: the lowest."""
+        """Return the order of units that several ranks need: the lowest is first."""
         if walk is self._forward:
             return lambda unit: [unit]
         recomputed = self._names.like(walk.program.recomputed)

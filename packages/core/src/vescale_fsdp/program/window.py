@@ -1,19 +1,19 @@
-"""How much may be under way, and which units are unsharded ahead of the one that runs.
+"""Limits what is under way, and prefetches the units after the one that runs.
 
 In a forward ``in_flight - 1`` all-gathers are ahead. In a backward one reduction shares that room
-with them. Where there is room for one (``in_flight=2``) they alternate, so that beside the unit
-that runs there is one buffer less: while the first half of its gradients appears the reduction
-before it is under way, then it has ended, and the next all-gather is. Each has half of the unit's
-compute to hide behind, and both together take of the network what they take in any case::
+with them. If there is room for one (``in_flight=2``) they alternate, so that one buffer less is
+needed beside the unit that runs: during the first half of its gradients the reduction before it is
+under way, and during the second half the next all-gather. Each overlaps with half of the unit's
+compute, and the network sends the same bytes::
 
     compute      | backward of 5                     | backward of 4                     |
     under way    | reduction of 6 | all-gather of 4  | reduction of 5 | all-gather of 3  |
 
-After the last all-gather of a backward, and where nothing is unsharded in it, reductions have all
-of it.
+After the last all-gather of a backward, and if a backward unshards nothing, reductions use all of
+the compute.
 
-From ``in_flight=3`` on there is room for units beside the reduction. So many, ``in_flight - 2``,
-stay unsharded from the end of a forward on: its backward would unshard them again at once.
+From ``in_flight=3`` on there is room for ``in_flight - 2`` units beside the reduction. So many stay
+unsharded at the end of a forward, because its backward would unshard them again at once.
 
 The numbers are one row for a model (`Policy`), made when it first runs.
 """
@@ -32,7 +32,7 @@ from vescale_fsdp.program.residency import Lease, Residency
 
 @dataclass(frozen=True)
 class Policy:
-    """What the engine may have under way beside the unit that runs.
+    """Limits of what is under way beside the unit that runs.
 
     Attributes:
         unshards: all-gathers ahead, less a reduction under way where they alternate.
@@ -54,13 +54,13 @@ class Policy:
 def policy_of(
     in_flight: int, told: Iterable[int | None], *, has_streams: bool, small_bytes: float = 0
 ) -> Policy:
-    """The row for what a user has set.
+    """Return the policy for the user's settings.
 
     Args:
         in_flight: as of ``fully_shard``.
         told: for each unit how many reductions may be under way; None: it was not told.
         has_streams: of the device. Without them the ranks' processes wait for what is under way,
-            so that all-gathers and reductions had better alternate.
+            so all-gathers and reductions alternate.
         small_bytes: as of `Policy`, where there are no streams.
     """
     most = max((each for each in told if each is not None), default=None)
@@ -80,7 +80,7 @@ _MAX_KEPT = 8  # units that need no all-gather, and are passed over in looking f
 
 
 class Window:
-    """Starts the all-gathers of one model, those that somebody wants and those ahead of them."""
+    """Starts the all-gathers of one model: the next one, and prefetched ones."""
 
     def __init__(self, units: Sequence[weakref.ref[Residency]], policy: Policy) -> None:
         self._units, self.policy = units, policy
@@ -150,14 +150,14 @@ class Window:
             room -= 1
 
     def drop(self, but: Iterable[int] = ()) -> None:
-        """Free what was unsharded on a prediction that did not come true, except ``but``."""
+        """Free prefetched units that did not run, except ``but``."""
         for unit in (ref() for ref in self._units):
             if unit is not None and Lease.AHEAD in unit.leases and unit.index not in but:
                 unit.release()
         self._awaited = None
 
     def forget(self) -> None:
-        """Nothing is awaited any more."""
+        """Forget the gradients that were expected."""
         self._awaited = None
 
     def _alternates(self, unit: Residency, walk: Walk) -> bool:
