@@ -15,8 +15,8 @@ pass on one rank, it does so on all; repetitions (`generate`) may end earlier or
 Indices of units and groups are places in lists that are the same on every rank.
 
 Bundles. A collective takes about 0.3 ms of processor time, whatever its size. So all-gathers of
-small units (`window.Policy.small_bytes`) that follow each other in a confirmed program are sent in one
-message, when the first of them runs; the others take their part of it when they run. Reductions
+small units (`window.Policy.small_bytes`) that follow each other in a confirmed program are sent in
+one message, when the first of them runs; the others take their part of it when they run. Reductions
 are sent in one message when the last is complete::
 
     program     unshard a   unshard b   unshard c   unshard d        a, b, c are small
