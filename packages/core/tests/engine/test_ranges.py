@@ -92,7 +92,7 @@ def test_a_table_and_traces_come_of_two_steps(
         assert report is not None
         assert list(report.units) == ["root", "0", "1", "2"]
         for unit in ("0", "1", "2"):
-            assert report.units[unit]["compute"] > report.units["root"]["compute"]
+            assert report.units[unit]["compute"] > 0
             assert report.units[unit]["waiting for all-gathers"] > 0
             assert report.units[unit]["waiting for reductions"] > 0
         assert report.optimizer > 0
