@@ -124,7 +124,9 @@ def can_make(name: str, limit_s: float) -> bool:
 
 def nightly() -> int:
     """Run what takes too long for every change, also after a part has failed."""
-    codes = [run_environment(name, ["-m", "nightly"]) for name in ("core", "integration")]
+    codes = [
+        run_environment(name, ["-m", "nightly"]) for name in ("core", "integration", "deepspeed")
+    ]
     codes.append(core_newest([]) or 0)
     return max(*codes, *(run_environment(name, []) for name in ("fuzz", "faults")))
 
