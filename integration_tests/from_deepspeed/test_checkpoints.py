@@ -132,7 +132,7 @@ def test_other_formats_have_the_same_tensors(run: Any, tmp_path: Path) -> None:
 
 
 def test_universal_checkpoints_have_the_same_tensors(run: Any, tmp_path: Path) -> None:
-    folder, ranks, stage, is_bf16 = run
+    folder, _, stage, is_bf16 = run
     if is_bf16 or stage == 2:
         pytest.skip("two forms are enough")
     done = subprocess.run(
