@@ -11,8 +11,8 @@ The rule of memory on an accelerator: **one stream allocates and frees every buf
 compute), and frees it after it has waited for those that use it. What it frees it may allocate
 again at once, however far the host is ahead. So memory does not depend on the host, nothing is
 fragmented, and no ``record_stream`` is needed. The price: a gather starts when the compute that was
-queued before it has ended. That one has used the memory that the gather writes to, so with two full
-buffers there is no time to win.
+queued before it has ended. That compute has used the memory that the gather writes to, so with two
+full buffers an earlier start is impossible.
 
 A unit that a user runs on another stream uses memory of this one: its stream waits for the gather,
 and the engine's stream waits for it before the memory is freed (`Users`).

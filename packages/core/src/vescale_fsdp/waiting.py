@@ -2,7 +2,7 @@
 happened.
 
 A rank that parts from the others (it has a batch more, raises, or is killed) leaves them in a
-collective to which it does not come. Every wait of ours goes through this file::
+collective that it does not join. Every wait of ours goes through this file::
 
     rank 0   waits for the gather of 'b' --- limit ---> note, closes connections, asks, raises
     rank 1   waits for the reduction of 'a' ----------------> cut off: note, asks, raises
@@ -14,9 +14,9 @@ collective does not block the host, and NCCL's watchdog ends it; only what ranks
 through the store ends here.
 
 To close is to have a receive time out: gloo then closes all connections of the communicator, as it
-does when a process dies. So everything under way on it ends with an error, on all of its ranks;
-nobody writes to its buffers any more, and no thread is left in it that could hold up the end of
-the process. There is no way back.
+does when a process dies. So everything under way on it ends with an error, on all of its ranks. Its
+buffers are not written any more, and no thread stays in it that could delay the end of the process.
+It cannot be undone.
 
 ``VESCALE_FSDP_WATCHDOG_S``: after so many seconds of a wait, this rank logs what it waits for, and
 what the others do, and goes on waiting.

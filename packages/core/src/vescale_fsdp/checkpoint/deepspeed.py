@@ -432,6 +432,7 @@ def _loaded(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             if any(name.endswith("constants.pkl") for name in archive.namelist()):
                 raise ValueError("it is a TorchScript archive, which has code")
+        # weights_only refuses files with DeepSpeed's classes. `_Unpickler` imports none of them.
         return torch.load(
             path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
         )

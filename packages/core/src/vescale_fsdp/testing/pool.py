@@ -108,7 +108,7 @@ class Pool:
         return not failures
 
     def kill(self) -> None:
-        """End all ranks at once and remove the directory. Nothing of theirs is worth a wait."""
+        """End all ranks at once and remove the directory. It does not wait for them."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
