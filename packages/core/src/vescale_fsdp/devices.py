@@ -468,6 +468,50 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
     return _LAST[device]
 
 
+class Copies:
+    """Copies of tensors between a device with streams and pinned memory, beside the compute.
+
+    Attributes:
+        made: the copies. Not to be read, and the sources not to be freed, before `wait`.
+    """
+
+    def __init__(self, made: list[torch.Tensor], device: torch.device, event: Any) -> None:
+        self.made, self._device, self._event = made, device, event
+
+    @classmethod
+    def to_host(cls, sources: Sequence[torch.Tensor]) -> Copies:
+        """Start to copy tensors of one device to pinned memory."""
+        made = [_empty_pinned(source.shape, source.dtype) for source in sources]
+        return cls(
+            made, sources[0].device, _copied(made, sources, sources[0].device, "to the host")
+        )
+
+    @classmethod
+    def to_device(cls, sources: Sequence[torch.Tensor], device: torch.device) -> Copies:
+        """Start to copy tensors in pinned memory to ``device``, to memory of its current stream."""
+        made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in sources]
+        return cls(made, device, _copied(made, sources, device, "to the device"))
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copies."""
+        wait_event(self._device, self._event)
+
+
+def _copied(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    device: torch.device,
+    use: str,
+) -> Any:
+    """Copy on the stream for this use, after what is queued so far. Returns the event after it."""
+    module, stream = module_of(device), _side_stream(device, use)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order in the host's memory; the same memory where they are so."""
     if _STAND_INS and not is_pinned(tensor):

@@ -29,6 +29,16 @@ class Layers(nn.Module):
         return x
 
 
+class Blocks(Layers):
+    """Blocks whose forwards save several tensors for backward; each is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        for _ in range(4):
+            inner, outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            self.layers.append(nn.Sequential(inner, nn.GELU(), nn.Tanh(), outer))
+
+
 class Checkpointed(Layers):
     """Runs the forward of each layer again in backward."""
 

@@ -17,11 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce, clip_grad_norm_, devices, fully_shard
+from vescale_fsdp.engine import activations
 from vescale_fsdp.optim import SOAP, Muon
 
 from .models import (
     WIDTH,
     Apart,
+    Blocks,
     Branches,
     Checkpointed,
     CheckpointedReentrant,
@@ -48,6 +50,7 @@ MORE: list[Order] = [("first", 0), ("random", 1), ("starve all_gather", 0)]
 USER: list[Order] = [("random", 1), ("starve user", 0)]  # where there are a user's streams
 FEW = ORDERS[1:4]  # of what takes long
 NATIVE = mock.patch.dict(os.environ, {"VESCALE_FSDP_REDUCE": "native"})
+ALL_ACTIVATIONS = mock.patch.object(activations, "MIN_BYTES", 1)  # these models have small ones
 
 
 def each_layer(model: nn.Module) -> Sequence[nn.Module]:
@@ -156,7 +159,7 @@ def differences(scenario: Scenario, orders: Sequence[Order] | None = None) -> li
         expected = scenario.run()
     wrong = []
     for policy, seed in orders or scenario.orders:
-        with simulated(policy, seed) as simulator:
+        with simulated(policy, seed) as simulator, ALL_ACTIVATIONS:
             try:
                 found = scenario.run(simulator)
                 simulator.device.synchronize()
@@ -291,6 +294,14 @@ TWO = [
         micro_batches=2,
         quiet_from=9,
     ),
+    Scenario("activations", lambda: {"activations": "offload"}, model=Blocks),
+    Scenario(
+        "activations with accumulation",
+        lambda: {"activations": "offload"},
+        model=Blocks,
+        micro_batches=2,
+    ),
+    Scenario("inputs of recomputation", lambda: {"activations": "recompute+offload"}, model=Blocks),
     Scenario("quantized", quantized, orders=FEW),
     Scenario("quantized with accumulation", quantized, micro_batches=2, orders=FEW),
     Scenario("gathers itself", model=Senders),

@@ -20,7 +20,7 @@ AT_EACH_CHANGE = {
     *("default", "in_flight=1", "kept after forward", "zero1", "zero2", "accumulation"),
     *("frozen and unused", "checkpointing", "branch on a stream", "optimizer on a stream"),
     *("clipping", "offload", "quantized", "Shard(1)", "Muon", "asynchronous save", "hsdp"),
-    *("parts of 2", "one rank"),
+    *("parts of 2", "one rank", "activations", "inputs of recomputation"),
 }
 MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}

@@ -8,6 +8,7 @@ docs/design/torch-versions.md.
 
 from torch._C._distributed_c10d import Store
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -89,7 +90,8 @@ __all__ = [
     "forget_meshes", "fqn_of", "gather_uneven", "group_over", "has_other_init_group", "init_group",
     "is_fsdp2_collective", "is_transforming", "is_wrapper", "local_tensor", "members_of",
     "mesh_group", "mesh_over", "new_gloo_group", "new_group", "outside_functorch",
-    "preserve_versions", "pytree", "queue_backward_callback", "recorded", "reduce_scatter_many",
+    "preserve_versions", "pytree", "queue_backward_callback", "recompute", "recorded",
+    "reduce_scatter_many",
     "reduce_scatter_single", "register_first_step_post_hook", "replace_init_group",
     "route_distribution", "route_numbers", "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import plain_tensors
+from vescale_fsdp.engine.activations import Activations, apply_activations, check_activations
 from vescale_fsdp.engine.arguments import (
     axes_of,
     check_arguments,
@@ -58,6 +59,7 @@ def fully_shard(
     unused: Literal["auto", "zeros"] = "auto",
     in_flight: int = 2,
     broadcast_buffers: bool = False,
+    activations: Activations | None = None,
     gather_codec: QuantizedGather | None = None,
     reduce_codec: QuantizedReduce | None = None,
     gather: QuantizedGather | None = None,
@@ -115,6 +117,13 @@ def fully_shard(
             all before each forward that follows a synchronized one with gradients, as DDP does.
             One more message with all buffers. False, as in FSDP2: each rank keeps its own. Set it
             on the root.
+        activations: what is kept of the unit's forward for its backward. "recompute": its inputs;
+            backward runs the forward again. "offload": autograd's tensors are moved to the
+            host's pinned memory, and come back one unit ahead in backward; on the CPU nothing
+            is moved. "recompute+offload": both. A policy function, or a list of operators
+            whose outputs are kept, as for torch's ``create_selective_checkpoint_contexts``: the
+            rest is recomputed. None: all that autograd saves. Modules below the unit that are
+            units have their own value, others that of the unit.
         gather_codec: with a `QuantizedGather` all-gathers send weights in 8 bits, and forward
             computes with those. Their blocks become the granularity of parameters without one.
             Embeddings and heads are recognized by the names of their modules: call ``fully_shard``
@@ -146,6 +155,7 @@ def fully_shard(
 
     Raises:
         ValueError, AssertionError: as FSDP2 for the same mistake, with the same words.
+        ValueError: unknown ``activations``, or of a module that torch's composable checkpoint has.
         ValueError: a codec with a granularity that splits its blocks, with a dtype that the device
             lacks, or for a parameter that is smaller than a block, gathers itself or has a
             ``Shard(d)``; or passed by both of its names.
@@ -160,6 +170,7 @@ def fully_shard(
     modules = checked_modules(module)
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
+    check_activations(modules, activations)
     mesh = _default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
     row = row_of(sharding, axes.num_axes, accumulate, reshard_after_forward)
@@ -184,6 +195,7 @@ def fully_shard(
         for group in unit.groups:
             group.gradients.corrects = bool(reduce_codec and reduce_codec.error_feedback)
     mark_taken(params, unit)
+    unit.offloads_activations = apply_activations(modules, activations)
     for each in modules:
         register_hooks(each)
         swap_class(each)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
+from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
+from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
-from vescale_fsdp.engine.group import Group
+from vescale_fsdp.engine.group import Fetched, Group
 from vescale_fsdp.engine.reducing import Mail, Reducing
 from vescale_fsdp.engine.settling import (
     MEETING_TIMEOUT_S,
@@ -90,6 +91,7 @@ class Engine(Executor):
         )
         self.passes.rank = dist.get_rank()
         self.passes.title = f"model {self.number}"
+        self.activations = Offload()
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self._num_backwards = 0
         self._mail: Mail | None = None  # of the pass that runs
@@ -212,7 +214,7 @@ class Engine(Executor):
                 in_backward=in_backward,
             )
 
-    def fetch(self, unit: Unit) -> list[ThenCopy] | None:
+    def fetch(self, unit: Unit) -> list[Fetched] | None:
         """Start the all-gathers of ``unit`` with others. None: it must be gathered alone."""
         return None if self._mail is None else self._mail.fetch(unit)
 

@@ -12,9 +12,11 @@ has the sharded parameters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +33,13 @@ from vescale_fsdp.engine.slot import (
     register,
 )
 from vescale_fsdp.program.residency import State
+
+
+class Fetched(NamedTuple):
+    """A running all-gather of one group, in a message with others."""
+
+    work: ThenCopy
+    version: tuple[int, int]  # of the shard that was sent
 
 
 class Group(Parameters):
@@ -77,7 +86,8 @@ class Group(Parameters):
 
     def follow_conversions(self) -> None:
         """Update the shard if a submodule was converted, for example by ``module.to()``."""
-        if self.is_sharded and any(s.sharded._local_tensor is not s.local for s in self.slots):  # type: ignore[attr-defined]
+        locals_ = [slot.sharded._local_tensor for slot in self.slots]  # type: ignore[attr-defined]
+        if self.is_sharded and not all(map(operator.is_, locals_, [s.local for s in self.slots])):
             self.rebind()  # they have left the shard
 
     @property
@@ -87,12 +97,11 @@ class Group(Parameters):
         is_plain = is_plain and self._inner_shard is None and not self.is_on_meta
         return is_plain and not self.has_streams and self.num_shards > 1
 
-    def expect(self, work: ThenCopy, comm: Comm) -> None:
-        """Set the running all-gather. ``work.wait()`` writes to the full buffer."""
+    def expect(self, fetched: Fetched, comm: Comm) -> None:
+        """Set the running all-gather. ``fetched.work.wait()`` writes to the full buffer."""
         assert self.state is State.SHARDED, "nobody has started another"
         self.gradients.casts_first = comm.sends_sums
-        self._part, self._work = None, work
-        self._gathered_version = self.version
+        self._part, self._work, self._gathered_version = None, *fetched
         self.state = State.UNSHARDING
 
     def keep_writes(self) -> None:

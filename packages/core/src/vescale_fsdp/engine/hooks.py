@@ -33,6 +33,7 @@ from torch import nn
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine.activations import Kept
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
@@ -147,9 +148,12 @@ class _Call(boundary.Call):
         self.pass_number = engine.passes.num_passes
         self._unit, self._engine = unit, engine
         self._range: AbstractContextManager[object] | None = None  # of profilers
+        self.kept: Kept | None = None  # activations that are offloaded
 
     def pre_backward(self) -> None:
         self._unit.enter_backward(self)
+        if self.kept is not None:
+            self.kept.prefetch()
         with plain_tensors():
             self._engine.before_backward(self._unit)
         self._range = compat.recorded("backward", [self._unit.fqn])
@@ -159,6 +163,8 @@ class _Call(boundary.Call):
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
+        if self.kept is not None:
+            self.kept.finish()
         if self._unit.leave_backward(self):  # else another call is to come, and adds to gradients
             with plain_tensors():
                 self._engine.after_backward(self._unit)
@@ -222,6 +228,8 @@ def pre_forward(
     call = running.call = _Call(unit, engine)
     args, kwargs = boundary.enter(call, (args, kwargs))
     unit.open_calls.add(call)
+    if unit.offloads_activations and unit.has_streams:
+        call.kept = engine.activations.begin(unit, engine.units(), call.pass_number)
     return args, kwargs
 
 
@@ -235,6 +243,8 @@ def post_forward(unit: Unit, output: Any) -> Any:
         running.range.__exit__(None, None, None)
         running.range = None
     call, running.call = running.call, None
+    if call is not None and call.kept is not None:
+        call.kept.end()
     has_begun, running.has_begun = running.has_begun, False
     if has_begun:
         reachable = True

@@ -188,6 +188,12 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
+        states = self.__dict__[compat.COMPOSABLE_STATE]
+        twin.__dict__[compat.COMPOSABLE_STATE] = {  # of torch's other composable functions
+            of: copy.deepcopy(state, memo)
+            for of, state in states.items()
+            if not isinstance(state, State)
+        }
         register_state(twin, twin_unit)  # type: ignore[arg-type]
         for name in unit.forward_methods & self.__dict__.keys():
             register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]
@@ -362,6 +368,7 @@ _SET_BY_USERS = (
     "unshard_in_backward",
     "gives_zeros",
     "max_reductions",
+    "offloads_activations",
 )
 
 

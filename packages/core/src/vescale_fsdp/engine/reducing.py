@@ -23,13 +23,12 @@ from vescale_fsdp.dbuffer import (
     Comm,
     Flags,
     GatherMessage,
-    ThenCopy,
     hand_back,
     start_reduce_together,
 )
 from vescale_fsdp.engine.agreement import agree_on_frozen
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.group import Group, together
+from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.program.order import Bundles, Parcel, Program
@@ -80,7 +79,7 @@ class Mail:
         sizes = [each.layout.shard_size * each.full_dtype.itemsize for each in buffers]
         return Parcel(sum(sizes), None) if 0 < sum(sizes) <= self._small_bytes else None
 
-    def fetch(self, unit: Unit) -> list[ThenCopy] | None:
+    def fetch(self, unit: Unit) -> list[Fetched] | None:
         """Start the all-gather of ``unit``. Returns a handle to wait for, for each group.
 
         None: the unit must be gathered alone.
@@ -90,10 +89,11 @@ class Mail:
             return None
         if together:
             self._send(together)
-        letter = self._letters.pop(unit.index)
-        if letter.version == unit.version:
-            groups = enumerate(unit.groups, letter.first)
-            return [letter.message.take(index, group.buffer) for index, group in groups]
+        letter, version = self._letters.pop(unit.index), unit.version
+        if letter.version == version:
+            groups = enumerate(zip(unit.groups, version, strict=True), letter.first)
+            take = letter.message.take
+            return [Fetched(take(index, group.buffer), sent) for index, (group, sent) in groups]
         self._return(letter, len(unit.groups))
         self._when_stale(unit)
         return None

@@ -146,8 +146,7 @@ def register(slots: Sequence[Slot], params: Sequence[nn.Parameter]) -> None:
     """Register each of ``params`` in its modules."""
     for slot, param in zip(slots, params, strict=True):
         for module_ref, name in slot.sites:
-            module = module_ref()
-            if module is not None:
+            if (module := module_ref()) is not None:
                 module._parameters[name] = param
 
 
@@ -239,10 +238,11 @@ def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterab
             if not gets_one:
                 continue
             param = slot.sharded
-            if param.grad is None:
+            former = param.grad
+            if former is None:
                 param.grad = slot.wrap(local)
             else:
-                local_of(param.grad).add_(local_of(slot.wrap(local)))
+                local_of(former).add_(local_of(slot.wrap(local)))
             if param._post_accumulate_grad_hooks:
                 hooked.append(slot)
     for slot in hooked:

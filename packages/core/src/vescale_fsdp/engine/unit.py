@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import Comm, ThenCopy, hand_back, plain_tensors
+from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.axes import Row, comm_for
-from vescale_fsdp.engine.group import Group, together
+from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program.residency import Lease, Residency
@@ -45,7 +45,7 @@ class Owner(Protocol):
     def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
         """Called after a gradient of ``unit`` with ``num_elements`` elements was taken."""
 
-    def fetch(self, unit: Unit) -> list[ThenCopy] | None:
+    def fetch(self, unit: Unit) -> list[Fetched] | None:
         """Start the all-gathers in one message with others. None: not possible."""
 
 
@@ -109,6 +109,7 @@ class Unit(Residency):
         self.post_optim_event: torch.Event | None = None
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
+        self.offloads_activations = False
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
         self.engine: Owner | None = None
@@ -185,8 +186,8 @@ class Unit(Residency):
             check_materialized(self.modules(), self.slots())
         fetched = engine.fetch(self) if engine is not None and self.is_sharded else None
         if engine is not None and fetched is not None:
-            for group, work in zip(self.groups, fetched, strict=True):
-                group.expect(work, engine.comm(group))
+            for group, each in zip(self.groups, fetched, strict=True):
+                group.expect(each, engine.comm(group))
             return
         comms = [engine.comm(g) if engine else comm_for(g.axes) for g in self.groups]
         with together(self.groups, comms):
@@ -201,8 +202,8 @@ class Unit(Residency):
             group.keep_writes()
         fetched = self.engine.fetch(self)
         if fetched is not None:
-            for work in fetched:  # it writes what is there
-                work.wait()
+            for each in fetched:  # it writes what is there
+                each.work.wait()
             return
         for group in self.groups:
             comm = self.engine.comm(group)

@@ -252,7 +252,7 @@ class _Operands:
             return arg
         if self._is_alike(arg):
             return [item._local_tensor for item in arg]
-        if self.signature.has_lists and all(map(_is_number, arg)):  # as `local_beside` returns them
+        if self.signature.has_lists and _are_numbers(arg):  # as `local_beside` returns them
             return arg
         # All moves are under way before the first is waited for.
         found = [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
@@ -282,8 +282,9 @@ class _Operands:
         return result
 
 
-def _is_number(item: Any) -> bool:
-    return type(item) is torch.Tensor and not item.dim() and not item.requires_grad
+def _are_numbers(items: Sequence[Any]) -> bool:
+    kinds = set(map(type, items))
+    return kinds == {torch.Tensor} and not any(t.dim() or t.requires_grad for t in items)
 
 
 def _arrived(local: torch.Tensor | InFlight) -> torch.Tensor:
