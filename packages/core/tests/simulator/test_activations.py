@@ -1,0 +1,139 @@
+"""``activations="offload"``: what is moved to the host, and when, on a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_fsdp import fully_shard
+from vescale_fsdp.engine import activations
+from vescale_fsdp.testing import run_ranks
+
+from .simulator import simulated
+
+WIDTH, NUM_BLOCKS, NUM_ROWS = 32, 6, 64
+
+
+def on_simulator(run: Callable[[], Any], policy: str = "first", **options: Any) -> Any:
+    with simulated(policy, **options) as simulator:
+        with simulator, mock.patch.object(activations, "MIN_BYTES", 1024):
+            found = run()
+        simulator.device.synchronize()
+        return found, simulator
+
+
+class Shared(nn.Module):
+    """Saves one tensor three times, a view of it, a tensor of integers, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("mask", torch.ones(NUM_ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        q, k, v = self.q(y), self.k(y), self.v(y.view(2, -1, WIDTH)).view(-1, WIDTH)
+        return (q @ k.t()).softmax(-1) @ v * self.mask  # type: ignore[no-any-return]
+
+
+def check_what_is_moved() -> list[int]:
+    sizes: list[int] = []
+    real = activations.devices.Copies.to_host
+
+    def to_host(sources: Any) -> Any:
+        sizes.extend(len(source) for source in sources)
+        return real(sources)
+
+    def run() -> None:
+        model = nn.Sequential(Shared(), Shared())
+        for block in model:
+            fully_shard(block, activations="offload")
+        fully_shard(model)
+        with mock.patch.object(activations.devices.Copies, "to_host", to_host):
+            loss = model(torch.randn(NUM_ROWS, WIDTH)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    on_simulator(run)
+    return sizes
+
+
+def test_one_storage_is_moved_once_and_parameters_are_not() -> None:
+    rows, scores = 4 * NUM_ROWS * WIDTH, 4 * NUM_ROWS * NUM_ROWS
+    for sizes in run_ranks(check_what_is_moved, 2):
+        assert sorted(sizes[:5]) == [rows] * 4 + [scores]  # y, q, k, v; the softmax
+        assert len(sizes) == 2 * 5
+
+
+class Block(nn.Module):
+    """Saves 6 times as much as its input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.up(torch.tanh(x)))))
+
+
+def check_peak() -> dict[Any, int]:
+    peaks = {}
+    for wanted in (None, "offload"):
+
+        def run(wanted: Any = wanted) -> None:
+            model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+            for block in model:
+                fully_shard(block, activations=wanted)
+            fully_shard(model)
+            for _ in range(2):
+                model(torch.randn(64 * NUM_ROWS, WIDTH)).square().mean().backward()
+
+        peaks[wanted] = on_simulator(run)[1].allocator.peak_allocated
+    return peaks
+
+
+def test_the_device_holds_the_activations_of_two_units() -> None:
+    block = 64 * NUM_ROWS * WIDTH * 4 * (1 + 2 + 1)  # the results of tanh
+    for peaks in run_ranks(check_peak, 2):
+        saved = peaks[None] - peaks["offload"]
+        assert saved > (NUM_BLOCKS - 3) * block, (peaks, block)
+
+
+class Changes(nn.Module):
+    """Changes a tensor in place that autograd has saved: an input of an operator, or its output."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(WIDTH, WIDTH), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        y = torch.tanh(x) if self.what == "output" else x.sin()
+        (y if self.what == "output" else x).add_(1)
+        return y
+
+
+def check_changes(what: str, where: str) -> None:
+    def run() -> None:
+        module = Changes(what if where == "inside" else "nothing")
+        model = nn.Sequential(fully_shard(module, activations="offload"), nn.Linear(WIDTH, WIDTH))
+        if where == "outside":
+            module.forward = lambda x: torch.tanh(module.linear(x))  # type: ignore[method-assign]
+            model[0].register_forward_hook(lambda *args: args[-1].add_(1))
+        fully_shard(model)
+        model(torch.randn(NUM_ROWS, WIDTH)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="changed by an in-place operation after autograd"):
+        on_simulator(run)
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [("output", "inside"), ("input", "inside"), ("output", "outside")]
+)
+def test_a_tensor_that_is_changed_after_it_was_saved_raises(what: str, where: str) -> None:
+    run_ranks(check_changes, 2, what, where)
