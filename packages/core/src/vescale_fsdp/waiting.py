@@ -380,7 +380,7 @@ class _Watchdog:
         _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
         _in_time(lambda: _read(self._place, others, notes))
         _log.warning(
-            "rank %d has waited %g s for %s. %s The others: %s. It waits on",
+            "rank %d has waited %g s for %s. %s The others: %s. It goes on waiting",
             dist.get_rank(), self._seconds, self._doing, _last(), _known(others, notes),
         )  # fmt: skip
 
