@@ -59,7 +59,7 @@ def free_bytes(device: torch.device) -> int:
 
     On an accelerator: free memory, and unused memory that torch's allocator has cached. On a CPU:
     the available memory of the machine, divided by its ranks (``LOCAL_WORLD_SIZE``; all ranks of
-    the job if that is not set). On a CPU without Linux: 0.
+    the job if that is not set). For a CPU on a system other than Linux: 0.
     """
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -488,7 +488,7 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the same elements on the CPU. Copied only if it is not one yet."""
+    """A contiguous CPU tensor with the same elements. If ``tensor`` is one, the same memory."""
     if _STAND_INS and not is_pinned(tensor):
         return _empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to("cpu", memory_format=torch.contiguous_format).contiguous()

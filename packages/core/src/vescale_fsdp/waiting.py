@@ -21,7 +21,8 @@ can delay the end of the process. The communicator cannot be used again.
 it waits for and what the other ranks do. It goes on waiting.
 
 A note says what a rank waits for. It is a key in the store, one for each rank. A rank writes it
-only when a wait is long or has failed, so that other waits cost nothing.
+only when a wait is long or has failed, so that other waits cost nothing. Before a rank raises, it
+asks the store for the notes of the others.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def enter(step: str) -> None:
 
 
 def where() -> str:
-    """The step that this rank is in: the last argument of `enter`."""
+    """The step that this rank is in, from the last call of `enter`."""
     return _here.step
 
 

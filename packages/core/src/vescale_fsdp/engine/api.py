@@ -97,8 +97,8 @@ def fully_shard(
         accumulate: how a backward accumulates gradients while synchronization is off
             (``set_requires_gradient_sync(False)``, ``no_sync``). "unsharded": nothing is sent, and
             each rank keeps its own sum, as with FSDP2. "sharded": gradients are reduced along the
-            shard axis, and each rank keeps its shard, which takes less
-            memory. None is "sharded" for ``sharding="zero2"`` and "unsharded" for all others.
+            shard axis, and each rank keeps its shard, which takes less memory. None is "sharded"
+            for ``sharding="zero2"`` and "unsharded" for all others.
         granularity: the blocks that must not be split: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: split anywhere, with the least padding.
@@ -126,8 +126,8 @@ def fully_shard(
     Returns:
         ``module`` itself.
 
-    Cost: no communication in this call. Later, each unit has one all-gather in forward, one more
-    in backward if it was resharded, and one reduction per step. With replicas it also has one
+    Cost: no communication in this call. In a step, each unit has one all-gather in forward, one
+    more in backward if it was resharded, and one reduction. With replicas it also has one
     all-reduce of the shard. Memory between steps is the shard.
 
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
@@ -148,7 +148,8 @@ def fully_shard(
     instead of being freed. This shows views of them that are read too late.
 
     Raises:
-        ValueError, AssertionError: as FSDP2 for the same mistake, with the same words.
+        ValueError, AssertionError, RuntimeError: as FSDP2, with its words for the same mistake.
+        TypeError: a policy or the granularity has a wrong type.
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
             codec; a parameter with a codec is smaller than a block, gathers itself or has a
             ``Shard(d)``; or a codec is passed by both of its names.

@@ -1,8 +1,8 @@
 """Clips gradients by their total norm, sharded and plain ones together.
 
 The gradients of a group are views of one reduced shard, one after the other in memory. They are
-joined to one flat tensor without a copy, so that one kernel reads the shard once. A kernel for each
-of 1,500 small gradients would cost a few microseconds of host time each.
+joined to one flat tensor without a copy, so that one kernel reads the shard once. One kernel for
+each gradient would cost a few microseconds of host time each, and a model may have thousands.
 """
 
 from __future__ import annotations

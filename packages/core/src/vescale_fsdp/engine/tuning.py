@@ -229,6 +229,7 @@ class TuningMethods:
 
         Raises:
             AssertionError: custom collectives are set.
+            ValueError: the parameters are sent in 8 bits.
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_allocate_memory_from_process_group")
@@ -255,6 +256,7 @@ class TuningMethods:
 
         Raises:
             AssertionError: custom collectives are set.
+            ValueError: the parameters are sent in 8 bits.
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_symm_mem")

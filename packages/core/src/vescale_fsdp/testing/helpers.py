@@ -26,7 +26,7 @@ from vescale_fsdp.dbuffer import memory
 
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
-    """Assert, inside a rank, that ``value`` is the same on all ranks; no tolerance.
+    """Assert, inside a rank, that ``value`` is the same on all ranks, without a tolerance.
 
     Every rank must call it. ``value`` may nest lists, tuples, dicts and dataclasses known to
     pytree. Tensors must be plain ones: call ``full_tensor()`` first. NaN equals NaN.
