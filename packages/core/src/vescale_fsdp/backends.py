@@ -1,9 +1,9 @@
-"""Which backend of ``torch.distributed`` moves a tensor, by the group and the tensor's device.
+"""Which backend of ``torch.distributed`` runs the collectives of a group, by the tensor's device.
 
-``dist.get_backend`` does not say it: it returns what ``init_process_group`` was called with. That
-is "undefined" after a call without a backend, which on CUDA makes NCCL and nothing for the CPU; it
-is "cpu:gloo,cuda:nccl" after one with a backend for each device. So nothing else asks it. A group
-knows its backends itself, by device.
+``dist.get_backend`` does not tell: it returns what ``init_process_group`` was called with. After a
+call without a backend that is "undefined"; on CUDA such a call makes NCCL, and no backend for the
+CPU. After a call with one backend per device it is "cpu:gloo,cuda:nccl". So only this file calls
+it. The group itself knows its backends, by device type.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from vescale_fsdp import devices
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> Any:
-    """What runs the collectives of a group on tensors of a device; None if there is nothing.
+    """The backend that runs the collectives of a group on tensors of a device; None if none does.
 
-    None also for groups that are written in Python, and for a bare backend that is used as a group:
-    tests have them.
+    Also None for groups that are written in Python, and for a bare backend that is used as a
+    group. Tests have both.
     """
     try:
         return group._get_backend(torch.device(torch.device(device).type))
-    except (AttributeError, RuntimeError):  # NCCL's alone has none for the CPU
+    except (AttributeError, RuntimeError):  # a group with NCCL alone has none for the CPU
         return None
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
-    """The name of what runs the collectives of a group on tensors of a device: "nccl", "gloo".
+    """The name of the backend of a group for tensors of a device, such as "nccl" or "gloo".
 
-    Empty if there is nothing, as for the CPU where all is NCCL's. In lower case, whatever was
-    passed to ``init_process_group``.
+    Always in lower case. Empty if the group has no backend for the device. For example, a group
+    with NCCL alone has none for the CPU.
 
     Args:
         group: None for the default group.
@@ -43,11 +43,11 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device | str) ->
     name = _name_of(backend) or _configured(group).get(kind, "")
     if name or _device_types(group):
         return name
-    return _name_of(group)  # it takes tensors of any device
+    return _name_of(group)  # a bare backend, which takes tensors of any device
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """The names of all backends of a group, by the types of their devices.
+    """The names of all backends of a group, by device type.
 
     Args:
         group: None for the default group.
@@ -59,24 +59,24 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group is torch's stand-in for many ranks in one process, where nobody answers."""
+    """Whether a group has torch's "fake" backend: one process, and the other ranks do not exist."""
     return "fake" in backends_of(group).values()
 
 
 def spelling_of(group: dist.ProcessGroup) -> str:
-    """What to pass to ``dist.new_group`` for another group with the same backends."""
+    """The ``backend`` argument of ``dist.new_group`` for a group with the same backends."""
     try:
         return str(dist.get_backend(group))
-    except ValueError:  # torch has not made this one
+    except ValueError:  # torch has not made this group
         return ",".join(f"{kind}:{name}" for kind, name in backends_of(group).items())
 
 
 def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a tensor of ``device`` has to be for a collective of a group.
+    """The device to which a tensor of ``device`` has to be copied for a collective of a group.
 
-    There, if the group has a backend for it; else on the device that it has one for. With NCCL
-    alone, what rests on the CPU (parameters and gradients under ``CPUOffloadPolicy``) goes by the
-    accelerator.
+    It is ``device`` itself if the group has a backend for it, else the device of the group's first
+    backend. With NCCL alone, CPU tensors (parameters and gradients under ``CPUOffloadPolicy``) are
+    copied to the accelerator.
     """
     kinds = _device_types(group)
     if not kinds or device.type in kinds:
@@ -85,25 +85,28 @@ def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.d
 
 
 class Detour:
-    """A collective on a copy of a tensor, which the group cannot reach. Waits like a ``Work``."""
+    """A collective on a copy of a tensor, on a device for which the group has a backend.
+
+    It waits like a ``Work``.
+    """
 
     def __init__(self, work: dist.Work, there: torch.Tensor, here: torch.Tensor) -> None:
         self._work, self._there, self._here = work, there, here
 
     def wait(self) -> None:
-        """Wait, and bring the result to where it belongs."""
+        """Wait, and copy the result into the original tensor."""
         self._work.wait()
         with torch.no_grad():
             self._here.copy_(self._there)
 
 
 def _device_types(group: dist.ProcessGroup) -> list[str]:
-    """The types of the devices that a group says to have backends for; none if it does not say."""
+    """The device types for which a group has backends; none if the group does not tell."""
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def _configured(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backends that torch has made a group with, by device; none if it has not made it."""
+    """The backends with which torch made a group, by device type; none if torch did not make it."""
     try:
         config = dist.get_backend_config(group)
     except (TypeError, ValueError):
@@ -115,6 +118,6 @@ def _configured(group: dist.ProcessGroup) -> dict[str, str]:
 def _name_of(backend: Any) -> str:
     try:
         name = cast(str, backend.name()).lower()
-    except (AttributeError, RuntimeError):  # there is none, or it does not tell
+    except (AttributeError, RuntimeError):  # it is None, or has no name
         return ""
     return "" if name == "undefined" else name

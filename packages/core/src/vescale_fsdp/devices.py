@@ -1,4 +1,4 @@
-"""Devices: all that is asked of an accelerator, in one place. On a CPU most of it does nothing.
+"""Devices: everything that this package asks of an accelerator. On a CPU most of it does nothing.
 
 ::
 
@@ -6,27 +6,28 @@
     copy stream                      | cast of i + 1 |
     NCCL's streams                                   | gather i + 1 |
 
-The rule of memory on an accelerator: **one stream allocates and frees every buffer of the engine**
-(`Lane`: the stream that was current when the engine first ran on the device, so that of the model's
-compute), and frees it after it has waited for those that use it. What it frees it may allocate
-again at once, however far the host is ahead. So memory does not depend on the host, nothing is
-fragmented, and no ``record_stream`` is needed. The price: a gather starts when the compute that was
-queued before it has ended. That compute has used the memory that the gather writes to, so with two
-full buffers an earlier start is impossible.
+There is one rule for memory on an accelerator: **one stream allocates and frees every buffer of
+the engine** (`Lane`). It is the stream that was current when the engine first ran on the device:
+the stream of the model's compute. Before it frees a buffer, it waits for the streams that use the
+buffer. It can allocate freed memory again at once, however far the host is ahead. So peak memory
+does not depend on the host, memory is not fragmented, and these buffers need no
+``record_stream``. The price: an all-gather starts only when the compute that was queued before it
+has ended. That compute used the memory that the all-gather writes to. With two full buffers, an
+earlier start is impossible.
 
-A unit that a user runs on another stream uses memory of this one: its stream waits for the gather,
-and the engine's stream waits for it before the memory is freed (`Users`).
+A user may run a unit on another stream. That stream waits for the unit's all-gather. The engine's
+stream waits for that stream before it frees the unit's memory (`Users`).
 
-Two rules keep the copy stream within this:
+Tasks on the copy stream keep to the rule in two ways:
 
-* Each task on it begins after all that the current stream has queued so far: the memory that the
-  task is given may have been in use until then. Memory that a task allocates for itself is safe for
+* A task begins after all work that the current stream has queued so far. Until then, that work may
+  use the memory that the task reads or writes. Memory that the task allocates itself is safe for
   the same reason.
-* Who asked for a task waits for what it returns before a buffer of it is freed.
+* The caller of a task waits for the task's result before a buffer that the task uses is freed.
 
 Nothing else in this package names ``torch.cuda``, ``torch.accelerator``, ``is_pinned`` or
-``get_device_module`` (tests/test_devices.py). So a simulator of streams needs to stand in for one
-thing only (`stand_in`). Alternatives are in docs/design/cuda.md.
+``get_device_module``; a test checks this (tests/test_devices.py). So a simulator of streams has one
+thing to replace (`stand_in`). The alternatives are in docs/design/cuda.md.
 """
 
 from __future__ import annotations
@@ -41,22 +42,24 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-_HIGH_PRIORITY = -1  # a few short kernels that a gather waits for: before the blocks of a long one
+_HIGH_PRIORITY = -1  # all-gathers wait for these short kernels, so they run before a long one ends
 _NOTHING = nullcontext()
 _STAND_INS: dict[str, Any] = {}
 
 
 class Waitable(Protocol):
-    """What is under way: a ``Work``, or what waits like one."""
+    """An operation under way: a ``Work``, or an object that waits like one."""
 
     def wait(self) -> object:
-        """Return when it has ended (on CUDA: let the current stream wait for it)."""
+        """Wait until it has ended. On CUDA, the current stream waits, not the host."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this rank may allocate on a device; on a CPU its part of what is free.
+    """The bytes that this rank can allocate on a device.
 
-    Linux; elsewhere, on a CPU, 0.
+    On an accelerator: free memory, and unused memory that torch's allocator has cached. On a CPU:
+    the available memory of the machine, divided by its ranks (``LOCAL_WORLD_SIZE``; all ranks of
+    the job if that is not set). For a CPU on a system other than Linux: 0.
     """
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -72,7 +75,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def module_of(device: torch.device) -> Any:
-    """The module of a device with streams (``torch.cuda``, for example), or None."""
+    """Torch's module for a device with streams, for example ``torch.cuda``; else None."""
     found = _STAND_INS.get(device.type)
     if found is not None or device.type in ("cpu", "meta"):
         return found
@@ -81,7 +84,7 @@ def module_of(device: torch.device) -> Any:
 
 @contextmanager
 def stand_in(device_type: str, module: Any) -> Iterator[None]:
-    """Within it, take ``module`` for that of a type of devices. For simulators."""
+    """A context in which ``module`` replaces torch's module for a device type. For simulators."""
     before = _STAND_INS.get(device_type)
     _STAND_INS[device_type] = module
     _side_stream.cache_clear()
@@ -94,19 +97,21 @@ def stand_in(device_type: str, module: Any) -> Iterator[None]:
         _side_stream.cache_clear()
 
 
-# What there is
+# Which devices there are
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has one that can be used."""
+    """Whether this machine has an accelerator that torch can use."""
     return bool(_STAND_INS) or torch.accelerator.is_available()
 
 
 def accelerator_type(*, warns: bool = False) -> str | None:
-    """Its type, "cuda" for example; None without one (a build for CUDA alone has none).
+    """The type of this machine's accelerator, for example "cuda"; None if there is none.
+
+    A CUDA build of torch on a machine without a GPU returns None.
 
     Args:
-        warns: let torch say why it sees none.
+        warns: let torch warn why it finds none.
     """
     if not (warns or torch.accelerator.is_available()):
         return None
@@ -115,14 +120,14 @@ def accelerator_type(*, warns: bool = False) -> str | None:
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of a type that this process uses."""
+    """The device of this type that this process uses."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def made_current(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which ``device`` is the one that kernels are launched on."""
+    """A context in which kernels are launched on ``device``. Does nothing except on CUDA."""
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
@@ -161,19 +166,19 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def generator_state() -> torch.Tensor | None:
-    """That of the current CUDA device; None where CUDA is not used."""
+    """The state of the current CUDA device's random generator; None if CUDA is not in use."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.cuda.get_rng_state() if used else None
 
 
 def set_generator_state(state: torch.Tensor) -> None:
-    """Give the current CUDA device's generator a state. Does nothing without CUDA."""
+    """Set the state of the current CUDA device's random generator. Does nothing without CUDA."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operators on ``device`` use if none is passed."""
+    """The generator that random operators on ``device`` use by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -191,16 +196,16 @@ def has_streams(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """Where work of this thread is queued now; None without streams."""
+    """The stream on which this thread queues work now; None on a device without streams."""
     module = module_of(device)
     return None if module is None else module.current_stream(device)
 
 
 def wait_event(device: torch.device, event: Any) -> None:
-    """Let the current stream wait for an event. Does nothing without streams.
+    """Let the current stream wait for an event. Does nothing on a device without streams.
 
-    The stream is one of the device's own module: a generic one (``torch.accelerator``) passes over
-    the events of ``torch.cuda`` without a word.
+    The stream comes from the device's own module. A stream of ``torch.accelerator`` silently
+    ignores the events of ``torch.cuda``.
     """
     stream = current_stream(device)
     if stream is not None:
@@ -208,10 +213,11 @@ def wait_event(device: torch.device, event: Any) -> None:
 
 
 def start_beside(device: torch.device, start: Callable[[], Waitable | None]) -> Waitable | None:
-    """Call ``start`` on the copy stream, after what the current stream has queued so far.
+    """Call ``start`` on the copy stream, after all work that the current stream has queued so far.
 
-    Returns what lets the current stream wait for all that ``start`` has queued, and for what it
-    has returned. Without streams: what ``start`` returns.
+    Returns a `Waitable`. Its ``wait`` lets the current stream wait for all work that ``start`` has
+    queued, and for the `Waitable` that ``start`` returned. On a device without streams, this just
+    calls ``start`` and returns its result.
 
     Cost on the host: two events.
     """
@@ -227,9 +233,10 @@ def start_beside(device: torch.device, start: Callable[[], Waitable | None]) -> 
 
 @contextmanager
 def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
-    """Run on ``stream`` after what the current one has queued, and let that wait for it.
+    """A context in which work is queued on ``stream``.
 
-    None is the current one. Without streams it is passed over.
+    ``stream`` first waits for all work that the current stream has queued. At the end, the current
+    stream waits for ``stream``. Does nothing if ``stream`` is None, or on a device without streams.
     """
     module = module_of(device)
     if stream is None or module is None:
@@ -243,7 +250,7 @@ def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
 
 
 class _Beside:
-    """A task of the copy stream, and what it has started."""
+    """A task of the copy stream, and the collective or copy that it has started."""
 
     def __init__(self, device: torch.device, event: Any, work: Waitable | None) -> None:
         self._device, self._event, self._work = device, event, work
@@ -262,12 +269,12 @@ def _side_stream(device: torch.device, use: str) -> Any:
 
 
 class Lane:
-    """The stream of a device that allocates and frees, whichever stream is current.
+    """The one stream of a device that allocates and frees the engine's buffers.
+
+    It is the stream that was current at the first use. Other streams may be current later.
 
     Args:
-        device: of the memory.
-
-    The stream is the one that was current at the first use.
+        device: the device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -275,9 +282,11 @@ class Lane:
         self._stream: Any = None
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context on the stream, after what the current one has queued so far.
+        """A context in which work is queued on this stream.
 
-        Cost on the host: a comparison; where another stream is current, two events.
+        The stream first waits for all work that the current stream has queued so far.
+
+        Cost on the host: a comparison; if another stream is current, an event and a wait for it.
         """
         if self.is_current:
             return _NOTHING
@@ -287,7 +296,7 @@ class Lane:
 
     @property
     def is_current(self) -> bool:
-        """Whether what is queued now is queued on the stream."""
+        """Whether this is the current stream (always, on a device without streams)."""
         if self._module is None:
             return True
         current = self._module.current_stream(self._device)
@@ -296,28 +305,35 @@ class Lane:
         return bool(current == self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for it."""
+        """Let the current stream wait for this one."""
         if not self.is_current:
             self._module.current_stream(self._device).wait_stream(self._stream)
 
     def borrow(self, tensor: torch.Tensor) -> None:
-        """Have memory of the current stream kept until the lane has done what it queues next.
+        """Keep the memory of a tensor of the current stream until this stream has read it.
 
-        For what autograd has made on a user's stream and the lane reads: nobody is kept waiting.
+        It is for gradients that autograd made on a user's stream. It uses ``record_stream``, so no
+        stream waits.
         """
         if not self.is_current:
             tensor.record_stream(self._stream)
 
 
 class Users:
-    """The streams that use what was gathered. One, except where a user runs units on several."""
+    """The streams that use a unit's unsharded parameters.
+
+    There is one, unless a user runs the unit on several streams.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, module_of(device)
         self._streams: list[Any] = []
 
     def add(self) -> None:
-        """The current stream is one. The first has waited for the gather, others wait for it."""
+        """Add the current stream.
+
+        The first stream has already waited for the all-gather. Each other one waits for the first.
+        """
         if self._module is None:
             return
         current = self._module.current_stream(self._device)
@@ -328,7 +344,7 @@ class Users:
         self._streams.append(current)
 
     def end(self) -> None:
-        """The current stream, which is to free the memory, waits for all of them."""
+        """Let the current stream, which frees the memory next, wait for all of them."""
         if self._streams:
             current = current_stream(self._device)
             for stream in self._streams:
@@ -341,7 +357,7 @@ class Users:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie on one device, so that a kernel may use both."""
+    """Whether two tensors are on one device, so that one kernel can use both."""
     if _STAND_INS and one.device.type in _STAND_INS:
         module = _STAND_INS[one.device.type]
         return bool(module.is_on_host(one) == module.is_on_host(other))
@@ -349,7 +365,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def brought_to(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``source``, copied to where ``target`` lies if that is on another device. The host waits."""
+    """``source`` on the device of ``target``. If it has to be copied, the host waits."""
     if is_same(target, source):
         return source
     there = _empty_pinned(source.shape, source.dtype) if _STAND_INS else None
@@ -364,7 +380,8 @@ def empty(
     """A flat, uninitialised tensor.
 
     Args:
-        pins: of one on the CPU: allocate it so that copies to an accelerator are asynchronous.
+        pins: allocate a CPU tensor in pinned memory, so that copies to an accelerator are
+            asynchronous.
     """
     if pins and device.type == "cpu":
         return _empty_pinned((num_elements,), dtype)
@@ -380,13 +397,13 @@ def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the CPU can be copied to an accelerator, and from it, asynchronously."""
+    """Whether a CPU tensor is in pinned memory: copies to and from an accelerator are async."""
     module = _STAND_INS.get("cpu")
     return bool(module.is_on_host(tensor)) if module is not None else tensor.is_pinned()
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, copied to memory that is pinned if it is not."""
+    """A CPU tensor in pinned memory. It is copied if it is not pinned yet."""
     if is_pinned(tensor):
         return tensor
     return tensor.pin_memory() if not _STAND_INS else _empty_pinned_like(tensor)
@@ -397,10 +414,12 @@ def _empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, and cast, without keeping the host waiting if ``source`` is pinned.
+    """Copy and cast ``source`` into ``target``. The host does not wait if ``source`` is pinned.
 
-    Torch casts before it moves, on the CPU and into memory that is not pinned; so what comes from
-    another device moves first. Memory for that: of the size of ``source``.
+    From the CPU, torch's ``copy_`` casts first, into memory that is not pinned, and then copies to
+    the accelerator. So if the devices and dtypes differ, this first copies and then casts.
+
+    Memory in that case: a temporary tensor of the size of ``source`` on the target's device.
     """
     if not is_same(source, target) and source.dtype != target.dtype:
         moved = torch.empty(source.shape, dtype=source.dtype, device=target.device)
@@ -409,7 +428,7 @@ def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor of numbers that the host has, which does not wait for the device."""
+    """A flat tensor of numbers from the host. The host does not wait for the device."""
     if not has_streams(device):
         return torch.tensor(values, dtype=dtype, device=device)
     module = _STAND_INS.get(device.type)
@@ -421,10 +440,10 @@ def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 class Arrival:
-    """A copy on its way to pinned memory on the host.
+    """A copy to pinned memory on the host that is under way.
 
     Attributes:
-        value: not to be read before `wait`.
+        value: the copy. Do not read it before `wait`.
     """
 
     def __init__(self, value: torch.Tensor, source: torch.Tensor, event: Any) -> None:
@@ -433,26 +452,26 @@ class Arrival:
         self._event = event
 
     def wait(self) -> torch.Tensor:
-        """Keep the host waiting until it is there."""
+        """Let the host wait until the copy has ended; returns it."""
         self._event.synchronize()
         self._source = None
         return self.value
 
     def release(self) -> None:
-        """Give up what is copied from. The current stream, which frees it, waits for the copy."""
+        """Free the source. The current stream, which frees it, first waits for the copy."""
         if self._source is not None:
             wait_event(self._source.device, self._event)
             self._source = None
 
 
-_LAST: dict[torch.device, Arrival] = {}  # whose source is still held
+_LAST: dict[torch.device, Arrival] = {}  # the last copy from each device
 
 
 def moved_to_host(source: torch.Tensor) -> Arrival:
-    """Start to copy ``source``, of a device with streams, to pinned memory, beside the compute.
+    """Start to copy ``source`` from a device with streams to pinned memory, beside the compute.
 
-    ``source`` stays in memory until the copy is waited for, or the next one begins on the
-    device: the current stream waits for the copy then.
+    ``source`` stays in memory until the copy is waited for, or until the next copy from the device
+    begins. In the second case the current stream waits for this copy first.
     """
     device = source.device
     former = _LAST.pop(device, None)
@@ -513,25 +532,25 @@ def _copied(
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order in the host's memory; the same memory where they are so."""
+    """A contiguous CPU tensor with the same elements. If ``tensor`` is one, the same memory."""
     if _STAND_INS and not is_pinned(tensor):
         return _empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to("cpu", memory_format=torch.contiguous_format).contiguous()
 
 
 class Staging:
-    """Copies of many tensors in the host's memory, for which the host waits once.
+    """Copies many tensors to the host's memory. The host waits once, for all of them.
 
-    From a device they go to pinned memory, in slabs of 64 MiB (larger tensors have their own), as
-    torch's host allocator rounds each request up to a power of two.
+    Copies from an accelerator share slabs of pinned memory of 64 MiB; a larger tensor has its own.
+    The slabs save memory: torch's host allocator rounds each request up to a power of two.
     """
 
     def __init__(self) -> None:
-        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of it
+        self._slab = torch.empty(0, dtype=torch.uint8)  # the unused part of the last slab
         self._devices: dict[torch.device, None] = {}
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in row-major order. Not to be read before `wait`."""
+        """A contiguous copy. Do not read it before `wait`."""
         if module_of(tensor.device) is None or (_STAND_INS and is_pinned(tensor)):
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
         num_bytes = tensor.numel() * tensor.dtype.itemsize
@@ -545,7 +564,7 @@ class Staging:
         return staged
 
     def wait(self) -> None:
-        """Keep the host waiting until all copies are there."""
+        """Let the host wait until all copies have ended."""
         for device in self._devices:
             current_stream(device).record_event().synchronize()
 
@@ -554,10 +573,10 @@ _STAGED_BYTES, _STAGED_ALIGNMENT = 64 << 20, 64
 
 
 def private_memory(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which this thread allocates what only full buffers share.
+    """A context in which this thread allocates from a memory pool for full buffers only.
 
-    They come and go in few sizes. Among activations they would leave holes that the others cut up.
-    Elsewhere than on CUDA: nothing.
+    Full buffers have few sizes and are often freed. Between activations they would leave holes,
+    which allocations of other sizes would fragment. Does nothing on devices other than CUDA.
     """
     module = _STAND_INS.get(device.type)
     if module is not None:

@@ -1,28 +1,28 @@
-"""Waiting for other ranks on the CPU: always with a limit, and with an error that says what
-happened.
+"""Waits for other ranks on the CPU, with a time limit and an error that says what happened.
 
-A rank that parts from the others (it has a batch more, raises, or is killed) leaves them in a
-collective that it does not join. Every wait of ours goes through this file::
+A rank may have one batch more than the others, raise an exception, or be killed. The other ranks
+then wait in a collective that it does not join. Every wait of this package goes through this file::
 
     rank 0   waits for the gather of 'b' --- limit ---> note, closes connections, asks, raises
     rank 1   waits for the reduction of 'a' ----------------> cut off: note, asks, raises
     rank 2   computes, sleeps or has died             (no note; its next wait raises at once)
 
-``VESCALE_FSDP_TIMEOUT_S`` is the limit in seconds: 60 by default on the CPU; 0 or ``inf`` for none
-but that of ``init_process_group``, which holds too where it is shorter. On an accelerator a
-collective does not block the host, and NCCL's watchdog ends it; only what ranks tell each other
-through the store ends here.
+``VESCALE_FSDP_TIMEOUT_S`` is the limit in seconds. The default on the CPU is 60. With 0 or ``inf``
+only the timeout of ``init_process_group`` holds. That timeout also holds if it is shorter. On an
+accelerator a collective does not block the host, and NCCL's watchdog ends it. Then the limit
+(600 by default) is only for messages through the store.
 
-To close is to have a receive time out: gloo then closes all connections of the communicator, as it
-does when a process dies. So everything under way on it ends with an error, on all of its ranks. Its
-buffers are not written any more, and no thread stays in it that could delay the end of the process.
-It cannot be undone.
+A rank closes the connections of a gloo communicator by a receive that times out: gloo then closes
+all of them, as it does when a process dies. So every operation under way on the communicator ends
+with an error, on all of its ranks. Its buffers are not written any more, and none of its threads
+can delay the end of the process. The communicator cannot be used again.
 
-``VESCALE_FSDP_WATCHDOG_S``: after so many seconds of a wait, this rank logs what it waits for, and
-what the others do, and goes on waiting.
+``VESCALE_FSDP_WATCHDOG_S`` is also in seconds. When a wait has taken so long, this rank logs what
+it waits for and what the other ranks do. It goes on waiting.
 
-A note is a key in the store, by the rank. It is written when a wait is long or has failed, so that
-it costs nothing before.
+A note says what a rank waits for. It is a key in the store, one for each rank. A rank writes it
+only when a wait is long or has failed, so that other waits cost nothing. Before a rank raises, it
+asks the store for the notes of the others.
 """
 
 from __future__ import annotations
@@ -51,35 +51,35 @@ VARIABLE, WATCHDOG = "VESCALE_FSDP_TIMEOUT_S", "VESCALE_FSDP_WATCHDOG_S"
 _UNWATCHED = contextlib.nullcontext()
 _log = logging.getLogger(__name__)
 _ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
-_LONG_S = 15.0  # after this, or a quarter of the limit, a wait is worth a note
-_GRACE_S = 1.0  # for the notes of ranks that have just been cut off
-_STORE_S = 2.0  # for the store to answer when it is asked for them
+_LONG_S = 15.0  # after this, or a quarter of the limit, a waiting rank writes a note
+_GRACE_S = 1.0  # time for ranks that have just been cut off to write their notes
+_STORE_S = 2.0  # time for the store to answer
 _FOREVER_S = 1e8
-_CLOSING_TAG = 1 << 30  # of a message that nobody sends
-# Gloo may still write to what has been given to it.
+_CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
+# Gloo may still write to these tensors after the receive has timed out.
 _KEPT: list[Any] = []
 
 
 class Waitable(Protocol):
-    """What is under way: a ``Work``, or what waits like one."""
+    """An operation under way: a ``Work``, or an object that waits like one."""
 
     def wait(self) -> Any:
         """Return when it has ended."""
 
 
 class _Here:
-    """What this rank does and has done, for the notes."""
+    """What this rank does now and did last, for the notes."""
 
-    subject: str | None = None  # of the wait that is under way
+    subject: str | None = None  # what it waits for; None: only the kind of collective
     step = "before the first pass"
-    last: tuple[str, str, float] | None = None  # what it waited for before, where, until when
+    last: tuple[str, str, float] | None = None  # the last wait: for what, in which step, its end
     fault = ""  # why connections are closed
-    world: weakref.ref[dist.ProcessGroup] | None = None  # that `places` belong to
+    world: weakref.ref[dist.ProcessGroup] | None = None  # the default group of `_places`
 
 
 _here = _Here()
 _places: list[tuple[Any, tuple[int, ...]]] = []  # stores for notes, and the ranks that share each
-# Communicators of ours, each with the default group that it was made beside.
+# The communicators that this package made, each with the default group of that time.
 _ours: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _ours = weakref.WeakKeyDictionary()
 _closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -89,10 +89,11 @@ _closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def limit_s(group: dist.ProcessGroup | None = None) -> float:
-    """Seconds that a rank waits for others; ``inf`` for no limit.
+    """The seconds that a rank waits for others; ``inf`` for no limit.
 
     Args:
-        group: whose ranks exchange something through the store; None for a collective on the CPU.
+        group: the group whose ranks exchange a message through the store; None for a collective
+            on the CPU.
 
     Raises:
         ValueError: ``VESCALE_FSDP_TIMEOUT_S`` is not a number of seconds.
@@ -121,7 +122,7 @@ def _has_accelerator() -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta | None:
-    """That of ``init_process_group`` or ``new_group``; None if it is not known."""
+    """The timeout of a group, from ``init_process_group`` or ``new_group``; None if unknown."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(backend_of(group, device), "options", None)  # type: ignore[arg-type]
         timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
@@ -143,17 +144,17 @@ def _delta(seconds: float) -> datetime.timedelta:
 
 
 def enter(step: str) -> None:
-    """Say where this rank is from now on: "in forward of ..."."""
+    """Set the step that this rank is in, for reports: "in forward of ..."."""
     _here.step = step
 
 
 def where() -> str:
-    """Where this rank is, as `enter` was told."""
+    """The step that this rank is in, from the last call of `enter`."""
     return _here.step
 
 
 def wait(work: Waitable, what: str) -> Any:
-    """Wait for ``work``, which is ``what`` in a report; returns what its ``wait`` returns."""
+    """Wait for ``work`` and return the result of its ``wait``. Reports call it ``what``."""
     _here.subject = what
     try:
         return work.wait()
@@ -162,7 +163,10 @@ def wait(work: Waitable, what: str) -> Any:
 
 
 class Named:
-    """Within it, what is started is ``what`` in a report: that fails where no rank is connected."""
+    """A context in which reports call a collective ``what``.
+
+    A collective is started in it, because the start fails if connections are closed.
+    """
 
     __slots__ = ("_what",)
 
@@ -177,12 +181,12 @@ class Named:
 
 
 class Bounded:
-    """A collective under way on the CPU. Waits like a ``Work``, but not for longer than the limit.
+    """A collective under way on the CPU. It waits like a ``Work``, up to the limit.
 
     Args:
-        work: whose ``wait`` may be called again after it has timed out.
-        group: of the ranks.
-        what: in words, if `wait` is not told.
+        work: the collective. Its ``wait`` may be called again after it has timed out.
+        group: its process group.
+        what: its name in a report, unless the function `wait` sets another.
     """
 
     __slots__ = ("_group", "_what", "_work")
@@ -194,7 +198,7 @@ class Bounded:
         """Return when it has ended.
 
         Raises:
-            RankMismatchError: a rank has not come in time, or is no longer connected.
+            RankMismatchError: a rank did not join in time, or is no longer connected.
         """
         started = time.monotonic()
         try:
@@ -224,9 +228,10 @@ class Bounded:
 
 
 class Ending:
-    """``work``, of which one can ask whether it has ended. Waits like it.
+    """A wrapper of ``work`` that can also tell whether it has ended.
 
-    On the CPU a thread waits: what receives by itself knows of its end only when it is waited for.
+    On the CPU a thread waits for ``work``: an object that receives messages itself notices its end
+    only in its ``wait``.
     """
 
     def __init__(self, work: Waitable, *, has_streams: bool) -> None:
@@ -247,7 +252,7 @@ class Ending:
         self._ended.set()
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it has, waiting so long at most."""
+        """Whether it has ended. Waits for at most ``seconds``."""
         if self._is_ready is None:
             return self._ended.wait(seconds)
         end = time.monotonic() + seconds
@@ -258,7 +263,7 @@ class Ending:
         return True
 
     def wait(self) -> None:
-        """Return when it has ended, or raise as it does."""
+        """Return when it has ended. Raises the error of ``work``."""
         if self._is_ready is not None:
             self._work.wait()
             return
@@ -270,7 +275,10 @@ class Ending:
 def bounded(
     work: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str
 ) -> dist.Work:
-    """``work`` on ``tensor`` with a limit, where waiting for it blocks this thread."""
+    """Return ``work`` with a time limit if ``tensor`` is on the CPU; else ``work`` itself.
+
+    On the CPU, a wait for a collective blocks this thread.
+    """
     if tensor.device.type != "cpu" or not isinstance(work, dist.Work):
         return work  # type: ignore[no-any-return]
     group = group or dist.group.WORLD
@@ -279,15 +287,15 @@ def bounded(
 
 
 def finish(what: str) -> None:
-    """Remember that this rank has done ``what``, or what `wait` was told."""
+    """Record that this rank has finished ``what``, or what the function `wait` was told."""
     _here.last = (_here.subject or what, _here.step, time.monotonic())
 
 
 def deadline_for(group: dist.ProcessGroup) -> float | None:
-    """The time at which a wait that begins now ends; None if the group's own timeout is enough.
+    """The latest end of a wait that begins now; None if the group's own timeout is enough.
 
-    For what cannot be waited for again: gloo's sends and receives, whose limit replaces that of
-    the group.
+    It is for gloo's sends and receives. They cannot be waited for again after a timeout, and their
+    limit replaces the timeout of the group.
     """
     limit = limit_s()
     if math.isinf(limit):
@@ -296,7 +304,7 @@ def deadline_for(group: dist.ProcessGroup) -> float | None:
 
 
 def wait_until(work: dist.Work, deadline: float | None) -> None:
-    """Wait for a send or a receive; connections are closed when it times out."""
+    """Wait for a send or a receive. If it times out, gloo closes the connections."""
     if deadline is None:
         work.wait()
     else:
@@ -310,11 +318,12 @@ def store_wait(
 
     Args:
         seconds: the limit.
-        ranks: global ones, that this rank waits for.
-        what: in words.
+        ranks: the global ranks that this rank waits for.
+        what: the name of the wait in a report.
 
     Raises:
-        dist.DistError: they were not set in time (``dist.DistStoreError``), or the store is gone.
+        dist.DistError: the keys were not set in time (``dist.DistStoreError``), or the store is
+            gone.
     """
     first = min(seconds / 4, _LONG_S)
     with watched(what, ranks):
@@ -332,11 +341,11 @@ def store_wait(
 def watched(
     what: str, ranks: dist.ProcessGroup | Sequence[int]
 ) -> contextlib.AbstractContextManager[object]:
-    """Within it this rank waits; if that takes longer than the watchdog's time, it is logged.
+    """A context around a wait. It logs the wait if it takes longer than the watchdog's time.
 
     Args:
-        what: in words.
-        ranks: that it waits for, as a group or global ones.
+        what: the name of the wait in the log.
+        ranks: the ranks that this rank waits for: a group, or global ranks.
     """
     text = os.environ.get(WATCHDOG)
     seconds = _parsed(text, WATCHDOG) if text else math.inf
@@ -348,7 +357,7 @@ def watched(
 
 
 class _Watchdog:
-    """A timer. Cost: a thread for each wait."""
+    """The timer of `watched`. Cost: one thread for each wait."""
 
     def __init__(self, seconds: float, doing: str, ranks: Sequence[int]) -> None:
         self._seconds, self._doing, self._ranks = seconds, doing, ranks
@@ -372,13 +381,13 @@ class _Watchdog:
         _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
         _in_time(lambda: _read(self._place, others, notes))
         _log.warning(
-            "rank %d has waited %g s for %s. %s The others: %s. It waits on",
+            "rank %d has waited %g s for %s. %s The others: %s. It goes on waiting",
             dist.get_rank(), self._seconds, self._doing, _last(), _known(others, notes),
         )  # fmt: skip
 
 
 def _known(others: Sequence[int], notes: dict[int, str]) -> str:
-    """What other ranks do, as far as their notes tell."""
+    """A text that says what each other rank does, according to its note."""
     return "; ".join(
         f"rank {rank} {notes[rank]}"
         if rank in notes
@@ -394,9 +403,9 @@ def _known(others: Sequence[int], notes: dict[int, str]) -> str:
 def failure(
     error: RuntimeError, group: dist.ProcessGroup, what: str, started: float
 ) -> RankMismatchError:
-    """The error to raise in place of ``error``, which a wait since ``started`` has ended with.
+    """The error to raise in place of ``error``, with which a wait since ``started`` has ended.
 
-    Closes the connections of ``group`` and of all communicators of ours.
+    Closes the connections of ``group`` and of all communicators that this package made.
     """
     if isinstance(error, RankMismatchError):
         return error
@@ -419,7 +428,10 @@ def failure(
 
 
 def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] = ()) -> str:
-    """What this rank did last, and where the others of ``ranks`` are; after `close`."""
+    """Write a note, `close` the connections, and return a text for an error.
+
+    The text says what this rank finished last, and what the others of ``ranks`` do.
+    """
     place, last = _place_of(ranks), _last()
     _in_time(lambda: _write(place, note))
     close(groups, "")
@@ -430,10 +442,10 @@ def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] 
 
 
 def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
-    """Close the connections of ``groups`` and of all communicators of ours, for good.
+    """Close the connections of ``groups`` and of all communicators that this package made.
 
-    What is under way on them ends with an error, here and on the other ranks. Does nothing with
-    other backends than gloo.
+    Operations under way on them end with an error, on this rank and on the others. The groups
+    cannot be used again. Does nothing for backends other than gloo.
     """
     _here.fault = _here.fault or why
     ours = [group for group, world in _ours.items() if world() is dist.group.WORLD]
@@ -456,7 +468,7 @@ def is_closed(group: dist.ProcessGroup) -> bool:
 
 
 def register(group: dist.ProcessGroup) -> None:
-    """``group`` is a communicator of ours, that nobody else uses."""
+    """Record that this package made ``group``. `close` closes its connections too."""
     world = dist.group.WORLD
     assert world is not None, "a group has been made"
     _ours[group] = weakref.ref(world)
@@ -490,7 +502,10 @@ def _last() -> str:
 
 
 def watch(store: Any, ranks: Sequence[int]) -> None:
-    """Use ``store`` for the notes of ``ranks``: no process before has used it, all of them do."""
+    """Use ``store`` for the notes of ``ranks``.
+
+    All of ``ranks`` use this store, and no earlier job has used it.
+    """
     world = dist.group.WORLD
     assert world is not None, "there is a store"
     if _here.world is None or _here.world() is not world:
@@ -502,7 +517,7 @@ def watch(store: Any, ranks: Sequence[int]) -> None:
 
 
 def _place_of(ranks: Sequence[int]) -> Any:
-    """The store where the notes of ``ranks`` are; None if there is none."""
+    """The store with the notes of ``ranks``; None if there is none."""
     world = dist.group.WORLD
     if _here.world is None or _here.world() is not world:
         return None
@@ -515,7 +530,10 @@ def _write(place: Any, note: str) -> None:
 
 
 def _read(place: Any, ranks: Sequence[int], notes: dict[int, str]) -> None:
-    """Collect the notes of ``ranks``. Those that have been cut off just now write theirs."""
+    """Read the notes of ``ranks`` into ``notes``.
+
+    Waits up to `_GRACE_S` for missing notes, because ranks that were just cut off are writing them.
+    """
     if place is None:
         return
     deadline = time.monotonic() + _GRACE_S
@@ -531,14 +549,14 @@ def _read(place: Any, ranks: Sequence[int], notes: dict[int, str]) -> None:
 
 @contextlib.contextmanager
 def _noted(place: Any, doing: str) -> Any:
-    """Within it, a note says that this rank waits."""
+    """A context in which this rank's note says that it waits."""
     _in_time(lambda: _write(place, f"waits for {doing}"))
     yield
     _in_time(lambda: _write(place, ""))
 
 
 def _in_time(ask: Callable[[], None]) -> None:
-    """Call ``ask``, which uses the store; go on without it if that does not answer or is gone."""
+    """Call ``ask``, which uses the store. Give up if the store does not answer or is gone."""
 
     def run() -> None:
         with contextlib.suppress(Exception):

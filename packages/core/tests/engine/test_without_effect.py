@@ -131,7 +131,7 @@ def check_arguments_below_the_root() -> None:
             step(model)
         (text,) = found
         assert text.startswith(f"fully_shard: {name}={value!r} of 'layers.0' (and 2 more)")
-        assert f"the outermost module (MLP); there is {name}={there!r}" in text
+        assert f"the outermost module (MLP); the root has {name}={there!r}" in text
         for options in ({"all": True}, {"all": False}):  # all units, or the root alone
             model = make(MLP)
             for layer in model.layers:
@@ -162,7 +162,7 @@ def check_setters_below_the_root() -> None:
     zeros = sharded(unused="zeros")
     with warnings_of() as found:
         zeros.set_reduce_scatter_unused_params(False)
-    assert "unused='zeros', which holds" in found[0]
+    assert "unused='zeros', which has precedence" in found[0]
 
 
 def test_settings_of_roots_warn_on_other_units() -> None:

@@ -1,15 +1,16 @@
-"""Reads checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, and universal ones, without DeepSpeed.
+"""Reads DeepSpeed's checkpoints without DeepSpeed: of ZeRO stages 1, 2 and 3, and universal ones.
 
-Weights are those in fp32 that the optimizer keeps. The files are pickles. They are read by an
-unpickler that builds tensors and plain containers only; an object of any other class becomes an
-empty stand-in, and no code of its module runs.
+Weights are read from the optimizer's fp32 copies. The files are pickles. The unpickler builds only
+tensors and plain containers. An object of any other class becomes an empty placeholder, and no code
+of its module runs.
 
-Where the elements of a parameter are, in the files ``zero_pp_rank_R_mp_rank_00_optim_states.pt``::
+The files ``zero_pp_rank_R_mp_rank_00_optim_states.pt`` have the elements of parameters like this::
 
     stages 1, 2   the parameters of a group one after the other, in equal partitions over the ranks:
                   a parameter is a fragment on each of some consecutive ranks
     stage 3       each rank has ceil(numel / ranks) elements of each parameter
-    universal     a folder for each parameter: zero/NAME/fp32.pt, exp_avg.pt, ...
+
+A universal checkpoint has a folder for each parameter: ``zero/NAME/fp32.pt``, ``exp_avg.pt``, ...
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from vescale_fsdp.errors import (
 
 _LATEST, _MODEL, _ZERO = "latest", "mp_rank_00_model_states.pt", "zero"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# Keys of DeepSpeed's own in its model states; the others are the user's ``client_state``.
+# The keys of model states that DeepSpeed itself writes. Others are the user's ``client_state``.
 _OWN = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -52,7 +53,10 @@ Fragments = list[torch.Tensor]  # flat, one after the other
 
 
 def folder_of(path: Path) -> Path | None:
-    """The folder of a DeepSpeed checkpoint: ``path``, or the one that its ``latest`` names."""
+    """The folder of a DeepSpeed checkpoint: ``path``, or the folder that its ``latest`` names.
+
+    None if it is not a DeepSpeed checkpoint.
+    """
     if not path.is_dir():
         return None
     if (path / _ZERO).is_dir() or any(_OPTIMIZER.fullmatch(each.name) for each in path.iterdir()):
@@ -69,12 +73,13 @@ def folder_of(path: Path) -> Path | None:
 class ZeroCheckpoint:
     """An open checkpoint; see `sources.Source`.
 
-    Memory: files are mapped, and read when a tensor is.
+    Memory: files are mapped. Their bytes are read when a tensor is read.
 
     Raises:
         CheckpointIncompleteError: a file of a rank is missing.
         CheckpointCorruptError: a file is not in this format, or parameters are not whole.
-        CheckpointMismatchError: it has tensor or pipeline parallelism, or experts.
+        CheckpointMismatchError: it was saved with tensor or pipeline parallelism, experts or
+            ``elastic_checkpoint``.
     """
 
     format = "deepspeed"
@@ -192,7 +197,7 @@ class ZeroCheckpoint:
         shapes: dict[str, Any],
         masters: list[torch.Tensor],
     ) -> dict[str, list[tuple[int, int]]]:
-        """For each parameter of a group: its start and size in the partition of each rank."""
+        """The start and size of each parameter of a group, in the partition of each rank."""
         if all("param_slice_mappings" in rank for rank in ranks):
             maps = [rank["param_slice_mappings"][number] for rank in ranks]
             return {
@@ -263,7 +268,7 @@ class ZeroCheckpoint:
         self._take_options(common["param_groups"])
 
     def _take_module(self, states: dict[str, Any]) -> None:
-        """Frozen parameters, buffers, tied names; and the model's values, in its own order."""
+        """Add frozen parameters, buffers and tied names, in the order of the model's state dict."""
         module = states["module"]
         frozen = states.get("frozen_param_shapes") or {}
         files = sorted(
@@ -286,9 +291,9 @@ class ZeroCheckpoint:
             elif isinstance(value, torch.Tensor) and (value.numel() or not every):
                 self._add(tensor, value.shape, [value.reshape(-1)])
             else:
-                continue  # tied to another name, which stage 3 does not keep
+                continue  # a tied name, which stage 3 does not store
             self.texts["model"][name] = {"$tensor": tensor}
-        for name in self._tensors_of_groups():  # of wrappers that the module's state leaves out
+        for name in self._tensors_of_groups():  # also names that the module's state leaves out
             self.texts["model"].setdefault(name, {"$tensor": f"model.{name}"})
 
     def _tensors_of_groups(self) -> Iterator[str]:
@@ -296,7 +301,7 @@ class ZeroCheckpoint:
             yield from shapes
 
     def _take_options(self, groups: list[dict[str, Any]]) -> None:
-        """The optimizer's groups, with the parameters of each by name."""
+        """Add the optimizer's parameter groups, with the names of their parameters."""
         tree = self.texts.setdefault("optimizer.0", {"state": {}, "param_groups": []})
         for number, (shapes, group) in enumerate(zip(self._groups, groups, strict=False)):
             options = {key: value for key, value in group.items() if key != "params"}
@@ -332,7 +337,7 @@ class ZeroCheckpoint:
         self.tensors[name] = TensorEntry(dtype, shape, (Chunk(zeros, shape, span),))
 
     def _add_state(self, name: str, key: str, shape: Any, value: Any, fragments: Any) -> None:
-        """One state of a parameter: a tensor of its shape, or a number for all of it."""
+        """Add one optimizer state of a parameter: a tensor of its shape, or a number."""
         tree = self.texts.setdefault("optimizer.0", {"state": {}, "param_groups": []})
         states = tree["state"].setdefault(name, {})
         if isinstance(value, torch.Tensor):
@@ -351,7 +356,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _plain(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values that are plain data, as JSON; others are left out."""
+    """Encode the values that are plain data as JSON, and leave out all others."""
     found = {}
     for key, value in values.items():
         try:
@@ -367,7 +372,7 @@ def _plain(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class _Foreign:
-    """Stands for an object of a class that is not known here."""
+    """The placeholder for an object of a class that `_Unpickler` does not import."""
 
     def __init__(self, *args: Any, **_: Any) -> None:
         self.args = args
@@ -377,13 +382,13 @@ class _Foreign:
             vars(self).update(state)
 
     def append(self, _: Any) -> None:
-        """As of a list."""
+        """Called for a pickled list, and ignored."""
 
     def extend(self, _: Any) -> None:
-        """As of a list."""
+        """Called for a pickled list, and ignored."""
 
     def __setitem__(self, *_: Any) -> None:
-        """As of a dict."""
+        """Called for a pickled dict, and ignored."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -400,7 +405,7 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class by its name in the pickle. Imports nothing."""
+        """The class or function for a name in the pickle. Imports only dtypes and `_known` ones."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in self._known:
             return super().find_class(module, name)
@@ -408,7 +413,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor_alone(data: Any, *_: Any) -> Any:
-    """In place of torch's functions that make a parameter, or set attributes of a tensor."""
+    """Replaces torch's functions that make a parameter of a tensor. Returns the tensor."""
     return data
 
 
@@ -438,5 +443,5 @@ def _loaded(path: Path) -> Any:
         )
     except FileNotFoundError as error:
         raise CheckpointIncompleteError(f"{path} is missing") from error
-    except Exception as error:  # whatever damaged bytes make it raise
+    except Exception as error:  # damaged bytes can raise any exception
         raise CheckpointCorruptError(f"{path} cannot be read: {error!r}") from error

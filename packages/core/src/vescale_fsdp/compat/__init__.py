@@ -1,9 +1,9 @@
-"""What we use of torch that is not its public API, and our process groups.
+"""Everything that this package uses of torch beyond its public API, and its process groups.
 
-Private names of torch are here and nowhere else (tests/test_compat.py), so that a new release is a
-change to these files: `versions` gives private functions names of ours, `patches` changes torch,
-`groups` has communicators and collectives. For torch 2.13 and 2.14; see
-docs/design/torch-versions.md.
+Private names of torch are in these files only (tests/test_compat.py). So a new release of torch
+changes only these files. `versions` gives names of ours to private functions. `patches` changes
+functions and tables of torch. `groups` has communicators and collectives. They are for torch 2.13
+and 2.14: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import Store

@@ -1,6 +1,7 @@
-"""Process groups of our own, and collectives on them.
+"""The process groups that this package makes, and collectives on them.
 
-A collective is looked up in ``torch.distributed`` at the time of the call, so that tools can count.
+A collective is looked up in ``torch.distributed`` at each call. So tools that replace it there, to
+count collectives for example, see ours too.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ def _start(
     *inputs: Tensor,
     **options: Any,
 ) -> Work:
-    """Start a collective, on copies where the group cannot reach a tensor.
+    """Start a collective.
+
+    If the group has no backend for a tensor's device, the collective runs on a copy.
 
     Args:
-        output: written as a whole; if there are no inputs, it is read too.
+        output: the tensor that is written as a whole. Without inputs it is also read.
     """
     there, device = output, backends.collective_device(group, output.device)
     if device != output.device:
@@ -44,7 +47,7 @@ def _start(
 
 def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Start an even all-gather into one flat tensor."""
-    if input.dtype.itemsize == 1:  # gloo does not know floats of eight bits
+    if input.dtype.itemsize == 1:  # gloo does not support 8-bit floats
         output, input = output.view(torch.uint8), input.view(torch.uint8)
     return _start(dist.all_gather_single, "an all-gather", group, output, input)
 
@@ -55,7 +58,7 @@ def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: Process
 
 
 def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup) -> Work:
-    """Start an all-gather of parts of several sizes. ``input`` may be this rank's output."""
+    """Start an all-gather of parts of different sizes. ``input`` may be this rank's output."""
     work = dist.all_gather(outputs, input, group=group, async_op=True)
     return waiting.bounded(work, input, group, "an all-gather")
 
@@ -63,13 +66,13 @@ def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup)
 def gather_uneven(
     outputs: list[Tensor], input: Tensor, receiver: int, group: ProcessGroup
 ) -> devices.Waitable | None:
-    """Start a gather of parts of several sizes to one rank of the group.
+    """Start a gather of parts of different sizes to one rank of the group.
 
-    Empty parts are sent too: NCCL sets a communicator up when all of its ranks come.
+    Empty parts are sent too, because NCCL needs all ranks to set up a communicator.
 
     Args:
-        outputs: on the receiver; nothing is done with its own one.
-        input: on the others.
+        outputs: the parts of all ranks, used on the receiver. Its own part is not written.
+        input: the part of this rank, used on the others.
     """
     if dist.get_rank(group) == receiver:
         each = enumerate(outputs)
@@ -83,7 +86,7 @@ def gather_uneven(
 
 
 class _All:
-    """Several works. Waits like one."""
+    """Several ``Work`` objects that wait like one."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
@@ -101,13 +104,16 @@ def all_to_all_single(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> Work:
-    """Start an all-to-all of one flat tensor: even, or by the elements for and from each rank."""
+    """Start an all-to-all of one flat tensor.
+
+    It is even, unless the numbers of elements from and for each rank are passed.
+    """
     splits = {"output_split_sizes": output_splits, "input_split_sizes": input_splits}
     return _start(dist.all_to_all_single, "an all-to-all", group, output, input, **splits)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any = ReduceOp.SUM) -> Work:
-    """Start a sum over the ranks of ``group``, or what ``op`` says, in place."""
+    """Start an all-reduce over the ranks of ``group``, in place."""
     return _start(dist.all_reduce, "an all-reduce", group, tensor, op=op)
 
 
@@ -117,7 +123,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
 
 
 def all_gather_many(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> Any:
-    """Start several even all-gathers as one operation, where the group's backend has that."""
+    """Start several even all-gathers, as one operation if the backend can coalesce them."""
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
         for output, input in zip(outputs, inputs, strict=True):
             all_gather_single(output, input, group)
@@ -127,7 +133,7 @@ def all_gather_many(outputs: list[Tensor], inputs: list[Tensor], group: ProcessG
 def reduce_scatter_many(
     outputs: list[Tensor], inputs: list[Tensor], op: Any, group: ProcessGroup
 ) -> Any:
-    """Start several even reduce-scatters as one operation, where the group's backend has that."""
+    """Start several even reduce-scatters, as one operation if the backend can coalesce them."""
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
         for output, input in zip(outputs, inputs, strict=True):
             reduce_scatter_single(output, input, op, group)
@@ -140,32 +146,32 @@ def allocates(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def symmetric_memory(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which this thread allocates memory that all ranks can reach."""
+    """A context in which this thread allocates symmetric memory, which all ranks can access."""
     from torch.distributed import _symmetric_memory as symmetric
 
     return devices.allocating_in(symmetric.get_mem_pool(device), device)
 
 
 def uses_symmetric_memory(collective: object) -> bool:
-    """Whether a custom gather is FSDP2's, through symmetric memory."""
+    """Whether a custom all-gather is FSDP2's all-gather through symmetric memory."""
     return is_fsdp2_collective(collective) and "SymmMem" in type(collective).__name__
 
 
 def is_fsdp2_collective(collective: object) -> bool:
-    """Whether a custom gather or reduce-scatter is one of FSDP2's own."""
+    """Whether a custom all-gather or reduce-scatter is one of FSDP2's own."""
     return type(collective).__module__.startswith("torch.distributed.fsdp.")
 
 
 def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGroup:
-    """A communicator of its own for these global ranks, in this order; only they have to call.
+    """Make a communicator for these global ranks, in this order. Only these ranks call it.
 
     Args:
-        like: a group whose backends it shall have, such as that of a mesh; None for the default
-            group.
+        like: the new group has the same backends as this one, for example a mesh's group. None
+            for the default group.
     """
     like = like or dist.group.WORLD
     assert like is not None, "a group is made in an initialised torch.distributed"
-    # The timeout of `init_process_group`, which new groups do not take over by themselves.
+    # The timeout of `init_process_group`: new groups do not inherit it.
     timeout = waiting.timeout_of(dist.group.WORLD)
     options: dict[str, Any] = {"backend": backends.spelling_of(like), "timeout": timeout}
     kinds = [kind for kind, name in backends.backends_of(like).items() if name == "nccl"]
@@ -179,9 +185,10 @@ def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGrou
 
 
 def new_gloo_group() -> ProcessGroup | None:
-    """A group of all ranks for messages on the CPU, for a long wait. All ranks call.
+    """Make a gloo group of all ranks, for messages on the CPU that may take long.
 
-    None, the default group, in a build without gloo.
+    All ranks call it. Its timeout is that of the default group, but at least 30 minutes. Returns
+    None, which stands for the default group, if torch was built without gloo.
     """
     if not dist.is_gloo_available():
         return None
@@ -193,13 +200,14 @@ def new_gloo_group() -> ProcessGroup | None:
 
 
 def nccl_options(timeout: datetime.timedelta | None, like: ProcessGroup, device_type: str) -> Any:
-    """Those of the group ``like``, but on streams of high priority, as FSDP2's are.
+    """The NCCL configuration of the group ``like``, with streams of high priority as in FSDP2.
 
-    A collective is a few blocks. They start before those of a long kernel that was queued earlier.
+    A collective has few thread blocks. With high priority they start before the waiting blocks of
+    a long kernel that was queued earlier.
     """
     nccl: Any = dist.ProcessGroupNCCL  # not in builds for CPUs
     options = nccl.Options(is_high_priority_stream=True)
-    # With it a user says how collectives run, by copy engines for example.
+    # A user sets in it how collectives run, for example by copy engines.
     given = backends.backend_of(like, device_type).options
     options.config = getattr(given, "config", options.config)
     if timeout is not None:
@@ -209,10 +217,10 @@ def nccl_options(timeout: datetime.timedelta | None, like: ProcessGroup, device_
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Within it, new groups are not split from the default group.
+    """A context in which new groups are not split from the default group.
 
-    Where that was given its device (``init_process_group(device_id=...)``) NCCL would split it, and
-    all of its ranks would have to call. Those of another pipeline stage do not.
+    After ``init_process_group(device_id=...)``, NCCL splits new groups from the default group, and
+    all of its ranks have to call. But ranks of another pipeline stage do not call.
     """
     world = dist.group.WORLD
     device = None if world is None else world.bound_device_id
@@ -226,16 +234,17 @@ def _not_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-# By default group: a new world has new communicators. Meshes by their group.
+# Groups by the default group, because a new default group needs new communicators. Meshes by group.
 _GROUPS: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, ProcessGroup]]
 _MESHES: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _GROUPS, _MESHES = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
 def group_over(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
-    """A communicator over these global ranks, in this order, made at first use and kept.
+    """The communicator for these global ranks, in this order. Made at first use and kept.
 
-    All of them call. It has the backends of ``like``.
+    All of these ranks call it. It has the backends of ``like``, and is the default group if that
+    has the same ranks and backends.
     """
     world = dist.group.WORLD
     assert world is not None, "a device mesh has initialised torch.distributed"
@@ -249,7 +258,10 @@ def group_over(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
 
 
 def mesh_over(ranks: list[int], like: DeviceMesh) -> DeviceMesh:
-    """A mesh of one axis over global ranks as in `group_over`, with the devices of ``like``."""
+    """A mesh of one axis over these global ranks, with the device type of ``like``.
+
+    Its group is that of `group_over`.
+    """
     group, device_type = group_over(ranks, mesh_group(like, 0)), like.device_type
     known = _MESHES.setdefault(group, {})
     if device_type not in known:
@@ -264,9 +276,9 @@ def mesh_group(mesh: DeviceMesh, axis: int) -> ProcessGroup:
 
 
 def axis_ranks(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The global ranks along one axis of a mesh through the caller, in the order of the axis.
+    """The global ranks along one axis of a mesh, through the calling rank, in the axis' order.
 
-    That order is the one that placements go by; the mesh's own process group may have another.
+    Placements count ranks in this order. The order in the mesh's process group may differ.
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "the caller is part of the mesh"

@@ -1,4 +1,4 @@
-"""What we change in torch: functions that hand over what concerns ragged tensors, and tables."""
+"""Changes to torch: some of its functions call ours for ragged tensors, and tables get entries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.optim.optimizer import Optimizer, _foreach_supported_types
 
 
 def _route(function: Any, routed: Callable[..., Any]) -> None:
-    """Let every call of a function of torch become ``routed(original, *args, **options)``.
+    """Turn every call of a function of torch into ``routed(original, *args, **options)``.
 
-    The function object stays the same and gets other code: it does not matter which modules have
-    imported it by its name before.
+    The function object stays the same, but its code is replaced. So the change also holds for
+    modules that imported the function by name before.
     """
     code, scope, name = function.__code__, function.__globals__, function.__name__
     original = FunctionType(code, scope, name, function.__defaults__, function.__closure__)
@@ -32,14 +32,14 @@ def _route(function: Any, routed: Callable[..., Any]) -> None:
     function.__code__ = entry.__code__.replace(co_freevars=code.co_freevars)
     function.__defaults__ = None
     function.__kwdefaults__ = {"_routed": functools.partial(routed, original)}
-    function.__wrapped__ = original  # of which `inspect` shows the signature
+    function.__wrapped__ = original  # so that `inspect` shows the original signature
 
 
 def route_redistribute(concerns: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
-    """Let ``DTensor.redistribute`` hand over to us when a target placement concerns us.
+    """Let ``DTensor.redistribute`` call ``redistribute`` if it ``concerns`` a target placement.
 
-    Torch's own keeps the local tensor as it is for a placement that it does not know, and labels
-    it with that placement: wrong data without an error. See docs/design/ragged.md.
+    Torch's own function does not know our placements. It would keep the local tensor and label it
+    with the new placement: wrong data without an error. See docs/design/ragged.md.
     """
 
     def routed(
@@ -57,15 +57,17 @@ def route_distribution(
     is_ours: Callable[[Any], bool],
     fill: Callable[[Any, torch.Tensor], DTensor],
 ) -> None:
-    """Let ``distribute_tensor`` and the loading of full state dicts hand over what concerns us.
+    """Let ``distribute_tensor`` and the loading of full state dicts support our placements.
 
-    Torch's own raise for a placement that they do not know, or make boxes where there are none.
+    Torch's own functions raise for placements that they do not know, or treat each shard as one
+    box, which a ragged shard need not be.
 
     Args:
-        concerns: whether a placement is ours.
-        distribute: for ``distribute_tensor(tensor, device_mesh, placements, *, src_data_rank)``.
-        is_ours: whether an entry of a state dict is.
-        fill: gives such an entry with the values of a full tensor.
+        concerns: tells whether a placement is ours.
+        distribute: replaces ``distribute_tensor(tensor, device_mesh, placements, *,
+            src_data_rank)`` for our placements.
+        is_ours: tells whether an entry of a state dict has one of our placements.
+        fill: takes such an entry and a full tensor, and returns the entry with these values.
     """
     from torch.distributed import _state_dict_utils as utils
     from torch.distributed.tensor import _api
@@ -88,8 +90,8 @@ def route_distribution(
         original(states, keys, *args, **options)
 
     def loaded(original: Any, full: Any, local: Any, *args: Any, **options: Any) -> None:
-        # It puts plain tensors in the place of those without dimensions. An optimizer would keep
-        # the plain tensor as the state of a sharded parameter.
+        # Torch replaces tensors without dimensions by plain ones. An optimizer would keep a plain
+        # tensor as the state of a sharded parameter.
         ours = {key: value for key, value in local.items() if is_ours(value) and not value.dim()}
         original(full, local, *args, **options)
         for key in ours.keys() & local.keys():
@@ -103,13 +105,13 @@ def route_distribution(
 
 
 def route_numbers(number: Callable[[DTensor], Any]) -> None:
-    """Let ``item()``, ``float()``, ``bool()`` and the like of any DTensor be ``number(tensor)``.
+    """Let ``item()``, ``float()``, ``bool()`` and the like of any DTensor call ``number``.
 
-    DTensor has a table for operators that go another way than its own. Its own gives each rank the
-    number of its local tensor, also where that is one part of a sum.
+    DTensor's own ``item`` gives each rank the number of its local tensor, even if that is only one
+    part of a sum. DTensor has a table of handlers for single operators; this adds to it.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    # In inference mode ``item`` is not taken apart before it comes to a tensor subclass.
+    # In inference mode a tensor subclass gets ``item`` itself, not the operator inside of it.
     for operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
         handlers[operator] = lambda _, args, __: number(args[0])
 
@@ -118,10 +120,11 @@ _groups_of_optimizers: list[Callable[[Optimizer], list[Optimizer]]] = []
 
 
 def route_state_creation(members: Callable[[Optimizer], list[Optimizer]]) -> None:
-    """Let state dict functions of ``torch.distributed.checkpoint`` see the members of a group.
+    """Let ``torch.distributed.checkpoint`` create the states of each optimizer in a group.
 
-    They make the states of an optimizer that has none at all, by a step on gradients of zeros. In
-    a group one member may have states while another has none yet.
+    Its state dict functions create the states of an optimizer by a step on gradients of zeros, but
+    only if it has no state at all. In a group of optimizers, one member may have states while
+    another has none yet.
     """
     from torch.distributed.checkpoint import state_dict as loading
 
@@ -134,23 +137,23 @@ def route_state_creation(members: Callable[[Optimizer], list[Optimizer]]) -> Non
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The members of a group of optimizers, as `route_state_creation` knows them, or itself."""
+    """The members of a group of optimizers (`route_state_creation`), or the optimizer itself."""
     return _groups_of_optimizers[-1](optimizer) if _groups_of_optimizers else [optimizer]
 
 
 def support_foreach(tensor_type: type[torch.Tensor]) -> None:
-    """Let ``torch.optim`` pick its foreach kernels for a tensor type: it goes by exact type."""
+    """Let ``torch.optim`` use its foreach kernels for a tensor type. It compares exact types."""
     if tensor_type not in _foreach_supported_types:
         _foreach_supported_types.append(tensor_type)
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
-    """Make ``state`` what torch's ``fully_shard.state(module)`` returns."""
+    """Let torch's ``fully_shard.state(module)`` return ``state``."""
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
 
 
 def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:
-    """Let ``step`` of this optimizer call another ``_init_group``. Copies of it will not."""
+    """Let ``step`` of this optimizer call another ``_init_group``. Copies of it do not call it."""
     vars(optimizer)["_init_group"] = init_group
 
 

@@ -1,4 +1,4 @@
-"""Private functions of torch under names of ours, as torch 2.13 and 2.14 have them."""
+"""Private functions of torch 2.13 and 2.14, under names of ours."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _C: Any = torch._C
 _NOTHING = nullcontext()
 TENSOR_DATA: Any = torch.Tensor.data  # the descriptor, for a subclass with a ``data`` of its own
-# A context in which an attribute of a tensor subclass is read in half of the time.
+# A context in which reading an attribute of a tensor subclass takes half of the time.
 without_torch_function: Any = _C.DisableTorchFunctionSubclass
-# A context in which the transformations of ``torch.func`` do not see what is done.
+# A context in which the transformations of ``torch.func`` do not see operations.
 outside_functorch: Any = _C._DisableFuncTorch
-# The identity of the graph task of autograd that this thread runs, or -1; and its node, or None.
+# The id of the autograd graph task that this thread runs, or -1; and the current node, or None.
 current_backward: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
 
 
 def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:
-    """A range for profilers, such as ``vescale::unshard(blocks.3)``. No profiler runs: nothing.
+    """A range for profilers, such as ``vescale::unshard(blocks.3)``.
+
+    Does nothing if no profiler runs.
 
     Args:
-        names: of units, as errors have them; of several, the first and the last are shown.
+        names: the names of units, as in errors. If there are several, the first and the last are
+            shown.
     """
     if not _C._autograd._profiler_enabled():
         return _NOTHING
@@ -41,18 +44,18 @@ def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Set the version counters by which autograd knows of writes."""
+    """Set the version counters of tensors, by which autograd notices in-place writes."""
     _C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def is_transforming() -> bool:
-    """Whether ``torch.func`` or forward-mode derivatives see what is done now."""
+    """Whether a transformation of ``torch.func`` or forward-mode differentiation is active now."""
     transforming: bool = _C._are_functorch_transforms_active()
     return transforming or forward_ad._current_level >= 0
 
 
 def takes_functional_gradient() -> bool:
-    """Whether ``torch.func.grad`` or ``vjp`` (and what is made of them) runs now."""
+    """Whether ``torch.func.grad``, ``vjp``, or a transformation that uses them, is active now."""
     if not _C._are_functorch_transforms_active():
         return False
     stack = _C._functorch.get_interpreter_stack() or []
@@ -60,34 +63,34 @@ def takes_functional_gradient() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running now has visited all of its nodes."""
+    """Run ``callback`` when the current backward has run all of its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def wish_of_backward(node: Any) -> Literal["leaf", "nothing", "value"]:
-    """What the backward that runs now does with a leaf, of which ``node`` takes the gradient.
+    """What the current backward does with the gradient of the leaf to which ``node`` belongs.
 
-    It accumulates the gradient there (``leaf``), returns it to who has called
-    ``torch.autograd.grad`` (``value``), or does not look at it.
+    "leaf": it accumulates the gradient in the leaf. "value": it returns the gradient to the caller
+    of ``torch.autograd.grad``. "nothing": it does not compute it.
     """
     try:
         return "leaf" if _C._will_engine_execute_node(node) else "nothing"
-    except RuntimeError:  # what torch says of a leaf whose gradient is returned
+    except RuntimeError:  # torch raises this for a leaf whose gradient is returned
         return "value"
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's data are those of other tensors, which it wraps (a tensor subclass)."""
+    """Whether a tensor is a subclass that wraps other tensors, which have its data."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, as it lies there; a plain tensor itself."""
+    """The local tensor of a DTensor, without a copy or a wait; a plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storages_of(tensor: torch.Tensor) -> set[int]:
-    """The ``_cdata`` of the storage under a tensor, or of those under the tensors it wraps."""
+    """The ``_cdata`` of a tensor's storage; of a wrapper, those of the tensors that it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return {tensor.untyped_storage()._cdata}
     names, _ = tensor.__tensor_flatten__()
@@ -95,15 +98,19 @@ def storages_of(tensor: torch.Tensor) -> set[int]:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several that are slices of one mesh (else a RuntimeError)."""
+    """One mesh with the axes of several meshes.
+
+    Raises:
+        RuntimeError: the meshes are not slices of one mesh.
+    """
     joined: DeviceMesh = DeviceMesh._concatenate(meshes)
     return joined
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of specs, which hold meshes of a world that is gone.
+    """Empty DTensor's caches of specs. They hold meshes of a default group that is destroyed.
 
-    A mesh of a new world may equal one of the old, but its process groups are others.
+    A mesh of a new default group may compare equal to an old one, but has other process groups.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -125,16 +132,19 @@ def store_wait(store: Store, key: str, timeout_s: float) -> None:
 
 
 def fqn_of(module: torch.nn.Module, name: str) -> str:
-    """The name of a parameter without what wrappers (DDP, compile, checkpointing) put in front."""
+    """The name of a parameter, without the prefixes of wrappers (DDP, compile, checkpointing)."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     fqn: str
-    (fqn,) = _get_fqns(module, name)  # only the flat parameters of FSDP1 have several
+    (fqn,) = _get_fqns(module, name)  # only a flat parameter of FSDP1 has several names
     return fqn
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """A nested state as ``torch.distributed.checkpoint`` flattens it, and the path of each key."""
+    """Flatten a nested state as ``torch.distributed.checkpoint`` does.
+
+    Returns the flat state, and the path of each key in the nested state.
+    """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     return flatten_state_dict(state)
@@ -148,5 +158,5 @@ def storage_info(path: str, start: int, num_bytes: int) -> Any:
 
 
 def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """Torch's own ``_init_group``: fills the lists of tensors that the kernels of a step get."""
+    """Call torch's own ``_init_group``, which fills the lists of tensors for a step's kernels."""
     return cast(Any, type(optimizer))._init_group(optimizer, group, *lists)

@@ -1,4 +1,4 @@
-"""fully_shard: the one function that turns a module into a sharded one."""
+"""``fully_shard``: the function that shards a module's parameters."""
 
 from __future__ import annotations
 
@@ -67,103 +67,110 @@ def fully_shard(
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 
-    Call it bottom-up, on the repeated blocks first and on the whole model last: each call makes
-    one unit of the parameters that belong to no earlier call. A unit's parameters are in one
-    flat buffer per dtype and trainability, split into equal shards between whole blocks.
+    Call it bottom-up: first on the repeated blocks, and last on the whole model. Each call makes
+    one unit of the parameters that belong to no earlier call. A unit has one flat buffer per dtype
+    and trainability. The buffer is split into equal shards, at boundaries of blocks.
 
     Args:
-        module: any module with a forward, or a list of modules that are one unit together (they
-            are gathered from the first one's forward to the last one's). Each becomes an
-            ``FSDPModule``; its class keeps its name and its module.
-        mesh: one axis to shard over, or two named ones: the first holds replicas and the
+        module: any module with a forward, or a list of modules that form one unit. A list is
+            unsharded from the forward of its first module to the forward of its last. Each module
+            becomes an ``FSDPModule``, but its class keeps its name and its module.
+        mesh: one axis to shard over, or two named axes: the first holds replicas and the
             second shards (HSDP). Default: all ranks, on the accelerator or the CPU.
-        reshard_after_forward: reshard after forward and all-gather again
-            in backward. None: yes, except for the root of a model in training. An int k, a factor
-            of the number of ranks: keep one part of k on each rank, so that the all-gather in
-            backward is among k neighbouring ranks (those of one machine).
+        reshard_after_forward: whether to reshard after forward and all-gather again in backward.
+            None: yes, except for the root of a model in training. An int k, which must divide the
+            number of ranks: after forward each rank keeps one of k parts of the parameters, so
+            that the all-gather in backward is among k neighbouring ranks (of one machine).
         shard_placement_fn: ``parameter -> None | Shard(d) | ShardPlacementResult``, as in FSDP2.
             None: RaggedShard. ``Shard(d)``: this placement, in a buffer of its own. A
             result with a mesh: shard over that mesh (experts).
-        mp_policy: dtypes of compute, reduction and outputs. The shards keep the dtype that the
+        mp_policy: the dtypes of compute, reduction and outputs. The shards keep the dtype that the
             parameters have now.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer on
-            the CPU; shards are copied to the mesh's device for each all-gather, gradients back
-            after each reduction.
-        ignored_params: not sharded and not reduced.
-        dp_mesh_dims: ``mesh`` has all axes of the job, the parameters are DTensors on it, and this
-            names the axes to shard and to replicate over (FSDP2's ``DataParallelMeshDims``).
-            Without axes to shard over the parameters stay whole (DDP).
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, so the
+            optimizer runs there. Shards are copied to the mesh's device for each all-gather, and
+            gradients back to the CPU after each reduction.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. ``mesh`` then has all axes of the job, and
+            the parameters are DTensors on it. This argument names the axes to shard over and those
+            to replicate over. Without axes to shard over, the parameters are not sharded (DDP).
         sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.axes`): "ddp",
             "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. None is "zero3" on
             one axis and "hsdp" on two. The first three do not reshard after forward.
         accumulate: how a backward accumulates gradients while synchronization is off
             (``set_requires_gradient_sync(False)``, ``no_sync``). "unsharded": nothing is sent, and
             each rank keeps its own sum, as with FSDP2. "sharded": gradients are reduced along the
-            shard axis, and each rank keeps its shard, which takes less
-            memory. None is "sharded" for ``sharding="zero2"`` and "unsharded" for all others.
+            shard axis, and each rank keeps its shard, which takes less memory. None is "sharded"
+            for ``sharding="zero2"`` and "unsharded" for all others.
         granularity: the blocks that must not be split: one for all parameters, or a policy
             ``(fqn, param) -> Granularity | None``. The fqn is relative to ``module``.
             Default: split anywhere, with the least padding.
-        unused: "auto": parameters that no rank used in a backward keep ``.grad`` None; this needs
-            one byte a parameter, sent with the last reductions of each backward. "zeros": nothing
-            is sent, and they get zeros, which momentum and weight decay turn into changes.
+        unused: what happens to parameters that no rank used in a backward. "auto": their
+            ``.grad`` stays None. For this, one byte a parameter is sent with the last reductions
+            of each backward. "zeros": nothing is sent, and ``.grad`` becomes zeros. With momentum
+            or weight decay, an optimizer changes parameters whose gradients are zeros.
         in_flight: how many units may be unsharded at a time: the one that runs,
             and ``in_flight - 1`` that are prefetched. Units that are never resharded do not count
             (``reshard_after_forward=False``, and the root's own parameters). 1: no prefetch, and
             each reduction is waited for. From 3 on, the last ``in_flight - 2`` units of a forward
-            are not resharded, because backward begins with them. On CPU a reduction
-            under way counts as one all-gather: with 2 they alternate. Set it on the root.
-        broadcast_buffers: send the buffers of the first rank, such as BatchNorm's statistics, to
-            all before each forward that follows a synchronized one with gradients, as DDP does.
-            One more message with all buffers. False, as in FSDP2: each rank keeps its own. Set it
-            on the root.
-        activations: what is kept of the unit's forward for its backward. "recompute": its inputs;
-            backward runs the forward again. "offload": autograd's tensors are moved to the
-            host's pinned memory, and come back one unit ahead in backward; on the CPU nothing
-            is moved. "recompute+offload": both. A policy function, or a list of operators
-            whose outputs are kept, as for torch's ``create_selective_checkpoint_contexts``: the
-            rest is recomputed. None: all that autograd saves. Modules below the unit that are
-            units have their own value, others that of the unit.
-        gather_codec: with a `QuantizedGather` all-gathers send weights in 8 bits, and forward
-            computes with those. Their blocks become the granularity of parameters without one.
-            Embeddings and heads are recognized by the names of their modules: call ``fully_shard``
-            on a head alone without this.
-        reduce_codec: with a `QuantizedReduce` reductions send gradients in 8 bits.
+            are not resharded, because backward begins with them. On the CPU a reduction under way
+            counts as one all-gather, so with 2 they alternate. Set it on the root.
+        broadcast_buffers: whether to send the buffers of the first rank, such as BatchNorm's
+            statistics, to all ranks, as DDP does. They are sent in one message, before each
+            forward that follows a synchronized forward with gradients. False, as in FSDP2: each
+            rank keeps its own buffers. Set it on the root.
+        activations: what the unit keeps of its forward for its backward. "recompute": it keeps its
+            inputs, and backward runs the forward again. "offload": the tensors that autograd
+            saves are moved to pinned memory of the host, and come back one unit ahead in
+            backward. On the CPU nothing is moved. "recompute+offload": the inputs are moved. A
+            policy function, or a list of operators, as for torch's
+            ``create_selective_checkpoint_contexts``: the outputs that it names are kept, and the
+            others are recomputed. None: all tensors that autograd saves are kept. It holds for
+            modules inside of the unit too, if they are no units of their own.
+        gather_codec: with a `QuantizedGather`, all-gathers send weights in 8 bits, and forward
+            computes with the rounded weights. Its blocks become the granularity of parameters
+            without one. Embeddings and heads are recognized by the names of their modules. So do
+            not pass it in a call of ``fully_shard`` on a head alone.
+        reduce_codec: with a `QuantizedReduce`, reductions send gradients in 8 bits.
         gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Returns:
         ``module`` itself.
 
-    Cost: no communication in this call. Then, per unit and step: one all-gather in forward,
-    one more in backward if it was resharded, one reduction (with replicas also one all-reduce of
-    the shard). Memory between steps is the shard.
+    Cost: no communication in this call. In a step, each unit has one all-gather in forward, one
+    more in backward if it was resharded, and one reduction. With replicas it also has one
+    all-reduce of the shard. Memory between steps is the shard.
 
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
-    gathers itself, as with FSDP2: one all-gather and one reduction more for each.
+    gathers itself, as with FSDP2. Each such parameter has one all-gather and one reduction of its
+    own.
 
     Ranks must run units in the same order. If all units are on one mesh, a rank may skip any of
-    them; it still takes part in their collectives. The first pass of each kind is predicted, in
-    order of definition, and confirmed at its end by one round through the store, and one more for
-    each difference; opposite orders are an error on every rank. With
-    ``VESCALE_FSDP_CHECK_ORDER=1`` each all-gather of every pass is compared.
+    them; it still takes part in their collectives. In the first pass of each kind, the order of
+    definition is the predicted order of units. At its end the ranks compare the orders in one
+    round through the store, and in one more round for each difference. Opposite orders are an
+    error on every rank. With ``VESCALE_FSDP_CHECK_ORDER=1`` each all-gather of every pass is
+    compared.
 
-    On the CPU a rank waits for others for at most ``VESCALE_FSDP_TIMEOUT_S`` seconds (60; 0 for no
-    limit), and then raises a ``RankMismatchError`` that says where they are.
+    On the CPU a rank waits for others for at most ``VESCALE_FSDP_TIMEOUT_S`` seconds (default 60;
+    0 for no limit). Then it raises a ``RankMismatchError`` that says what the other ranks do.
 
     With ``VESCALE_FSDP_CHECK_MEMORY=1`` unsharded parameters and buffers are filled with NaN
     instead of being freed. This shows views of them that are read too late.
 
     Raises:
-        ValueError, AssertionError: as FSDP2 for the same mistake, with the same words.
-        ValueError: unknown ``activations``, or of a module that torch's composable checkpoint has.
-        ValueError: a codec with a granularity that splits its blocks, with a dtype that the device
-            lacks, or for a parameter that is smaller than a block, gathers itself or has a
-            ``Shard(d)``; or passed by both of its names.
-        NotImplementedError: tensor parallelism shards a parameter unevenly; a DTensor with
-            ``decode=False``; or "hsdp_zero1" for a DTensor or a parameter that gathers itself.
+        ValueError, AssertionError, RuntimeError: as FSDP2, with its words for the same mistake.
+        ValueError: ``activations`` is none of these, or the module has torch's composable
+            ``checkpoint`` already.
+        TypeError: a policy or the granularity has a wrong type.
+        ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
+            codec; a parameter with a codec is smaller than a block, gathers itself or has a
+            ``Shard(d)``; or a codec is passed by both of its names.
+        NotImplementedError: tensor parallelism shards a parameter unevenly; a codec with
+            ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor or for a
+            parameter that gathers itself.
         PlanError: the parameters cannot be laid out.
 
-    Source: the signature is FSDP2's, then ours; arXiv 2602.22437 for the engine.
+    Source: FSDP2 for the signature, up to ``dp_mesh_dims``; arXiv 2602.22437 for the engine.
     """
     gather_codec = renamed("fully_shard", "gather", gather, "gather_codec", gather_codec)
     reduce_codec = renamed("fully_shard", "reduce", reduce, "reduce_codec", reduce_codec)
@@ -200,7 +207,7 @@ def fully_shard(
         register_hooks(each)
         swap_class(each)
         register_state(each, unit)
-        for below in each.modules():  # what Dynamo looks for
+        for below in each.modules():  # Dynamo reads these attributes
             if _is_left_alone(below, ignored):
                 continue
             below.__dict__["_is_fsdp_managed_module"] = True
@@ -212,7 +219,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composa
 
 
 def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
-    """Whether all that a module has is ignored."""
+    """Whether all parameters of a module are ignored, and it has no buffers."""
     has_buffers = next(module.buffers(), None) is not None
     return bool(ignored) and ignored.issuperset(module.parameters()) and not has_buffers
 
@@ -224,7 +231,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _reshard(reshard_after_forward: bool | int | None, num_shards: int) -> tuple[bool | None, int]:
-    """Whether to reshard after forward, and over how many ranks a part is kept (1: none)."""
+    """Whether to reshard after forward, and in how many parts; each rank keeps one (1: none)."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, 1
     size = reshard_after_forward
@@ -251,8 +258,8 @@ def _make_groups(
 ) -> list[Group]:
     """One group per dtype, trainability and ranks, in order of first appearance.
 
-    A parameter with ``Shard(d)`` is a group of its own, and so is one that gathers itself. Those
-    that are computed with as codes are a group together.
+    A parameter with ``Shard(d)``, or one that gathers itself, is a group of its own. Parameters
+    whose codes forward uses directly (``decode=False``) are in a separate group.
     """
     by_kind: dict[tuple[Any, ...], list[ParamToShard]] = {}
     for item in params:
@@ -270,7 +277,7 @@ def _make_groups(
         if extends and (members[0].axes.shard is None or members[0].axes.cuts_outside):
             raise NotImplementedError(
                 f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can only be "
-                "cut over one axis so far; use sharding='zero3' or 'hsdp'"
+                "sharded over one axis so far; use sharding='zero3' or 'hsdp'"
             )
         own = CodedGroup if members[0].stays_coded else Group
         make = partial(ExtensionGroup, unit.mp_policy) if extends else own

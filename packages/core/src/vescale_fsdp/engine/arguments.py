@@ -1,5 +1,7 @@
-"""The checks of ``fully_shard``'s arguments: errors, with FSDP2's text where it has the same,
-and warnings."""
+"""Checks of ``fully_shard``'s arguments, with errors and warnings.
+
+An error that FSDP2 has too has the same text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
 
-# What holds for a whole model, by what its root has: the attribute of a unit, and its default.
+# Settings of the root that hold for the whole model: the attribute of a unit, and its default.
 _ARGUMENTS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {
     "unused": ("unused", "auto"),
     "in_flight": ("in_flight", 2),
@@ -30,7 +32,7 @@ _SETTERS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {
 
 
 def checked_modules(module: object) -> list[nn.Module]:
-    """The modules of one unit: ``module`` itself, or those of a list that lie in no other.
+    """The modules of one unit: ``module``, or those of a list that are not inside another of them.
 
     Raises:
         ValueError: not a module, or a container without a forward.
@@ -65,7 +67,7 @@ def check_arguments(
     reshard_after_forward: object,
     granularity: object,
 ) -> None:
-    """Raise for values of FSDP2's arguments that are wrong, or not supported yet."""
+    """Raise for a wrong ``reshard_after_forward`` or ``granularity``."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to "
@@ -81,7 +83,7 @@ def check_engine_arguments(
     in_flight: object,
     broadcast_buffers: object,
 ) -> None:
-    """Raise for wrong policies, and wrong values of the arguments that FSDP2 does not have."""
+    """Raise for a wrong policy, or a wrong value of an argument that FSDP2 does not have."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
             f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
@@ -108,10 +110,11 @@ def check_engine_arguments(
 
 
 def warn_of_settings_below(root: Unit, units: Mapping[str, Unit]) -> None:
-    """Warn of settings that only a root's have an effect of, and that other units were given.
+    """Warn of settings that have an effect only on the root, but were set on other units.
 
     Args:
-        units: of the model, the root among them, by name.
+        root: the root of the model.
+        units: all units of the model, with the root, by name.
     """
     place = f"the root, which is the outermost module ({root.kind})"
     for name, (attribute, default) in _ARGUMENTS_OF_ROOTS.items():
@@ -120,8 +123,8 @@ def warn_of_settings_below(root: Unit, units: Mapping[str, Unit]) -> None:
         if others is not None:
             where, value = others
             warn_user(
-                f"fully_shard: {name}={value!r} of {where} has no effect: it holds for a whole "
-                f"model. Give it to {place}; there is {name}={holds!r}"
+                f"fully_shard: {name}={value!r} of {where} has no effect: the root's value holds "
+                f"for the whole model. Pass it to {place}; the root has {name}={holds!r}"
             )
     for name, (attribute, default) in _SETTERS_OF_ROOTS.items():
         others = _others(units, attribute, default, getattr(root, attribute))
@@ -132,7 +135,10 @@ def warn_of_settings_below(root: Unit, units: Mapping[str, Unit]) -> None:
 def _others(
     units: Mapping[str, Unit], attribute: str, default: Any, holds: Any
 ) -> tuple[str, Any] | None:
-    """The units that were given something else than the root, in words, and the first's value."""
+    """The units with another value than the root, as a text, and the value of the first one.
+
+    None if all units have the root's value or the default.
+    """
     values = {fqn: getattr(unit, attribute) for fqn, unit in units.items()}
     others = {fqn: value for fqn, value in values.items() if value not in (default, holds)}
     if not others:
@@ -146,8 +152,9 @@ def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:
     """The axes to shard and replicate over.
 
     Raises:
-        ValueError, AssertionError: not a mesh of one axis, or two named ones, with this rank in
-            it; or ``dp_mesh_dims`` names axes that it does not have.
+        ValueError, AssertionError: ``mesh`` is not a mesh, has more than two axes (without
+            ``dp_mesh_dims``) or two unnamed ones, or does not have this rank; or ``dp_mesh_dims``
+            names axes that it does not have.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -168,7 +175,7 @@ def axes_of(mesh: object, dp_mesh_dims: Any) -> Axes:
 
 
 def _named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the axes that shard, and of those that hold replicas."""
+    """The names of the axes to shard over, and of those to replicate over."""
     try:
         shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
     except AttributeError:

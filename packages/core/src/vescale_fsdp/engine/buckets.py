@@ -1,10 +1,10 @@
 """Buckets of `stream_parameters`: whole parameters in one uneven all-gather.
 
 A bucket has consecutive parameters that are sharded over the same ranks. Each rank sends its shards
-of them, one after the other and in the dtype that is asked for, in one uneven all-gather. Nothing
-is padded. Between two steps of the stream, a rank holds::
+of them, one after the other and in the requested dtype, in one uneven all-gather. Nothing is
+padded. Between two steps of the stream, a rank holds::
 
-    its shards | bucket k, as it arrived | bucket k + 1, under way | the tensor it yielded last
+    its shards | bucket k, as received | bucket k + 1, under way | the last tensor that was yielded
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vescale_fsdp.ragged import (
     ragged_axis_of,
 )
 
-_ALIGNMENT = 16  # bytes, of what each rank sends
+_ALIGNMENT = 16  # bytes, of the part that each rank sends
 
 To = Literal["all", "cpu"] | int
 
 
 @dataclass(eq=False)
 class Source:
-    """A parameter, and what each rank that shares it has of it."""
+    """A parameter, and the parts of it that the ranks have."""
 
     name: str
     param: Tensor  # without gradients; a DTensor, or plain
@@ -48,17 +48,17 @@ class Source:
 
     @cached_property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """The shape of the whole parameter."""
         return self.param.shape
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of the whole, as it is sent."""
+        """The bytes of the whole parameter in the dtype that is sent."""
         return self.shape.numel() * self.dtype.itemsize
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """Of its mesh, over which it is sharded."""
+        """The axes of the mesh over which the parameter is sharded."""
         if not isinstance(self.param, DTensor) or not self.shape.numel():
             return ()
         each = enumerate(self.param.placements)
@@ -66,7 +66,10 @@ class Source:
 
     @cached_property
     def route(self) -> object:
-        """What parameters have in common that may share a collective; None: it needs none."""
+        """A key that is equal for parameters that may share a collective.
+
+        It is None if the parameter needs no collective.
+        """
         if not isinstance(self.param, DTensor):
             return None
         is_plain = type(compat.local_tensor(self.param)) is Tensor
@@ -74,7 +77,7 @@ class Source:
             known = isinstance(placement, RaggedShard | Replicate) or type(placement) is Shard
             is_plain = is_plain and known
         if not is_plain:
-            return self  # alone, by its own ``full_tensor``
+            return self  # it shares no collective, and is gathered by ``full_tensor``
         return (self.param.device_mesh, self.axes) if self.axes else None
 
     @cached_property
@@ -86,7 +89,7 @@ class Source:
         return ragged is not None and self.axes == (ragged,)
 
     def lay_out(self, members: Sequence[tuple[int, ...]]) -> None:
-        """Find the parts of the ranks at these coordinates of the mesh."""
+        """Set `parts`, for the ranks at these coordinates of the mesh."""
         param = self.param
         assert isinstance(param, DTensor)
         if self.is_flat:
@@ -100,7 +103,7 @@ class Source:
             self.parts = [holding_of(self.shape, placements, shape, each).boxes for each in members]
 
     def places(self, whole: Tensor, rank: int) -> list[Tensor]:
-        """The views of a rank's part in the whole tensor."""
+        """The views of a rank's parts in the whole tensor."""
         target = whole.view(-1) if self.is_flat else whole
         return [box.of(target) for box in self.parts[rank]]
 
@@ -110,7 +113,7 @@ class Source:
         return local.reshape(-1).to(device, self.dtype)
 
     def num_bytes_of(self, rank: int) -> int:
-        """What a rank of the group sends."""
+        """The bytes that a rank of the group sends."""
         return sum(math.prod(box.sizes) for box in self.parts[rank]) * self.dtype.itemsize
 
 
@@ -123,7 +126,7 @@ class Output:
 
     @cached_property
     def shape(self) -> torch.Size:
-        """Of the tensor."""
+        """The shape of the tensor."""
         first, *others = (source.shape for source in self.sources)
         if not others:
             return first
@@ -131,25 +134,26 @@ class Output:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """The bytes of the tensor in the dtype that is sent."""
         return sum(source.num_bytes for source in self.sources)
 
     @cached_property
     def route(self) -> object:
-        """As of `Source`; self if its parameters cannot share a collective."""
+        """The route of its sources; self if they cannot share a collective."""
         routes = {source.route for source in self.sources}
         return routes.pop() if len(routes) == 1 else self
 
     @cached_property
     def is_alone(self) -> bool:
-        """Whether it is made by ``full_tensor`` of each parameter."""
+        """Whether each of its parameters is gathered by ``full_tensor``."""
         return isinstance(self.route, Source | Output)
 
 
 class Bucket:
     """Outputs whose parameters are sent in one collective.
 
-    Memory: none before `start`. From then on what all ranks send, until the last tensor is taken.
+    Memory: none before `start`. From then on the parts of all ranks, until the caller has taken the
+    last tensor.
     """
 
     def __init__(self, outputs: list[Output], to: To) -> None:
@@ -172,13 +176,13 @@ class Bucket:
         sources = [*dict.fromkeys(found)]
         if not sources or self.outputs[0].is_alone:
             return
-        # Wide dtypes first, so that each part begins where its dtype may.
+        # Wide dtypes first, so that each part is aligned for its dtype.
         sources.sort(key=lambda source: -source.dtype.itemsize)
         spec = sources[0].param._spec  # type: ignore[attr-defined]
         group, members = group_along(spec, sources[0].axes)
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if self._receiver is not None and self._receiver not in ranks:
-            return  # another replica's
+            return  # the receiver is in another replica
         sizes = [0] * len(members)
         for source in sources:
             source.lay_out(members)
@@ -203,7 +207,7 @@ class Bucket:
     def _memory(
         self, sources: list[Source], sizes: list[int], device: torch.device
     ) -> list[Tensor]:
-        """Where the parts of all ranks arrive."""
+        """Allocate the memory that receives the parts of all ranks."""
         first = sources[0]
         if len(self.outputs) == len(self.outputs[0].sources) == 1 and first.is_flat:
             self._whole = torch.empty(first.shape, dtype=first.dtype, device=device)
@@ -220,7 +224,7 @@ class Bucket:
                 work.wait()
 
     def tensors(self, to: To) -> Iterator[tuple[str, Tensor | None]]:
-        """What the stream yields."""
+        """The names and tensors that the stream yields."""
         for output in self.outputs:
             tensor = self._tensor(output)
             if tensor is not None and to == "cpu":
@@ -261,13 +265,13 @@ class Bucket:
 
 
 def _full(source: Source) -> Tensor:
-    """The whole parameter, by a collective of its own."""
+    """The whole parameter, gathered by a collective of its own."""
     full = source.param.full_tensor() if isinstance(source.param, DTensor) else source.param
     return full.to(source.dtype)
 
 
 def _all_gather(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to send what this rank has to all, and to receive what they have."""
+    """Start the uneven all-gather of the ranks' parts. ``mine`` is this rank's part."""
     if len(parts) == 1:
         return None
     if backend_name(group, mine.device) == "gloo":
@@ -276,7 +280,7 @@ def _all_gather(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _gather(parts: list[Tensor], mine: Tensor, receiver: int, group: dist.ProcessGroup) -> Any:
-    """Start to send what this rank has to one rank, or on that rank to receive it."""
+    """Start the uneven gather of the ranks' parts to one rank. ``mine`` is this rank's part."""
     size, rank, nothing = dist.get_world_size(group), dist.get_rank(group), mine[:0]
     if size == 1:
         return None
@@ -287,7 +291,11 @@ def _gather(parts: list[Tensor], mine: Tensor, receiver: int, group: dist.Proces
 
 
 def make_buckets(outputs: list[Output], bucket_bytes: int, to: To) -> list[Bucket]:
-    """Consecutive outputs of one route, up to the bytes that leave room for the largest of them."""
+    """Divide the outputs into buckets of consecutive ones that have the same route.
+
+    The bytes of a bucket and of its largest output together are at most ``bucket_bytes``, unless
+    the bucket has one output only.
+    """
     buckets: list[list[Output]] = []
     total = largest = 0
     for output in outputs:

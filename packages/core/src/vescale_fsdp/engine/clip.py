@@ -1,8 +1,8 @@
 """Clips gradients by their total norm, sharded and plain ones together.
 
 The gradients of a group are views of one reduced shard, one after the other in memory. They are
-joined to one flat tensor without a copy, so that one kernel reads the shard once. A kernel for each
-of 1,500 small gradients would cost a few microseconds of host time each.
+joined to one flat tensor without a copy, so that one kernel reads the shard once. One kernel for
+each gradient would cost a few microseconds of host time each, and a model may have thousands.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _joined(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    # Those of another storage are neighbours by chance: in one process, and not in the next.
+    # Tensors of different storages are not joined: they are neighbours only by chance.
     found = []
     for _, each in groupby(run, lambda tensor: tensor.untyped_storage()._cdata):
         first, *others = each
@@ -60,8 +60,8 @@ def _joined(run: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-_Axes: TypeAlias = tuple[dist.ProcessGroup, ...]  # the groups over which a gradient is cut
-_Kind: TypeAlias = tuple[_Axes, torch.device]  # and where it is: some units may be offloaded
+_Axes: TypeAlias = tuple[dist.ProcessGroup, ...]  # the groups over which a gradient is sharded
+_Kind: TypeAlias = tuple[_Axes, torch.device]  # and its device: some units may be offloaded
 
 
 @torch.no_grad()
@@ -85,14 +85,15 @@ def clip_grad_norm_(
         on every rank. The norm of offloaded gradients is reduced on the accelerator if the
         ranks have no backend for the CPU.
 
-    Cost: one all-reduce of one number per mesh axis, and two kernels for each whole shard of
-    gradients (for each stretch without a gap, where parameters are left out or blocks do not fill
-    the shard; on accelerators few for all).
+    Cost: one all-reduce of one number per mesh axis. On the CPU also two kernels for each stretch
+    of gradients without a gap: a stretch is a whole shard, unless parameters are left out or the
+    shard has padding. On accelerators a few kernels handle all of them.
 
     Raises:
         NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set. It names the
-            parameters (by their places, if no module was given) and the ranks. A RuntimeError, as
-            of torch's function.
+            parameters (by their indices if no module was passed) and the ranks. It is a
+            RuntimeError, as in torch's function.
+        ValueError: ``norm_type`` is not positive.
     """
     params = _named(params_or_module)
     grads = [param.grad for param in params.values() if param.grad is not None]

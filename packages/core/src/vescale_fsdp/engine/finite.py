@@ -1,9 +1,9 @@
 """Finds NaN and infinity in gradients before an optimizer writes them into the weights.
 
 There are two steps. First, each rank sums its elements, one sum per buffer of reduced gradients,
-and the ranks all-reduce one number. If it is finite, all gradients are. If it is not, it may also
-be an overflow of the sum, or a NaN in padding. So in this case each gradient is checked separately,
-and the ranks exchange the names through the store.
+and the ranks all-reduce whether all of their sums are finite. If they are, all gradients are
+finite. A sum that is not finite may also come from an overflow, or from a NaN in padding. So in
+that case each gradient is checked separately, and the ranks exchange the names through the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
-    """Whether all gradients of ``module`` are finite, with the same verdict on all ranks.
+    """Whether all gradients of ``module`` are finite. The result is the same on all ranks.
 
     ::
 
@@ -42,11 +42,11 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
         if check_gradients(model, "skip"):
             optimizer.step()
 
-    Collective: all ranks that share the parameters call it, with the same policy, between
-    backward and the optimizer's step, and before clipping (a norm that is NaN makes all gradients
-    NaN). It checks ``.grad``, so not gradients that wait for the last of several
-    micro-batches. These are sums over the ranks: the error names the rank that holds a NaN, which
-    need not be the rank whose batch caused it.
+    Collective: all ranks that share the parameters call it, with the same policy. Call it between
+    backward and the optimizer's step, and before clipping, because a norm that is NaN makes all
+    gradients NaN. It checks ``.grad``, and not gradients that are accumulated for a later
+    micro-batch. Gradients are sums over the ranks: the error names the rank whose shard has a NaN,
+    which need not be the rank whose batch caused it.
 
     Args:
         module: sharded or not; its units may be on different meshes.
@@ -54,20 +54,20 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
 
             - ``"raise"``: raise on every rank; weights and gradients stay as they are.
             - ``"skip"``: return False and drop all gradients, as ``zero_grad(set_to_none=True)``
-              does, including those that wait. The caller skips ``optimizer.step()``, as
+              does, including accumulated ones. The caller skips ``optimizer.step()``, as
               above, so weights, momentum, weight decay and step counts do not change.
               (Optimizers of ``torch.optim`` also do nothing if they are called: they skip
               parameters without a gradient. The caller handles the learning rate schedule.)
             - ``"ignore"``: return True without a check and without communication.
 
     Returns:
-        True if all are finite, or ignored; there may be none at all.
+        True if all gradients are finite, if there are none, or with ``"ignore"``.
 
-    Cost, if all are finite: one sum over each unit's reduced gradients (one per tensor for those
-    that are not ours; on accelerators one kernel for all), an all-reduce of one number over the
-    largest mesh of the parameters, and a wait for it. Meshes of which none holds the others, and
-    modules without sharded parameters, are joined by the default process group. If not: an
-    exchange of names through the store besides.
+    Cost: one sum over each unit's reduced gradients (one per tensor for other gradients; on
+    accelerators one kernel for all), an all-reduce of one number over the largest mesh of the
+    parameters, and a wait for it. If no mesh contains all others, or if there are no sharded
+    parameters, the all-reduce is over the default process group. If a gradient is not finite, the
+    ranks also exchange names through the store.
 
     Raises:
         NonFiniteError: on every rank, with the parameters and the ranks that hold the values.
@@ -127,7 +127,7 @@ def what_is_not_finite(params: Mapping[str, nn.Parameter]) -> str:
     return _find({name: p.grad for name, p in params.items() if p.grad is not None}, group)
 
 
-# Who votes
+# The ranks that need the same result
 
 
 def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, torch.device]:
@@ -156,7 +156,7 @@ def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, t
     return world, collective_device(world, torch.device("cpu"))
 
 
-# The quick look
+# First step: one sum for each buffer
 
 
 def _suspicion(values: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -208,7 +208,7 @@ def _totals(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(pieces, 1.0, dtype=dtype))
 
 
-# The second look
+# Second step: each gradient
 
 
 def _find(gradients: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:

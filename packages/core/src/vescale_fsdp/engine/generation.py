@@ -1,10 +1,10 @@
 """``generating``: a loop of forwards without gradients on sharded parameters.
 
-A loop of ``generate`` runs the model once a token, and each rank may stop after another number of
-tokens. Before each pass, the ranks exchange one number: the unit that they run next, or that they
-have left the loop. The first unit in order of definition is next. A rank that has left, or that
-runs another one, runs the same pass without its modules: it joins the all-gathers that the others
-need (`vescale_fsdp.program`), and computes nothing.
+A loop of ``generate`` runs the model once a token, and ranks may stop after different numbers of
+tokens. Before each pass, each rank sends one number: the index of the unit that it runs next, or a
+number that says that it has left the loop. The lowest number is next. A rank that has left, or that
+will run another unit, joins the all-gathers of this pass (`vescale_fsdp.program`), and computes
+nothing.
 
 ::
 
@@ -32,8 +32,9 @@ from vescale_fsdp.engine.methods import unsharded
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.errors import RankMismatchError
 
-_SHARE = 0.5  # of the free memory, for unsharded parameters: caches and activations need the rest
-_LEFT, _FAILED = 1 << 30, -1  # in the place of the unit that a rank runs next
+# The part of free memory for unsharded parameters. Caches and activations need the other part.
+_SHARE = 0.5
+_LEFT, _FAILED = 1 << 30, -1  # sent in place of the index of a unit
 
 
 class generating(AbstractContextManager[None]):
@@ -45,31 +46,33 @@ class generating(AbstractContextManager[None]):
             tokens = model.generate(**batch)
 
     If the memory of every rank allows it, all parameters are unsharded once, and the loop needs no
-    communication. If not, each forward unshards and reshards its units as in training, with
-    prefetch; the parameters of the root itself stay unsharded. Ranks may run different numbers of
-    forwards, or none: a rank that leaves the context first takes part in the all-gathers of the
-    others until all have left it. No option such as ``synced_gpus`` is needed. Gradients are
-    disabled inside. Unit by unit, and with units on several meshes (experts), all ranks have to
-    run the first forward of all.
+    communication. If not, the loop runs unit by unit: each forward unshards and reshards its units
+    as in training, with prefetch, and only the root's own parameters stay unsharded. Gradients are
+    disabled inside.
 
-    Inside of another `generating`, or of `unsharded`, of the same model it does nothing more.
+    Ranks may run different numbers of forwards, or none. A rank that leaves the context takes part
+    in the all-gathers of the others until all have left. No option such as ``synced_gpus`` is
+    needed. One exception: if the loop runs unit by unit and units are on several meshes (experts),
+    all ranks have to run the model's first forward.
+
+    Inside of another `generating` or `unsharded` of the same model, it only disables gradients.
 
     Args:
         model: a sharded module, or a module with sharded ones inside.
-        max_unsharded_bytes: unshard all parameters if they take at most so many bytes on each rank;
-            0 never does. None: half of the free memory of the device; on a CPU, half of this rank's
-            share of it (``LOCAL_WORLD_SIZE`` ranks share a machine).
+        max_unsharded_bytes: unshard all parameters if they take at most so many bytes on each rank.
+            0: always run unit by unit. None: half of the free memory of the device. On a CPU, the
+            free memory is first divided by the ranks of the machine (``LOCAL_WORLD_SIZE``).
 
     Cost:
-        One round through the store, and then: unsharded once, one all-gather a unit. Unit by unit,
-        one all-gather a unit and forward, and one all-reduce of a number a forward, which the host
-        waits for. Units that are called outside of the root's forward have one each.
+        One round through the store. If all parameters fit, one all-gather a unit. Otherwise each
+        forward has one all-gather a unit, and one all-reduce of a number, for which the host waits.
+        Each unit that is called outside of the root's forward has its own all-reduce.
 
     Raises:
-        RuntimeError: a forward or backward of the model is under way. Unit by unit, also in a
-            forward with gradients.
-        RankMismatchError: unit by unit, another rank has left the context by an exception, or one
-            did not come in time.
+        RuntimeError: a forward or backward of the model is under way; or the loop runs unit by unit
+            and a forward has gradients enabled.
+        RankMismatchError: the loop runs unit by unit, and another rank has left the context by an
+            exception or did not join in time.
     """
 
     def __init__(self, model: nn.Module, *, max_unsharded_bytes: int | None = None) -> None:
@@ -91,7 +94,7 @@ class generating(AbstractContextManager[None]):
                     stack.enter_context(_without_synced_gpus(module))
             if not all(unit.engine and (unit.num_pins or unit.before_pass) for unit in found):
                 roots = _outermost(units)
-                for root in roots:  # on all ranks now: one may run no forward
+                for root in roots:  # now, because some ranks may run no forward
                     _prepare(root)
                 fits = self._fits(found)
                 stack.enter_context(unsharded(self._model) if fits else _Loop(roots, found))
@@ -106,7 +109,7 @@ class generating(AbstractContextManager[None]):
         self._stack.__exit__(kind, error, trace)
 
     def _fits(self, units: list[Unit]) -> bool:
-        """Whether every rank may unshard all parameters."""
+        """Whether every rank has the memory to unshard all parameters."""
         groups = [group for unit in units for group in unit.groups]
         if not groups:
             return True
@@ -129,18 +132,18 @@ class generating(AbstractContextManager[None]):
 
 
 class _Loop(AbstractContextManager[None]):
-    """Forwards unit by unit, any number on each rank.
+    """A context in which forwards run unit by unit, any number of them on each rank.
 
     Args:
-        roots: the outermost units. One is root of an engine, or called by itself.
-        units: all of them.
+        roots: the outermost units. Each is the root of an engine, or is called by itself.
+        units: all units of the model.
     """
 
     def __init__(self, roots: list[Unit], units: list[Unit]) -> None:
         self._roots, self._units = roots, units
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
-        self._has_failed = False  # a rank, and so the loop is over for all
+        self._has_failed = False  # whether a rank has failed, which ends the loop for all
         self._pinned: AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> None:
@@ -165,13 +168,13 @@ class _Loop(AbstractContextManager[None]):
             if error is None:
                 self._join_until(_LEFT)
             elif not self._has_failed:
-                with contextlib.suppress(RankMismatchError):  # the one that is raised says more
+                with contextlib.suppress(RankMismatchError):  # `error` says more
                     self._exchange(_FAILED)
         finally:
             self._pinned.__exit__(kind, error, trace)
 
     def _before_pass(self, unit: Unit) -> None:
-        """Take part in what other ranks run first."""
+        """Take part in the passes that other ranks run before this one."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a forward with gradients inside of generating(...), which runs unit by unit here; "
@@ -180,7 +183,7 @@ class _Loop(AbstractContextManager[None]):
         self._join_until(self._units.index(unit))
 
     def _join_until(self, mine: int) -> None:
-        """Take part in the all-gathers of the other ranks, until all have come to ``mine``."""
+        """Take part in the all-gathers of the other ranks, until ``mine`` is the lowest number."""
         while (code := self._exchange(mine)) != mine:
             unit = self._units[code]
             unit.before_pass, before_pass = None, unit.before_pass
@@ -191,7 +194,7 @@ class _Loop(AbstractContextManager[None]):
                 unit.before_pass = before_pass
 
     def _exchange(self, code: int) -> int:
-        """What the ranks run next: the lowest of their codes."""
+        """The number of the unit that runs next: the lowest of all ranks' numbers."""
         assert self._group is not None, "the context was entered"
         if not self._has_failed:
             device = collective_device(self._group, self._device)
@@ -201,15 +204,15 @@ class _Loop(AbstractContextManager[None]):
             self._has_failed = code == _FAILED
         if self._has_failed:
             raise RankMismatchError(
-                "another rank has left generating(...) by an exception; its own traceback says "
-                "which. No rank can go on with the loop"
+                "another rank has left generating(...) by an exception; see the traceback of that "
+                "rank. No rank can go on with the loop"
             )
         return code
 
 
 @contextlib.contextmanager
 def _without_synced_gpus(module: nn.Module) -> Iterator[None]:
-    """Within it, transformers does not have ranks that are done run forwards for the others."""
+    """A context in which ``generate`` of transformers does not turn ``synced_gpus`` on."""
     marks = module.__dict__
     marks["_is_fsdp_managed_module"], before = False, marks["_is_fsdp_managed_module"]
     try:
@@ -219,7 +222,7 @@ def _without_synced_gpus(module: nn.Module) -> Iterator[None]:
 
 
 def _prepare(root: Unit) -> None:
-    """Do what the first forward after a step would do with the other ranks."""
+    """Do the communication that comes before the first forward: make the root, send buffers."""
     if root.engine is None:
         with plain_tensors():
             hooks.make_root(root)
@@ -229,7 +232,7 @@ def _prepare(root: Unit) -> None:
 
 
 def _outermost(units: Mapping[str, Unit]) -> list[Unit]:
-    """The units, by module name, that are in no other one."""
+    """The units that are inside of no other unit. ``units`` is by module name."""
     above = [f"{name}." for name in units if name]
     if "" in units:
         return [units[""]]
@@ -237,5 +240,5 @@ def _outermost(units: Mapping[str, Unit]) -> list[Unit]:
 
 
 def _ranks_of(units: Sequence[Unit]) -> list[int]:
-    """The ranks of the widest group."""
+    """The ranks of the group with the most ranks."""
     return max((group.axes.ranks for unit in units for group in unit.groups), key=len)

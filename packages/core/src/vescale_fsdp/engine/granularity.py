@@ -1,9 +1,9 @@
-"""Granularity: the smallest part of a parameter that must stay on one rank; and the roles of
-parameters and modules: matrices of hidden layers, heads, repeated blocks.
+"""The granularity of parameters, and the roles of parameters and modules.
 
-A granularity turns the shape of a parameter into the planner's block, in elements. A row is a
-run along the last dimension (of a vector: one element). Blocks are anchored at the first element
-of the tensor; the last one may be partial.
+A granularity is the smallest part of a parameter that must stay on one rank. It turns the shape of
+a parameter into the planner's block, in elements. A row is a run along the last dimension; in a
+vector, a row is one element. Blocks are counted from the first element of the tensor. The last one
+may be partial.
 
 Roles are found by names and types. The matrix of a hidden layer maps one hidden vector to another.
 Embeddings and heads have one row per token; norms and biases are vectors. Matrix optimizers and
@@ -26,7 +26,7 @@ _Part = tuple[str, int]
 
 @dataclass(frozen=True)
 class Granularity:
-    """A need for whole blocks. Made by `elements`, `rows`, `tile` and `whole`."""
+    """The blocks that must not be split. Made by `elements`, `rows`, `tile` and `whole`."""
 
     _parts: tuple[_Part, ...]
 
@@ -44,8 +44,8 @@ class Granularity:
     def tile(cls, r: int, c: int) -> Granularity:
         """Tiles of r x c in the last two dimensions.
 
-        A tile is not contiguous: what must stay together are the r rows that it spans. If r does
-        not divide the second-last dimension of a stack of matrices, whole matrices stay together.
+        A tile is not contiguous, so the r rows that it spans stay together. If r does not divide
+        the second-last dimension of a stack of matrices, whole matrices stay together.
         """
         _positive("tile columns", c)
         return cls((("tile", _positive("tile rows", r)),))
@@ -67,7 +67,7 @@ GranularityPolicy: TypeAlias = Callable[[str, nn.Parameter], Granularity | None]
 
 
 def combine(*policies: Granularity | GranularityPolicy | None) -> GranularityPolicy:
-    """A policy that satisfies all of ``policies``: the least common multiple of their blocks."""
+    """A policy for all of ``policies``: its block is the least common multiple of their blocks."""
     for policy in policies:
         check_granularity(policy)
 
@@ -81,7 +81,7 @@ def combine(*policies: Granularity | GranularityPolicy | None) -> GranularityPol
 
 
 def check_granularity(granularity: object) -> None:
-    """Raise where ``granularity`` is neither a Granularity nor a policy."""
+    """Raise if ``granularity`` is not None, a Granularity or a policy."""
     if granularity is None or isinstance(granularity, Granularity) or callable(granularity):
         return
     if isinstance(granularity, int):
@@ -103,7 +103,7 @@ def block_of(
 ) -> int:
     """The planner's block for one parameter, in elements.
 
-    ``shape`` is what there is to cut of it, if an inner parallelism has cut it before.
+    ``shape`` is the shape to shard, if another parallelism has sharded the parameter before.
     """
     return asked_block(granularity, fqn, param, shape) or 1
 
@@ -114,7 +114,7 @@ def asked_block(
     param: nn.Parameter,
     shape: Sequence[int] | None = None,
 ) -> int | None:
-    """As `block_of`; None if nothing is asked for."""
+    """As `block_of`, but None if ``granularity`` asks for no block."""
     need = _need(granularity, fqn, param)
     return None if need is None else need.block(param.shape if shape is None else shape)
 

@@ -1,9 +1,9 @@
-"""FSDPModule: the methods that ``fully_shard`` adds to a module, named as FSDP2 names them.
+"""FSDPModule: the methods that ``fully_shard`` adds to a module, with the names of FSDP2.
 
-And what ``torch.distributed.pipelining`` asks of one beyond its public methods. A pipeline stage
-runs its micro-batches without synchronization, and then, by hand, what a backward does at its end.
-It reaches for it through ``fully_shard.state(module)``, torch's or ours, and three names of FSDP2's
-own state, which `State` offers (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
+`State` is for ``torch.distributed.pipelining``, which also uses private names of FSDP2. A pipeline
+stage runs its micro-batches without synchronization, and reduces gradients itself at the end. For
+this it calls ``fully_shard.state(module)``, torch's or ours, and uses three attributes of the
+result (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
 
 A copy of a sharded module (``copy.deepcopy``) has units of its own.
 """
@@ -50,9 +50,9 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
-    it. A sharded ``Linear`` is an instance of a class with the bases ``(FSDPModule, Linear)`` and
-    the names of ``Linear``, because libraries look models up by them; its ``repr`` begins with
-    ``FSDPLinear``.
+    it. A sharded ``Linear`` is an instance of a class with the bases ``(FSDPModule, Linear)``. The
+    class keeps the name of ``Linear``, because libraries look models up by the names of their
+    classes. Its ``repr`` begins with ``FSDPLinear``.
     """
 
     _orig_cls_mro_index = 4  # [the sharded class, this one, TuningMethods, torch's, <Class>, ...]
@@ -63,8 +63,8 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's own parameters (not those of nested units).
 
-        With ``async_op`` the gather is under way when this returns; wait on the handle, or let
-        the next forward do it.
+        With ``async_op`` the all-gather is still under way when this returns. Wait for it by the
+        handle; otherwise the next forward waits.
         """
         unit = self._unit()
         unit.drop_stale()
@@ -82,20 +82,20 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         self._unit().rest()
 
     def reset_iter_state(self, timeout_s: float = MEETING_TIMEOUT_S) -> None:
-        """After an exception in forward or backward: drop the incomplete step. Collective.
+        """Drop the incomplete step after an exception in forward or backward. Collective.
 
-        Waits for collectives under way, frees what is gathered and drops gradients that have
-        not been published. Called on the root, on every rank: an exception on one rank alone
-        leaves the others in collectives that nobody comes to.
+        It waits for collectives under way, frees unsharded parameters, and drops gradients that are
+        not in ``.grad`` yet. Call it on the root, on every rank. If only one rank raised, the
+        others wait in collectives that this rank will not join.
 
         Args:
-            timeout_s: for the other ranks to call it, too. What is under way is waited for only
-                where all of them have issued the same.
+            timeout_s: how long to wait for the other ranks to call it. Collectives under way are
+                waited for only if all ranks have issued the same ones.
 
         Raises:
             RuntimeError: this is not the root.
-            RankMismatchError: a rank did not call it in time; it goes on with the step. Or ranks
-                have left the step at different places. The run cannot go on then, on any rank.
+            RankMismatchError: a rank did not call it in time, or ranks have left the step at
+                different places. Then no rank can continue.
         """
         unit = self._unit()
         engine = engine_of(unit)
@@ -109,20 +109,22 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Switch the reduction of gradients on or off: accumulation without communication.
+        """Switch the reduction of gradients on or off, for accumulation over micro-batches.
 
-        While it is off, gradients are summed on this rank, unsharded, in the reduce dtype. The sum
-        over replicas (`set_requires_all_reduce`) is switched along.
+        While it is off, gradients are summed on this rank, unsharded and in the reduce dtype,
+        without communication (``fully_shard(accumulate=...)`` can change this). It also switches
+        the all-reduce over replicas (`set_requires_all_reduce`).
         """
         for unit in units_of(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
             unit.requires_all_reduce = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to reshard after forward and all-gather again in backward.
+        """Set whether to reshard after forward and all-gather again in backward.
 
-        From ``in_flight=3`` on those that come back first stay all the same (`fully_shard`).
-        Also instead of the int that ``fully_shard`` was given: no part is kept from now on.
+        With ``in_flight`` of 3 or more, the units with which backward begins are not resharded in
+        any case (`fully_shard`). It replaces an int passed to ``fully_shard``: from now on no part
+        of the parameters is kept.
 
         Raises:
             ValueError: not a bool.
@@ -137,15 +139,15 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether to reshard after backward (off: between micro-batches)."""
+        """Set whether to reshard after backward. Off saves all-gathers between micro-batches."""
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``nn.Module``. Between passes these are the sharded parameters, always.
+        """As ``nn.Module.named_parameters``. Between passes it always yields sharded parameters.
 
-        A root and some units stay unsharded between forward and backward, but an
-        optimizer or clipping must not work on their unsharded parameters.
+        The root and some units stay unsharded between forward and backward. Optimizers and
+        clipping must not use their unsharded parameters.
         """
         sharded: dict[int, nn.Parameter] = {}
         for unit in units_in(self).values():  # type: ignore[arg-type]
@@ -156,19 +158,19 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             yield name, sharded.get(id(param), param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of ``nn.Module``; gradients that wait for a later backward are dropped too."""
+        """As ``nn.Module.zero_grad``. Also drops accumulated gradients that are not reduced yet."""
         for unit in units_of(self, recurse=True):
             for group in unit.groups:
                 group.gradients.zero(set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``cuda``, ``to_empty``: convert the shards, and bind them to the buffer again."""
+        """Convert the shards (``to``, ``cuda``, ``to_empty``) and bind them to the buffer again."""
         unit = self._unit()
         unit.refuse_if_pinned("converting or moving the module")
         unit.reshard()
         from_meta = unfilled.on_meta(self)  # type: ignore[arg-type]
-        # Past torch's FSDPModule, whose own version works on its own parameter groups.
+        # Skips torch's FSDPModule, whose version needs FSDP2's parameter groups.
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.rebind(may_wait=len(unit.module_refs) > 1)
@@ -176,13 +178,13 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
-        """A sharded module of its own with the same data: for averages of weights (EMA).
+        """Copy a sharded module and its data, for averages of weights (EMA) for example.
 
-        No communication. The copy is a root of its own; optimizers know nothing of it.
+        No communication. The copy has its own root. Optimizers do not update it.
         """
         unit = self._unit()
         twin_unit: Unit = memo.get(id(unit)) or copied(unit, memo)
-        twin = object.__new__(type(self))  # FSDPModule.__new__ makes the class without us
+        twin = object.__new__(type(self))  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
             if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
@@ -203,14 +205,14 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         return State(self._unit())
 
 
-# Attributes that say which unit a module belongs to: a copy gets its own.
+# Attributes that say to which unit a module belongs. A copy has its own.
 _OF_THIS_MODULE = (UNIT_ATTRIBUTE, compat.COMPOSABLE_STATE)
 
 _CLASSES: dict[type, type] = {}
 
 
 def swap_class(module: nn.Module) -> None:
-    """Make ``module`` an instance of a sharded class, made once per class, of the same name."""
+    """Change the class of ``module`` to a sharded one with the same name, made once per class."""
     cls = type(module)
     if cls not in _CLASSES:
         # Not FSDP<Class> as in FSDP2: transformers chooses losses by the name, for example.
@@ -221,7 +223,7 @@ def swap_class(module: nn.Module) -> None:
 
 
 class _Pinned(AbstractContextManager[None]):
-    """Keeps the parameters of units gathered within a context."""
+    """A context in which the parameters of units stay unsharded."""
 
     def __init__(self, units: list[Unit], writeback: bool) -> None:
         self._units, self._writeback = units, writeback
@@ -248,16 +250,16 @@ def unsharded(
 ) -> AbstractContextManager[None]:
     """Context with unsharded, plain parameters, for example for ``generate`` or summaries.
 
-    Collective over the ranks that share the parameters: all of them must enter. Forwards inside
-    do not gather again.
+    Collective over the ranks that share the parameters: all of them must enter it. Forwards inside
+    do not all-gather again.
 
     Args:
-        modules: all units in them (themselves included) are gathered.
-        writeback: keep in-place changes of the full parameters: at the end each rank copies its
-            own part of them into its shard. All ranks have to make the same changes. Elements
-            that were not changed keep the precision of the shard.
-        recurse: off: only the modules' own parameters, not those of units in them. All modules have
-            to be sharded ones.
+        modules: the modules to unshard, with all units inside of them.
+        writeback: whether to keep in-place changes of the unsharded parameters. If so, each rank
+            copies its own part of them into its shard at the end. All ranks have to make the same
+            changes. Elements that were not changed keep the precision of the shard.
+        recurse: whether to unshard the units inside of the modules too. If not, all modules have to
+            be sharded ones.
 
     Memory: the full parameters of all modules at the same time.
     """
@@ -270,15 +272,15 @@ def unsharded(
 
 
 class _ParamGroup:
-    """Stands for the groups of a unit."""
+    """Takes the place of FSDP2's parameter group."""
 
     def post_backward(self) -> None:
-        """Nothing here: `State._root_post_backward_final_callback` reduces all units in order."""
+        """Do nothing: `State._root_post_backward_final_callback` reduces all units in order."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A unit, by the names of FSDP2's state."""
+    """A unit under the attribute names of FSDP2's state."""
 
     unit: Unit
 
@@ -292,7 +294,7 @@ class State:
         units = [self.unit] if engine is None else engine.units()
         return SimpleNamespace(all_states=[State(unit) for unit in units])
 
-    # torch's own ``register_fsdp_forward_method`` calls these two around a method.
+    # Torch's own ``register_fsdp_forward_method`` calls these two before and after a method.
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hooks.pre_forward(self.unit, module, args, kwargs, "a method")
@@ -301,25 +303,25 @@ class State:
         return hooks.post_forward(self.unit, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce and publish what backwards without synchronization have left."""
+        """Reduce and publish the gradients that backwards without synchronization accumulated."""
         engine = engine_of(self.unit)
         if engine is not None:
             engine.reduce_waiting()
 
 
 def register_state(module: nn.Module, unit: Unit) -> None:
-    """Let torch's own ``fully_shard.state(module)`` find the state: pipelining asks that one."""
+    """Let torch's own ``fully_shard.state(module)`` return the state, for pipelining."""
     compat.set_fsdp2_state(module, State(unit))
 
 
 def state_of(module: nn.Module) -> State | None:
-    """What ``fully_shard.state(module)`` returns; None for a module that is not sharded."""
+    """``fully_shard.state(module)``: the state of a module; None for one that is not sharded."""
     unit = unit_of(module)
     return None if unit is None else State(unit)
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """No effect: models over the same ranks share communicators anyway.
+    """No effect: models on the same ranks always share communicators.
 
     Raises:
         ValueError: one of them is not sharded.
@@ -330,7 +332,7 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
 
 
 def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
-    """A unit of its own with the same parameters, for ``copy.deepcopy``; of no module yet.
+    """A new unit with copies of the parameters, for ``copy.deepcopy``. It has no module yet.
 
     Raises:
         RuntimeError: a forward or backward runs, or a context pins the parameters.
@@ -373,7 +375,7 @@ _SET_BY_USERS = (
 
 
 def join(unit: Unit, module: nn.Module, original: Unit, memo: dict[int, Any]) -> None:
-    """Let ``unit`` belong to ``module``, the copy of a module of ``original``."""
+    """Make ``unit`` the unit of ``module``, the copy of a module of ``original``."""
     object.__setattr__(module, UNIT_ATTRIBUTE, unit)
     unit.module_refs.append(weakref.ref(module))
     for group, former in zip(unit.groups, original.groups, strict=True):

@@ -1,7 +1,7 @@
-"""``profile``: where the time of a step goes, by unit, and a trace of it.
+"""``profile``: a table of where the time of a step goes, by unit, and a trace.
 
-The engine's ranges (`compat.recorded`) and torch's range of an optimizer's step are read from
-torch's profiler. Each range counts without the ranges inside of it::
+It reads ranges from torch's profiler: those of the engine (`compat.recorded`), and torch's own
+range of an optimizer's step. The time of a range is counted without the ranges inside of it::
 
     forward(root)  |  embedding  [forward(blocks.0) [wait_for_unshard(blocks.1)] ...]  head  |
 """
@@ -29,7 +29,7 @@ from vescale_fsdp.engine.unit import units_in
 
 _RANGE = re.compile(r"vescale::(\w+)\((.*?)(?: to .*)?\)")
 _OPTIMIZER = "Optimizer.step#"
-# Columns, and the ranges that they add up.
+# The columns of the table, and the ranges whose times each one adds up.
 _COLUMNS = {
     "compute": ("forward", "backward"),
     "waiting for all-gathers": ("wait_for_unshard",),
@@ -52,11 +52,11 @@ class Report:
     """Where the time of a step went, in milliseconds; the mean over the profiled steps.
 
     Attributes:
-        step: from one call of `profile.step` to the next.
-        units: by unit, and then by what: "compute", "waiting for all-gathers", "waiting for
-            reductions", "issuing" (of all-gathers and reductions). The names are those of modules;
-            "root" is the root's.
-        optimizer: the optimizer's steps.
+        step: the time from one call of `profile.step` to the next.
+        units: for each unit, the time by column: "compute", "waiting for all-gathers", "waiting for
+            reductions" and "issuing" (of all-gathers and reductions). A unit has the name of its
+            module; the root is "root".
+        optimizer: the time of the optimizer's steps.
     """
 
     step: float
@@ -64,18 +64,18 @@ class Report:
     optimizer: float = 0.0
 
     def total(self, what: str) -> float:
-        """One column of `units`, summed."""
+        """The sum of one column of `units`."""
         return sum(times.get(what, 0.0) for times in self.units.values())
 
     @property
     def other(self) -> float:
-        """The rest: data, losses, what no unit runs."""
+        """The time that is in no column and not in the optimizer, for example for data and loss."""
         named = sum(self.total(what) for what in _COLUMNS) + self.optimizer
         return max(0.0, self.step - named)
 
     @property
     def advice(self) -> str:
-        """One line: what costs most besides compute, and what may help."""
+        """One line that says what costs most besides compute, and what may help."""
         if self.step <= 0:
             return "No step was profiled."
         gathers = self.total("waiting for all-gathers") / self.step
@@ -144,17 +144,17 @@ class profile(AbstractContextManager["profile"]):
                 if profiler.step():
                     break
 
-    After the last step, each rank writes ``rank-N.json`` into the folder, for
-    https://ui.perfetto.dev or ``chrome://tracing``, and rank 0 prints its `report`. Other profilers
+    After the last step, each rank writes ``rank-N.json`` into the folder, and rank 0 prints its
+    `report`. Open the files in https://ui.perfetto.dev or ``chrome://tracing``. Other profilers
     show the same ranges, for example ``vescale::unshard(blocks.3)`` and
-    ``vescale::wait_for_unshard(blocks.3)``; ``torch.autograd.profiler.emit_nvtx`` hands them to
-    Nsight. Without a profiler they cost nothing.
+    ``vescale::wait_for_unshard(blocks.3)``. For Nsight use ``torch.autograd.profiler.emit_nvtx``.
+    Without a profiler the ranges cost nothing.
 
     Args:
-        model: sharded.
-        folder: for the traces; made if it is not there. None: no traces.
-        steps: to profile.
-        warmup: steps before, that are not.
+        model: a sharded model.
+        folder: the folder for the traces. It is created if it does not exist. None: no traces.
+        steps: how many steps to profile.
+        warmup: how many steps to run before, without the profiler.
 
     The table shows the time of the host. On a CPU that is where a step's time goes. On CUDA the
     host only queues work, so look at the streams in the trace.
@@ -193,7 +193,7 @@ class profile(AbstractContextManager["profile"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._profiler is not None:  # fewer steps than asked for
+        if self._profiler is not None:  # the loop ended after fewer steps than `steps`
             self._stop(self._num_steps - self._warmup)
 
     def step(self) -> bool:
@@ -237,10 +237,13 @@ class profile(AbstractContextManager["profile"]):
 def report_of(
     threads: Iterable[Sequence[Span]], names: Sequence[str], total_ms: float, num_steps: int
 ) -> Report:
-    """The report on ranges, those of each thread properly nested.
+    """Make a report of ranges.
 
     Args:
-        names: of the units, in the order of the table.
+        threads: the ranges of each thread, properly nested.
+        names: the names of the units, in the order of the table.
+        total_ms: the time of all steps.
+        num_steps: the number of steps.
     """
     report = Report(total_ms / num_steps, {name: {} for name in names})
     column_of = {kind: column for column, kinds in _COLUMNS.items() for kind in kinds}
@@ -258,7 +261,7 @@ def report_of(
 
 
 def own_times(spans: Sequence[Span]) -> list[tuple[str, float]]:
-    """Each range's time without that of the ranges inside of it."""
+    """The name of each range, and its time without the ranges inside of it, in microseconds."""
     found: list[tuple[str, float]] = []
     around: list[list[Any]] = []  # [span, time of the ranges inside]
 

@@ -1,4 +1,4 @@
-"""``stream_parameters``: whole parameters, one after the other, and the names that they have."""
+"""``stream_parameters``: yields whole parameters one after the other, renamed or merged."""
 
 from __future__ import annotations
 
@@ -30,53 +30,54 @@ def stream_parameters(
     merge: Mapping[str, Sequence[str]] | None = None,
     tied: Literal["once", "each"] = "once",
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The whole parameters of a sharded model, one after the other. Collective.
+    """Yield the whole parameters of a sharded model, one after the other. Collective.
 
-    For weights that go to another runtime: an inference engine, an export, an average::
+    Use it to send weights to an inference engine, to export them, or to average them::
 
         for name, tensor in vescale_fsdp.stream_parameters(model, dtype=torch.bfloat16):
             engine.load_weights([(name, tensor)])
 
-    They come in the order of ``model.named_parameters()``, by its names (those of wrappers such as
-    ``torch.compile`` removed). Each is a tensor of its own, without gradients, that the caller may
-    keep or write to. The model does not change, and nothing of it is unsharded. Values are those of
-    the shards: what was written inside of `unsharded` appears after that context.
+    The order and the names are those of ``model.named_parameters()``; prefixes of wrappers such as
+    ``torch.compile`` are removed. Each tensor is new and without gradients. The caller may keep it
+    or write to it. The model does not change, and none of its units is unsharded. Values are read
+    from the shards, so changes made inside of `unsharded` appear only after that context.
 
     All ranks iterate, with the same arguments, and do not step the optimizer meanwhile. They may
     stop early if all of them stop after the same parameter.
 
     Args:
         model: has parameters sharded by ``fully_shard``, or other DTensors, or plain ones.
-        bucket_bytes: of the parameters in one collective, at most; a larger parameter has a
+        bucket_bytes: the most bytes of parameters in one collective. A larger parameter has a
             collective of its own.
-        dtype: of the tensors; None: as they are. Parameters are cast before they are sent. Those
-            that are not floating-point stay as they are.
+        dtype: the dtype of the tensors. None: that of each parameter. Parameters are cast before
+            they are sent. Parameters that are not floating-point are not cast.
         to: ``"all"``: every rank gets the tensors, on the device of the mesh. ``"cpu"``: every rank
-            gets them in the memory of the host. A global rank: that one gets them, and the others
-            get None in their place; with replicas (HSDP), the other replicas send nothing.
-        rename: the name to yield for a parameter's own; None to leave the parameter out.
+            gets them in the memory of the host. A global rank: that rank gets them, and the others
+            get None in their place. With replicas (HSDP), the other replicas then send nothing.
+        rename: takes a parameter's name, and returns the name to yield. If it returns None, the
+            parameter is left out.
         merge: parameters to concatenate along dimension 0, by the names of the results, after
             ``rename``. A ``*`` is any text::
 
                 merge={"*.qkv.weight": ["*.q.weight", "*.k.weight", "*.v.weight"]}
 
-            A merged parameter comes in the place of the first of its parts.
+            A merged parameter takes the place of the first of its parts.
         tied: a parameter with several names is yielded under the first one (``"once"``), or under
             each, one after the other, as the same tensor (``"each"``).
 
     Yields:
-        Name and tensor, of the parameter's whole shape.
+        The name, and a tensor with the parameter's whole shape.
 
     Cost:
         One round through the store, and one uneven all-gather a bucket: each rank receives the
-        elements of the others, once. To a single rank the others send theirs, and receive nothing.
+        elements of the others once. With a single receiver, the others only send.
         Memory beside the shards: two buckets at most, and the tensors that the caller holds. A
-        bucket is filled to ``bucket_bytes`` less its largest parameter, to have room for the two
-        that exist while one is exchanged for the next.
+        bucket is smaller than ``bucket_bytes`` by its largest parameter: two whole tensors exist
+        when the caller's loop moves from one to the next.
 
     Raises:
-        ValueError: an argument is not one of the above, ``merge`` names a part that is missing or
-            does not fit the others, or two parameters would have one name.
+        ValueError: an argument has another value than those above, ``merge`` names a part that is
+            missing or does not fit the others, or two parameters would have one name.
         RuntimeError: a parameter is still on meta.
         RankMismatchError: ranks have different parameters or arguments, or one did not come in
             time.
@@ -89,7 +90,7 @@ def stream_parameters(
 
 
 def _check(bucket_bytes: int, dtype: torch.dtype | None, to: To, tied: str) -> None:
-    """Raise unless the arguments are what `stream_parameters` says."""
+    """Raise for a wrong argument of `stream_parameters`."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if dtype is not None and not dtype.is_floating_point:
@@ -139,7 +140,7 @@ def _outputs(
 
 
 def _untied(outputs: list[Output], tied: str) -> list[Output]:
-    """Outputs of the same parameters as one, with the first name or all."""
+    """Join outputs of the same parameters to one, with the first name or with all names."""
     firsts: dict[tuple[Source, ...], Output] = {}
     for output in outputs:
         first = firsts.setdefault(tuple(output.sources), output)
@@ -149,7 +150,7 @@ def _untied(outputs: list[Output], tied: str) -> list[Output]:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The sharded parameters under all their names, also where a unit is unsharded."""
+    """The sharded parameters under all of their names, also of a unit that is unsharded."""
     slots = [s for unit in units_in(model).values() for group in unit.groups for s in group.slots]
     sharded = {id(slot.gathered): slot.sharded for slot in slots}
     for path, param in model.named_parameters(remove_duplicate=False):
@@ -157,7 +158,7 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _part_of(name: str, merge: Mapping[str, Sequence[str]]) -> tuple[str, Sequence[str], int]:
-    """The result that a parameter is a part of, all its parts, and the number of this one."""
+    """The result to which a parameter belongs, all parts of the result, and this one's index."""
     for result, parts in merge.items():
         for number, part in enumerate(parts):
             found = re.fullmatch(re.escape(part).replace(r"\*", "(.*)"), name)
@@ -168,13 +169,13 @@ def _part_of(name: str, merge: Mapping[str, Sequence[str]]) -> tuple[str, Sequen
 
 
 def _filled(pattern: str, texts: Sequence[str]) -> str:
-    """A pattern with texts in the place of each ``*``."""
+    """Replace each ``*`` of a pattern by a text."""
     left = iter(texts)
     return re.sub(r"\*", lambda _: next(left, "*"), pattern)
 
 
 def _put_together(result: str, names: Sequence[str], found: Mapping[int, Source]) -> list[Source]:
-    """The sources of an output, in order, if all are there and fit."""
+    """The sources of an output, in order. Raises if one is missing or does not fit."""
     missing = [name for number, name in enumerate(names) if number not in found]
     if missing:
         raise ValueError(
@@ -220,5 +221,5 @@ def _stream(buckets: list[Bucket], to: To) -> Iterator[tuple[str, Tensor | None]
             if bucket is not None:
                 yield from bucket.tensors(to)
     finally:
-        if ahead is not None:  # the caller has left: what is under way still needs its memory
+        if ahead is not None:  # the caller has left the loop, but a collective uses the memory
             ahead.wait()

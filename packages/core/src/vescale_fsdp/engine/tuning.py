@@ -18,18 +18,19 @@ from vescale_fsdp.errors import warn_no_effect
 
 
 class TuningMethods:
-    """Mixed into ``FSDPModule``. None of these changes what is computed, unless it says so.
+    """A mixin of ``FSDPModule``. Its methods do not change results, unless their docstrings say so.
 
-    A setter that has no effect here warns where a user calls it, and says what to do.
+    Some setters of FSDP2 have no effect here. If a user calls one, it warns and says what to do.
     """
 
-    # What is gathered ahead
+    # Prefetch
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these modules while this one computes in forward, instead of the recorded next.
+        """Prefetch these modules while this one computes in forward.
 
-        All of the list, whatever ``in_flight`` says. Takes effect from the second pass on. An empty
-        list takes it back.
+        They replace the next modules of the recorded order. All of them are prefetched, whatever
+        ``in_flight`` is. It takes effect from the second pass on. An empty list restores the
+        recorded order.
 
         Raises:
             ValueError: one of them is not sharded.
@@ -37,9 +38,10 @@ class TuningMethods:
         self._unit().forward_prefetch = _units_to_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these modules while this one computes in backward, instead of the recorded next.
+        """Prefetch these modules while this one computes in backward.
 
-        An empty list takes it back.
+        They replace the next modules of the recorded order. It takes effect from the second
+        backward on. An empty list restores the recorded order.
 
         Raises:
             ValueError: one of them is not sharded.
@@ -47,16 +49,18 @@ class TuningMethods:
         self._unit().backward_prefetch = _units_to_prefetch(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Off: backward does not gather this module. For those whose backward reads no parameter.
+        """Set whether to unshard this module in backward.
 
-        An embedding, for example. If it does read one, it reads freed memory.
+        Switch it off only for a module whose backward reads no parameter, such as an embedding. A
+        backward that does read one reads freed memory.
         """
         self._unit().unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next gathers wait for this event instead of for all work so far. Used once.
+        """Let the next all-gathers wait for this event, for example of an optimizer's stream.
 
-        On the root. Without an accelerator there is nothing to wait for, and a warning says so.
+        They also wait for all work that the current stream has queued. Call it on the root. The
+        event is used once. Without an accelerator it has no effect, and warns.
         """
         unit = self._unit()
         if _is_below_root(unit, "set_post_optim_event"):
@@ -71,24 +75,24 @@ class TuningMethods:
         unit.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing to set: gathers are asynchronous, and allocate nothing on another stream."""
+        """No effect: all-gathers are always asynchronous, and allocate on one stream."""
         warn_no_effect(
             "_set_unshard_async_op", "all-gathers are always asynchronous; leave the call out"
         )
 
-    # How gradients are summed
+    # Reduction of gradients
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Switch the sum over replicas (HSDP) on or off.
+        """Switch the all-reduce of gradients over replicas (HSDP) on or off.
 
-        While it is off, gradients are reduced within each replica, and kept there until a
-        backward with it on sums all of them; ``.grad`` is not touched.
+        While it is off, gradients are reduced within each replica and accumulated there, and
+        ``.grad`` does not change. The next backward with it on all-reduces the sum.
         """
         for unit in units_of(self, recurse):
             unit.requires_all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the summed gradients by ``factor`` instead of by the number of ranks."""
+        """Divide the sum of gradients by ``factor`` instead of by the number of ranks."""
         for group in self._unit().groups:
             group.gradients.divide_factor = float(factor)
 
@@ -97,7 +101,7 @@ class TuningMethods:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sum in the collective and scale after it, also where it could average (NCCL)."""
+        """Let collectives sum, and divide afterwards. NCCL could also average in the collective."""
         unit = self._unit()
         if enable and _is_on_cpu(unit):
             warn_no_effect(
@@ -111,16 +115,17 @@ class TuningMethods:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """On: trainable parameters that no rank used get zero gradients (else: None).
+        """Set whether trainable parameters that no rank used get zero gradients.
 
-        Parameters that only some ranks use need no switch here. Holds for the whole model, by what
-        its root was set to.
+        Off: their ``.grad`` stays None. Parameters that only some ranks used always get gradients.
+        The root's setting holds for the whole model.
         """
         own = self._unit()
         if not reduce_scatter_unused_params and own.unused == "zeros":
             warn_no_effect(
                 "set_reduce_scatter_unused_params",
-                "fully_shard was given unused='zeros', which holds; leave that out",
+                "fully_shard was called with unused='zeros', which has precedence; leave unused= "
+                "out",
             )
         engine = engine_of(own)
         if engine is not None and engine.units()[0].gives_zeros != reduce_scatter_unused_params:
@@ -131,7 +136,7 @@ class TuningMethods:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way at a time. The largest of all units holds.
+        """Set how many reductions may be under way at a time. The largest value of all units holds.
 
         Raises:
             TypeError: not an int.
@@ -149,36 +154,37 @@ class TuningMethods:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Nothing to set: reductions always have communicators of their own."""
+        """No effect: reductions always have communicators of their own."""
         warn_no_effect(
             "set_separate_reduce_scatter_group",
             "reductions always have communicators of their own; leave the call out",
         )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing to set: each backward that reduces waits for its own reductions.
+        """No effect: each backward that reduces waits for its own reductions.
 
-        Micro-batches that are not to be reduced say so by `set_requires_gradient_sync`.
+        To accumulate micro-batches without reductions, use `set_requires_gradient_sync`.
         """
         warn_no_effect(
             "set_is_last_backward",
-            "each backward waits for its own reductions. Micro-batches without reductions are "
-            "those with set_requires_gradient_sync(False); leave the call out",
+            "each backward waits for its own reductions. For micro-batches without reductions use "
+            "set_requires_gradient_sync(False); leave the call out",
         )
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call ``hook`` with each reduced shard, before it becomes ``.grad``. May change numbers.
+        """Call ``hook`` with each reduced shard, before it becomes ``.grad``.
 
-        The shard is flat, in the dtype of the reduction, after the sum over replicas if there
-        are any. The hook works in place.
+        The shard is a flat tensor in the dtype of the reduction, after the all-reduce over
+        replicas if there are any. The hook may change the gradients in place.
 
         Args:
-            stream: to run it on, where there are no replicas. On the CPU there are no streams.
+            stream: the stream on which to call the hook. Only without replicas, and without effect
+                on the CPU.
 
         Raises:
-            ValueError: the parameters are on several meshes; or a stream, and replicas.
+            ValueError: the parameters are on several meshes; or a stream is passed with replicas.
         """
         groups = self._groups_on_one_mesh("set_all_reduce_hook")
         if stream is not None and any(group.axes.replicate is not None for group in groups):
@@ -194,9 +200,10 @@ class TuningMethods:
     # Collectives that the user supplies
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by ``comm``: FSDP2's ``AllGather``, with ``allocate`` and ``__call__``.
+        """All-gather by ``comm``: FSDP2's ``AllGather``, with ``allocate`` and ``__call__``.
 
-        What it allocates receives the shards; one copy takes them to where the parameters lie.
+        The shards are received in the memory that ``comm`` allocates, and then copied to the
+        unit's full buffer.
 
         Raises:
             ValueError: the parameters are on several meshes, or are sent in 8 bits.
@@ -216,12 +223,13 @@ class TuningMethods:
             group.gradients.custom = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate what collectives send and receive, as FSDP2 does.
+        """Let the process group allocate the buffers of collectives, as in FSDP2.
 
-        Where its backend cannot (gloo), this costs a copy for nothing, and a warning says so.
+        If its backend cannot allocate them (gloo), this only costs a copy, and warns.
 
         Raises:
             AssertionError: custom collectives are set.
+            ValueError: the parameters are sent in 8 bits.
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_allocate_memory_from_process_group")
@@ -240,14 +248,15 @@ class TuningMethods:
             group.custom_gather, group.gradients.custom = gather, reduce
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather through symmetric memory (CUDA), and in place: nothing is copied out.
+        """All-gather through symmetric memory (CUDA), in place: nothing is copied out.
 
-        Collective. All ranks have to gather in the same order, as without `unsharded` on some only.
-        Where NCCL copies by the copy engines, the parameters arrive beside the compute without
-        taking a part of the processors.
+        Collective. All ranks must unshard in the same order. For example, `unsharded` must not be
+        entered on some ranks only. If NCCL uses copy engines, all-gathers take no processors from
+        the compute.
 
         Raises:
             AssertionError: custom collectives are set.
+            ValueError: the parameters are sent in 8 bits.
         """
         for group in self._unit().groups:
             _refuse_custom(group, "set_symm_mem")
@@ -271,7 +280,7 @@ class TuningMethods:
 
 
 def units_of(module: Any, recurse: bool) -> list[Unit]:
-    """The units of a module and below it, or its own only."""
+    """The unit of a module and those below it, or its own unit only."""
     if recurse:
         return list(units_in(module).values())
     return [module._unit()]
@@ -282,15 +291,15 @@ def _is_on_cpu(unit: Unit) -> bool:
 
 
 def _is_below_root(unit: Unit, setter: str) -> bool:
-    """Whether the model has run, and its root is another unit; warns then."""
+    """Whether the model has run and its root is another unit. If so, this warns."""
     engine = engine_of(unit)
     if engine is None or unit.is_root:
         return False
     root = engine.units()[0]
     warn_no_effect(
         setter,
-        f"this is {unit.fqn!r}, and it holds for a whole model. Call it on the root, the outermost "
-        f"module ({root.kind})",
+        f"this is {unit.fqn!r}, but the setting holds for the whole model. Call it on the root, "
+        f"the outermost module ({root.kind})",
     )
     return True
 
@@ -321,6 +330,6 @@ def _refuse_coded(group: Group, method: str) -> None:
     if any(gather or reduce for gather, reduce in group.codings):
         raise ValueError(
             f"{method}: parameters of this module are sent in 8 bits (gather_codec= or "
-            "reduce_codec= of fully_shard), by messages that other collectives do not know; use "
-            "one of the two"
+            "reduce_codec= of fully_shard), which other collectives do not support; use one of the "
+            "two"
         )

@@ -1,4 +1,4 @@
-"""For tests of code that uses veScale-FSDP: run a function on a few local ranks.
+"""Tools for tests of code that uses veScale-FSDP: they run a function on a few local ranks.
 
 ::
 

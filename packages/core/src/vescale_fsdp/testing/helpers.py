@@ -1,9 +1,10 @@
-"""Helpers for tests on several ranks, and a record of what the CPU allocator hands out.
+"""Helpers for tests on several ranks, and a record of the CPU allocator's requests.
 
-Torch's profiler sees each request to the allocator, whoever makes it: operators, resized storages,
-copies inside of collectives. So any engine is measured in the same way. Our engine's mappings
-(`vescale_fsdp.dbuffer.memory`) bypass the allocator; `through_the_allocator` switches them off, and
-the same regions request the same bytes from it. Slabs that wait in the engine's pool count as used.
+Torch's profiler sees every request to the allocator: of operators, of resized storages, and of
+copies inside collectives. So all engines are measured in the same way. Our engine maps memory
+itself (`vescale_fsdp.dbuffer.memory`), which bypasses the allocator. `through_the_allocator`
+switches that off: the same regions then request the same bytes from the allocator. Free slabs in
+the engine's pool count as used.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from vescale_fsdp.dbuffer import memory
 
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
-    """Assert, inside a rank, that ``value`` is the same on all ranks; tensors bit for bit.
+    """Assert, inside a rank, that ``value`` is the same on all ranks, without a tolerance.
 
     Every rank must call it. ``value`` may nest lists, tuples, dicts and dataclasses known to
-    pytree; tensors are plain ones (call ``full_tensor()`` first). NaN equals NaN.
+    pytree. Tensors must be plain ones: call ``full_tensor()`` first. NaN equals NaN.
 
-    Cost: sends ``value`` to every rank, pickled.
+    Cost: one all-gather of ``value``, pickled.
 
     Raises:
-        AssertionError: on every rank, naming the first leaf and the rank that differ from rank 0.
+        AssertionError: on every rank. It names the first rank that differs from rank 0, and the
+            first leaf that differs there.
     """
     leaves = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -50,7 +52,7 @@ def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
 
 
 def _difference(found: Any, expected: Any) -> str:
-    """What differs, in words; empty if nothing does."""
+    """A text that says what differs; empty if nothing does."""
     if not (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return "" if found == expected else f"{found!r} against {expected!r}"
     if found.dtype != expected.dtype or found.shape != expected.shape:
@@ -82,10 +84,10 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 @dataclass
 class Block:
-    """Memory from a request until it is given back; times in nanoseconds.
+    """A block of memory, from its allocation to its release. Times are in nanoseconds.
 
     Attributes:
-        end: None if it is still there.
+        end: the time of the release; None if it is still allocated.
     """
 
     address: int
@@ -96,14 +98,15 @@ class Block:
 
 
 def through_the_allocator() -> AbstractContextManager[object]:
-    """A context in which the engine's new regions come from the CPU allocator."""
+    """A context in which the engine takes new regions from torch's CPU allocator."""
     return mock.patch.object(memory, "CAN_MAP", False)
 
 
 def traced(run: Callable[[], object]) -> list[Block]:
-    """Call ``run``; all memory that was requested meanwhile, without what products need.
+    """Call ``run``, and return the blocks that were allocated meanwhile.
 
-    On gloo its threads may let go of a collective's copies late: have ``run`` wait for that.
+    Scratch memory of matrix products is left out. Gloo's threads may free the copies of a
+    collective late, so ``run`` should wait for that.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         run()
@@ -123,7 +126,7 @@ def traced(run: Callable[[], object]) -> list[Block]:
             block = Block(fields.ptr, fields.alloc_size, time)
             live[fields.ptr] = block, parent
             blocks.append(block)
-        elif fields.ptr in live:  # what was there before is not counted
+        elif fields.ptr in live:  # blocks that were allocated before `run` are not counted
             block, requester = live.pop(fields.ptr)
             block.end = time
             block.is_scratch = parent is requester and getattr(parent, "name", "") in PRODUCTS
@@ -131,7 +134,7 @@ def traced(run: Callable[[], object]) -> list[Block]:
 
 
 def peak_of(blocks: Iterable[Block]) -> tuple[int, Counter[int]]:
-    """The most bytes there at a time, and how many blocks of each size they are."""
+    """The largest number of bytes at a time, and the number of blocks of each size then."""
     changes = [(block.start, 1, block) for block in blocks]
     changes += [(block.end, -1, block) for block in blocks if block.end is not None]
     now = best = 0

@@ -1,7 +1,7 @@
-"""The caller's side of a set of ranks: start them, send a call, collect replies, kill.
+"""The caller's side of a set of ranks: it starts them, sends calls, collects replies and kills.
 
-Ranks are forked from a server process that has torch loaded: about 0.1 s for two, where a fresh
-interpreter takes several seconds.
+Ranks are forked from a server process that has torch loaded. Two ranks start in about 0.1 s; fresh
+interpreters take several seconds.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PRELOADED = [
     "vescale_fsdp.engine",
     "vescale_fsdp.testing.worker",
 ]
-GRACE_S = 5.0  # for the other ranks to return, once one has failed
-END_CALL_S = 10.0  # to destroy the process groups of a call that succeeded
-REAP_S = 30.0  # for the exit code of a dead rank, which the server reads when it gets the time
-DUMP_S = 0.3  # for a hung rank to write its stacks
+GRACE_S = 5.0  # time for the other ranks to return, once one has failed
+END_CALL_S = 10.0  # time to destroy the process groups of a call that succeeded
+REAP_S = 30.0  # time for the exit code of a dead rank; a busy server reads it late
+DUMP_S = 0.3  # time for a hung rank to write its stacks
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RankFailure:
 
 
 class Pool:
-    """``world_size`` processes that wait for calls. Its directory holds what they print."""
+    """``world_size`` processes that wait for calls. Their output goes to files in `directory`."""
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -61,7 +61,7 @@ class Pool:
         self._processes = []
         self._log_offsets = [0] * world_size
         self._num_calls = 0
-        # A file would do too, but ranks that wait for each other look into it every 10 ms only.
+        # Not a FileStore: ranks that wait for each other read it only every 10 ms.
         self._store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -81,7 +81,10 @@ class Pool:
     def call(
         self, payload: bytes, sources: list[ModuleSource], timeout_s: float
     ) -> tuple[list[bytes], list[RankFailure]]:
-        """Run the pickled ``(fn, args, filters)``: pickled results by rank, or failures."""
+        """Run the pickled ``(fn, args, filters)``. Returns the pickled results, and the failures.
+
+        The results are in rank order; a rank that failed has an empty one.
+        """
         self._num_calls += 1
         call = Call(
             payload,
@@ -98,17 +101,18 @@ class Pool:
         return [replies.get(rank, b"") for rank in range(self.world_size)], failures
 
     def end_call(self) -> bool:
-        """Let the ranks drop the call's process groups; False if one did not survive that.
+        """Let the ranks destroy the call's process groups. Returns whether all ranks survived.
 
-        A step of its own, because a rank must not close its connections while another still
-        uses them. gloo now and then aborts here: the results stand, the pool does not.
+        It is a separate step, because a rank must not close its connections while another rank
+        still uses them. Gloo sometimes aborts here. Then the results are valid, but the pool
+        cannot be used again.
         """
         self._send(b"")
         _, failures = self._receive(END_CALL_S)
         return not failures
 
     def kill(self) -> None:
-        """End all ranks at once and remove the directory. It does not wait for them."""
+        """Kill all ranks and remove the directory. Does not wait for calls to end."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -119,12 +123,15 @@ class Pool:
 
     def _send(self, message: bytes) -> None:
         for connection in self._connections:
-            # A dead rank: _receive reads end of file and reports it.
+            # The rank is dead: _receive will read end of file and report it.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(message)
 
     def _receive(self, timeout_s: float) -> tuple[dict[int, bytes], list[RankFailure]]:
-        """Wait for one reply of every rank, or until the time, or the grace, is over."""
+        """Wait for one reply of every rank, up to the timeout.
+
+        Once a rank has failed, the others have `GRACE_S` to reply.
+        """
         deadline = time.monotonic() + timeout_s
         why = f"did not finish within {timeout_s:g} s"
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
@@ -194,7 +201,7 @@ class Pool:
                     log.seek(self._log_offsets[rank])
                     text = log.read()
             except FileNotFoundError:
-                continue  # died before it could open it
+                continue  # the rank died before it could open its log
             self._log_offsets[rank] += len(text)
             if text:
                 sys.stderr.write(f"[rank {rank}] {text.decode(errors='replace')}")

@@ -1,8 +1,8 @@
-"""``run_ranks``: call a function on every rank of a local gloo group and collect what it returns.
+"""``run_ranks``: call a function on every rank of a local gloo group, and collect the results.
 
-The ranks come from a pool per world size that lives as long as this process, so that a call
-costs a process group and not the start of processes. After any failure the pool is thrown away:
-ranks that failed half-way may hold collectives that nobody will ever finish.
+There is one pool of ranks per world size, which lives as long as this process. So a call creates a
+process group, but starts no processes. After any failure the pool is killed, because its ranks may
+wait in collectives that the failed rank will never join.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RankError(Exception):
 
     Attributes:
         failures: one ``RankFailure`` per failing rank, in the order in which they arrived.
-        rank: rank of the first failure.
-        type_name: name of the exception's type there, as in ``"ValueError"``; ``"RankDied"`` or
-            ``"RankHung"`` if no exception arrived.
-        message: the exception's text there.
-        traceback: the traceback there, or the known facts about a rank that died or hung.
+        rank: the rank of the first failure.
+        type_name: the name of the exception's type, for example ``"ValueError"``. It is
+            ``"RankDied"`` or ``"RankHung"`` if the rank sent no exception.
+        message: the exception's text.
+        traceback: the traceback. For a rank that died or hung: what it printed last.
     """
 
     def __init__(self, failures: list[RankFailure], world_size: int) -> None:
@@ -57,25 +57,26 @@ def run_ranks(
 ) -> list[Result]:
     """Run ``fn(*args)`` on ``world_size`` local processes and return the results in rank order.
 
-    On each rank there is a fresh gloo default group, one torch thread, and ``torch`` and
-    ``random`` seeded with 0. Ranks have the caller's environment variables, working directory,
-    ``sys.path`` and warning filters. The output of the ranks arrives on this
-    process' ``sys.stderr`` when the call ends. Not safe to call from several threads at once.
+    Each rank has a new default group with gloo and one torch thread; ``torch`` and ``random`` are
+    seeded with 0. Ranks have the caller's environment variables, working directory, ``sys.path``
+    and warning filters. When the call ends, the output of the ranks is written to this process'
+    ``sys.stderr``. Do not call it from several threads at once.
 
     Args:
-        fn: a function at the top level of a module. Test modules work, also if pytest
-            imports them with ``--import-mode=importlib`` and they import their siblings.
-        world_size: number of ranks, at least 1.
-        args: the same for every rank; must pickle.
-        timeout_s: a rank that has not returned by then is killed and counts as failed. Once a
-            rank has failed, the others have five seconds (``GRACE_S``) to return.
+        fn: a function at the top level of a module. Test modules work, even if pytest imports them
+            with ``--import-mode=importlib`` and they import their siblings.
+        world_size: the number of ranks, at least 1.
+        args: the arguments of ``fn``, the same for every rank. They are pickled.
+        timeout_s: a rank that has not returned after so many seconds is killed and counts as
+            failed. Once a rank has failed, the others have five seconds (``GRACE_S``) to return.
 
     Returns:
         The results of ``fn``, one entry a rank. Tensors are returned by value.
 
     Raises:
-        RankError: at least one rank raised, died or hung; it lists every one that did.
-        TypeError: ``fn`` or ``args`` do not pickle.
+        RankError: at least one rank raised, died or hung. The error lists all of them.
+        TypeError: ``fn`` or ``args`` cannot be pickled.
+        ValueError: ``world_size`` is below 1.
     """
     if world_size < 1:
         raise ValueError(f"run_ranks needs a world_size of at least 1, got {world_size}")
@@ -104,16 +105,16 @@ def run_ranks(
         pool.kill()
     if failures:
         raise RankError(failures, world_size)
-    # Loaded only now: a result that fails to load leaves a sound pool behind.
+    # Only now, because the pool is kept even if a result cannot be unpickled.
     return [pickle.loads(result) for result in results]
 
 
 def close_pools() -> None:
-    """End all idle ranks. Runs at exit; the next ``run_ranks`` starts new ones."""
+    """Kill all idle ranks. Runs at exit. A later ``run_ranks`` starts new ones."""
     while _pools:
         _pools.popitem()[1].kill()
 
 
-# multiprocessing's own exit handler waits for its children. It was registered before this one,
-# when pool.py imported multiprocessing.util, and so runs after it.
+# The exit handler of multiprocessing waits for its children, so it must run after this one. It
+# does, because it was registered earlier: when pool.py imported multiprocessing.util.
 atexit.register(close_pools)

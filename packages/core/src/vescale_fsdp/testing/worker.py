@@ -1,11 +1,11 @@
 """A rank: a process that runs one call after another, each in a process group of its own.
 
-Functions and arguments arrive as pickles. ``pickle`` writes a function or class as (module name,
+Functions and arguments are sent as pickles. A pickle has a function or class as (module name,
 qualified name), and the other side imports the module. But pytest's ``--import-mode=importlib``
 puts test modules into ``sys.modules`` under names that no other process can import, such as
-``packages.core.tests.engine.test_parity``. So the pickle is sent with the file of each module that
-it names, and the other side loads that file under the same name, with the packages above the
-module: relative imports of siblings work.
+``packages.core.tests.engine.test_parity``. So the caller also sends the path of each module that
+the pickle names. The rank loads that file under the same name, and the packages above the module
+too, so that relative imports of siblings work.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vescale_fsdp import compat
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """Where a module, or a package above one, is."""
+    """The name and the file of a module, or of a package above one."""
 
     name: str
     path: str | None  # None: a namespace package, which has no file
@@ -48,7 +48,10 @@ class ModuleSource:
 
 
 def dump(value: object) -> tuple[bytes, list[ModuleSource]]:
-    """Pickle ``value``; also list the modules it names, each after the packages above it."""
+    """Pickle ``value``, and list the modules that the pickle names.
+
+    In the list, each module follows the packages above it.
+    """
     buffer = io.BytesIO()
     pickler = _Recorder(buffer)
     pickler.dump(value)
@@ -81,7 +84,7 @@ class _Recorder(pickle.Pickler):
 
 
 def _source(name: str) -> ModuleSource | None:
-    """Where this process has the module from; None if the other side has it anyway."""
+    """The source of a module of this process; None if the other side can import it anyway."""
     module = sys.modules.get(name)
     if module is None or name == "__main__":  # multiprocessing sends __main__ itself
         return None
@@ -102,7 +105,7 @@ _modified: dict[str, int] = {}  # module loaded from its file -> time of change,
 
 
 def _ensure(source: ModuleSource) -> None:
-    """Put the module into ``sys.modules``, unless it is there from the same, unchanged file."""
+    """Load the module into ``sys.modules``, unless it is there from the same, unchanged file."""
     module = sys.modules.get(source.name)
     if source.path is None:
         if module is None or list(getattr(module, "__path__", [])) != source.search_paths:
@@ -122,7 +125,7 @@ def _ensure(source: ModuleSource) -> None:
 def _finder_agrees(source: ModuleSource) -> bool:
     """Whether a plain import of the name would find this file."""
     if source.name in sys.modules:
-        return False  # from another file: a test module of the same name
+        return False  # a test module of the same name, from another file
     try:
         spec = importlib.util.find_spec(source.name)
     except (ImportError, AttributeError, ValueError):
@@ -154,7 +157,7 @@ def _mtime_ns(path: str) -> int:
 
 STORE_HOST = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
-# Collectives give up later than the caller does: it then reports where every rank stood.
+# Collectives time out later than the caller does. So the caller can report what every rank does.
 EXTRA_TIMEOUT_S = 30.0
 
 
@@ -162,9 +165,9 @@ EXTRA_TIMEOUT_S = 30.0
 class Call:
     """What a rank needs to run one function."""
 
-    payload: bytes  # (fn, args, warning filters), by sources.dump
+    payload: bytes  # (fn, args, warning filters), pickled by `dump`
     sources: list[ModuleSource]
-    number: int  # its keys in the store begin with it
+    number: int  # the keys of the call in the store begin with it
     timeout_s: float
     directory: str
     sys_path: list[str]
@@ -183,25 +186,25 @@ class Raised:
 def rank_main(
     connection: Connection, rank: int, world_size: int, log: str, store_port: int
 ) -> None:
-    """Serve calls until the caller goes away. A call is answered twice: result, then clean-up.
+    """Run calls until the caller ends. Each call has two replies: its result, and after clean-up.
 
-    The ranks find each other through a store of the caller's, on this machine.
+    The ranks find each other through a store in the caller's process.
 
-    Leaves by ``os._exit``: nothing here needs the interpreter's exit handlers, and torch 2.13's
-    gloo now and then aborts in them.
+    It ends by ``os._exit``, without the interpreter's exit handlers. None of them is needed here,
+    and torch 2.13's gloo sometimes aborts in them.
     """
     try:
         _redirect_output(log)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, which kills us
-        faulthandler.enable()  # a crash leaves its stacks in the log
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C and kills us
+        faulthandler.enable()  # writes the stacks to the log if the process crashes
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         threading.Thread(target=_exit_without_caller, args=(connection,), daemon=True).start()
         store = TCPStore(STORE_HOST, store_port, wait_for_workers=False)
-        gc.freeze()  # what was loaded so far stays: the collection after each call is cheap
+        gc.freeze()  # later collections skip what is loaded so far, so they are cheap
         while True:
             call = pickle.loads(connection.recv_bytes())
             connection.send_bytes(pickle.dumps(_run(call, rank, world_size, store)))
-            connection.recv_bytes()  # every rank has replied: none needs our connections
+            connection.recv_bytes()  # every rank has replied, so none needs our connections
             _clean_up()
             connection.send_bytes(pickle.dumps(b""))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -213,29 +216,29 @@ def rank_main(
 
 
 def _exit_without_caller(connection: Connection) -> None:
-    """Exit when the caller's end of the connection closes, also while a function runs.
+    """Exit when the caller closes its end of the connection, also while a function runs.
 
-    Else a rank that hangs would outlive a caller that was killed.
+    Otherwise a rank that hangs would outlive a caller that was killed.
     """
     poller = select.poll()
-    poller.register(connection, 0)  # no event but the hang-up, which is always reported
+    poller.register(connection, 0)  # only the hang-up, which is always reported
     poller.poll()
     os._exit(0)
 
 
 def _redirect_output(log: str) -> None:
-    """Send what this process prints, from Python or C++, to a file that the caller reads."""
+    """Write the output of this process, from Python or C++, to a file that the caller reads."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    # The inherited objects may be another's (pytest replaces them) and buffered.
+    # The inherited objects may be buffered, or replaced (by pytest, for example).
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | Raised:
-    """The function's pickled result, or what it raised."""
+    """Run the function. Returns its pickled result, or what it raised."""
     try:
         _adopt(call)
         fn, args, filters = load(call.payload, call.sources)
@@ -266,17 +269,17 @@ def _adopt(call: Call) -> None:
         os.environ.clear()
         os.environ.update(call.environment)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Else gloo takes the interface of the host's name, which may not reach itself.
+        # Otherwise gloo uses the interface of the host's name, which may not reach itself.
         names = [name for _, name in socket.if_nameindex() if name in LOOPBACK_NAMES]
         if names:
             os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def _set_filters(filters: list[Any]) -> None:
-    """Make these entries of another process' ``warnings.filters`` the only ones here."""
+    """Replace the warning filters by these entries of another process' ``warnings.filters``."""
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
-        # Patterns are compiled ones, or None, or a string in the interpreter's own filters.
+        # A pattern is compiled, or None; in the interpreter's own filters it is a string.
         texts = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
         warnings.filterwarnings(action, texts[0], category, texts[1], line)
 
@@ -287,8 +290,8 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _clean_up() -> None:
-    """Drop what the call left: its process groups and what only cycles hold."""
+    """Destroy the call's process groups, and collect garbage cycles."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    compat.forget_meshes()  # equal meshes of the next world have other process groups
+    compat.forget_meshes()  # an equal mesh of the next call has other process groups
     gc.collect()
