@@ -66,8 +66,9 @@ def assert_equal_runs(runs: tuple[Run, Run]) -> None:
         ({}, {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": False,
               "transformer_cls_names_to_wrap": ["Linear"]}),
         ({}, {"sharding": "zero2"}),
+        ({}, {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
     ],
-    ids=["plain", "accumulation", "offload", "wrapped", "zero2"],
+    ids=["plain", "accumulation", "offload", "wrapped", "zero2", "recompute+offload"],
 )  # fmt: skip
 def test_training_equals_ddp(options: dict[str, Any], ours: dict[str, Any]) -> None:
     for runs in run_ranks(train_both, 2, options, ours):

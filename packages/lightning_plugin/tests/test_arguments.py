@@ -181,6 +181,13 @@ def recomputation(root: Path, expected: Run) -> None:
         run = fit(strategy, root, model, limit_val_batches=0)
         assert_equal(run, expected)
         assert model.num_forwards == 6 * per_step
+    for kept, per_step in (("recompute+offload", 2), ("offload", 1)):
+        model = make_model(Counts)
+        run = fit(VeScaleFSDPStrategy(activations=kept), root, model, limit_val_batches=0)
+        assert_equal(run, expected)
+        assert model.num_forwards == 6 * per_step
+    with pytest.raises(ValueError, match="both say what is recomputed"):
+        VeScaleFSDPStrategy(activations="offload", activation_checkpointing=True)
     model = make_model(Counts)
     strategy = VeScaleFSDPStrategy(activation_checkpointing=True)
     trainer = make_trainer(strategy, root, max_steps=6, limit_val_batches=0)

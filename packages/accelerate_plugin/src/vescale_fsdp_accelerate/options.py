@@ -69,6 +69,9 @@ class Options:
         unused: as of ``vescale_fsdp.fully_shard``.
         in_flight: as of ``vescale_fsdp.fully_shard``: how many units may be unsharded or
             prefetched at a time.
+        activations: as of ``vescale_fsdp.fully_shard``, for the units. By import also a policy.
+            ``fsdp_activation_checkpointing`` is ``recompute``, and with
+            ``fsdp_activation_checkpointing_offload`` it is ``recompute+offload``.
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer instead of the script's.
         optimizer_args: arguments of that optimizer.
@@ -117,6 +120,12 @@ class Options:
     )
     in_flight: int = _option(
         2, "how many units may be unsharded or prefetched at a time", "an int of at least 1"
+    )
+    activations: Any = _option(  # noqa: RUF009  # None by default
+        None,
+        "keep the units' activations in host memory, or recompute them, or both",
+        "recompute, offload or recompute+offload",
+        words=("recompute", "offload", "recompute+offload"),
     )
     sync_init: bool = _option(
         True, "start all processes with the first one's values, as DDP does", "true or false"
@@ -196,6 +205,9 @@ def current_fields() -> list[Field[Any]]:
 def _fits(each: Any, value: Any) -> bool:
     if "choices" in each.metadata:
         return value in each.metadata["choices"]
+    if "words" in each.metadata:  # in a script also what torch takes
+        is_list = isinstance(value, list) and all(map(callable, value))
+        return value in each.metadata["words"] or callable(value) or is_list
     if "coding" in each.metadata:
         return _is_coding(each.metadata["coding"], each.metadata["arguments"], value)
     if each.name == "granularity":

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -104,21 +103,36 @@ class Sharder:
             "reshard_after_forward": None if plugin.reshard_after_forward else False,
         }
         blocks = [] if units_of(model) else self.blocks(model)
-        if plugin.activation_checkpointing:
-            for block in blocks or [model]:
-                recompute(block)
+        kept = {"activations": self._activations()}
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         for block in blocks:
             self._sync(block, model, ignored)
-            fully_shard(block, mp_policy=policy, **common)
+            fully_shard(block, mp_policy=policy, **common, **kept)
             yield
         if not isinstance(model, FSDPModule):
             self._sync(model, model, ignored)
             if policy.param_dtype is not None and policy.output_dtype is None:
                 # Under mixed precision Accelerate guarantees that a model returns fp32.
                 policy = replace(policy, output_dtype=torch.float32)
-            fully_shard(model, mp_policy=policy, **common)
+            fully_shard(model, mp_policy=policy, **common, **({} if blocks else kept))
             yield
+
+    def _activations(self) -> Any:
+        """Return what Accelerate's keys and ours say about activations.
+
+        Raises:
+            ValueError: they say different things.
+        """
+        plugin, ours = self.plugin, self.plugin.activations
+        if not plugin.activation_checkpointing:
+            return ours
+        theirs = "recompute+offload" if plugin.activation_checkpointing_offload else "recompute"
+        if ours not in (None, theirs):
+            raise ValueError(
+                f"fsdp_vescale_activations: {ours!r} and fsdp_activation_checkpointing, which "
+                f"asks for {theirs!r}, say different things; leave one of them out"
+            )
+        return theirs
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that become units, inner ones first, without the root.

@@ -66,6 +66,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
     activation_checkpointing: bool | Classes
+    activations: str | Callable[..., Any] | list[Any] | None
     unused: str
     in_flight: int
     broadcast_buffers: bool
@@ -97,6 +98,11 @@ class Options:
             )
         if not (isinstance(self.activation_checkpointing, bool) or self._are_checkpointed()):
             self._refuse("activation_checkpointing", "True, False, or a list of classes or names")
+        if self.activations is not None and self.activation_checkpointing:
+            raise ValueError(
+                f"VeScaleFSDPStrategy(activations={self.activations!r}, activation_checkpointing="
+                f"{self.activation_checkpointing!r}): both say what is recomputed; use one of them"
+            )
         if isinstance(self.granularity, str):
             granularity_of(self.granularity)
         elif not (

@@ -63,6 +63,8 @@ class Sharding(Processes):
         cpu_offload: shards, gradients and optimizer state stay in host memory.
         activation_checkpointing: recompute activations in backward: of the units, or of a list
             of classes or of their names.
+        activations: as of ``fully_shard``, for the units: ``"recompute"``, ``"offload"`` (to host
+            memory), ``"recompute+offload"``, or a policy of torch's selective checkpointing.
         unused: as of ``fully_shard``.
         in_flight: as of ``fully_shard``: how many units may be unsharded or prefetched at a time;
             an int of at least 1.
@@ -100,6 +102,7 @@ class Sharding(Processes):
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: bool | Classes = False,
+        activations: str | Callable[..., Any] | list[Any] | None = None,
         unused: Literal["auto", "zeros"] = "auto",
         in_flight: int = 2,
         broadcast_buffers: bool = True,
@@ -125,6 +128,7 @@ class Sharding(Processes):
             mp_policy=mp_policy,
             cpu_offload=cpu_offload,
             activation_checkpointing=activation_checkpointing,
+            activations=activations,
             unused=unused,
             in_flight=in_flight,
             broadcast_buffers=broadcast_buffers,
@@ -180,14 +184,16 @@ class Sharding(Processes):
         }
         is_users = any(isinstance(child, FSDPModule) for child in module.modules())
         self._recompute(module)
-        if not is_users:
-            heads = self._travel_whole(module)
-            for block in self._modules_to_shard(module, roots):
-                policy = self._policy(precision, is_root=False)
-                fully_shard(block, mp_policy=policy, **(common | heads.get(id(block), {})))
+        blocks = [] if is_users else self._modules_to_shard(module, roots)
+        kept: dict[str, Any] = {"activations": options.activations}
+        heads = self._travel_whole(module)
+        for block in blocks:
+            policy = self._policy(precision, is_root=False)
+            fully_shard(block, mp_policy=policy, **(common | kept | heads.get(id(block), {})))
         if not isinstance(module, FSDPModule):
-            policy, broadcasts = self._policy(precision, is_root=True), options.broadcast_buffers
-            fully_shard(module, mp_policy=policy, broadcast_buffers=broadcasts, **common)
+            policy = self._policy(precision, is_root=True)
+            own = {"broadcast_buffers": options.broadcast_buffers, **({} if blocks else kept)}
+            fully_shard(module, mp_policy=policy, **own, **common)
         for child in module.modules():
             if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
                 child.register_load_state_dict_pre_hook(cut_whole_tensors)
