@@ -368,7 +368,7 @@ def brought_to(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``source`` on the device of ``target``. If it has to be copied, the host waits."""
     if is_same(target, source):
         return source
-    there = _empty_pinned(source.shape, source.dtype) if _STAND_INS else None
+    there = empty_pinned(source.shape, source.dtype) if _STAND_INS else None
     if there is None:
         return source.to(target.device)
     return there.copy_(source)
@@ -384,11 +384,12 @@ def empty(
             asynchronous.
     """
     if pins and device.type == "cpu":
-        return _empty_pinned((num_elements,), dtype)
+        return empty_pinned((num_elements,), dtype)
     return torch.empty(num_elements, dtype=dtype, device=device)
 
 
-def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in pinned memory of the host."""
     module = _STAND_INS.get("cpu")
     if module is not None:
         made: torch.Tensor = module.empty_on_host(shape, dtype)
@@ -410,7 +411,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    return _empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -435,7 +436,7 @@ def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if module is not None:
         staged = module.tensor_on_host(values, dtype)
     else:
-        staged = _empty_pinned((len(values),), dtype).copy_(torch.tensor(values, dtype=dtype))
+        staged = empty_pinned((len(values),), dtype).copy_(torch.tensor(values, dtype=dtype))
     return torch.empty(len(values), dtype=dtype, device=device).copy_(staged, non_blocking=True)
 
 
@@ -478,7 +479,7 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
     if former is not None:
         former.release()
     module = module_of(device)
-    value = _empty_pinned(source.shape, source.dtype)
+    value = empty_pinned(source.shape, source.dtype)
     stream = _side_stream(device, "to the host")
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
@@ -498,12 +499,13 @@ class Copies:
         self.made, self._device, self._event = made, device, event
 
     @classmethod
-    def to_host(cls, sources: Sequence[torch.Tensor]) -> Copies:
-        """Start to copy tensors of one device to pinned memory."""
-        made = [_empty_pinned(source.shape, source.dtype) for source in sources]
-        return cls(
-            made, sources[0].device, _copied(made, sources, sources[0].device, "to the host")
-        )
+    def to_host(
+        cls, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
+    ) -> Copies:
+        """Start to copy tensors of one device to pinned memory: new memory, or that of ``into``."""
+        made = list(into or [empty_pinned(source.shape, source.dtype) for source in sources])
+        device = sources[0].device
+        return cls(made, device, _copied(made, sources, device, "to the host"))
 
     @classmethod
     def to_device(cls, sources: Sequence[torch.Tensor], device: torch.device) -> Copies:
@@ -514,6 +516,11 @@ class Copies:
     def wait(self) -> None:
         """Let the current stream wait for the copies."""
         wait_event(self._device, self._event)
+
+    def synchronize(self) -> None:
+        """Keep the host, and the current stream, waiting until they are made."""
+        self._event.synchronize()
+        self.wait()
 
 
 def _copied(
@@ -534,7 +541,7 @@ def _copied(
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor with the same elements. If ``tensor`` is one, the same memory."""
     if _STAND_INS and not is_pinned(tensor):
-        return _empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to("cpu", memory_format=torch.contiguous_format).contiguous()
 
 
@@ -556,7 +563,7 @@ class Staging:
         num_bytes = tensor.numel() * tensor.dtype.itemsize
         size = -(-num_bytes // _STAGED_ALIGNMENT) * _STAGED_ALIGNMENT
         if size > len(self._slab):
-            self._slab = _empty_pinned((max(size, _STAGED_BYTES),), torch.uint8)
+            self._slab = empty_pinned((max(size, _STAGED_BYTES),), torch.uint8)
         place, self._slab = self._slab[:num_bytes], self._slab[size:]
         staged = place.view(tensor.dtype).view(tensor.shape)
         staged.copy_(tensor, non_blocking=True)

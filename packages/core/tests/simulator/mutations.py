@@ -184,7 +184,7 @@ def _source_freed(old: Any) -> Any:
 def _to_the_host_without_waiting(old: Any) -> Any:
     def moved_to_host(source: Any) -> Any:
         module = devices.module_of(source.device)
-        value = devices._empty_pinned(source.shape, source.dtype)
+        value = devices.empty_pinned(source.shape, source.dtype)
         stream = devices._side_stream(source.device, "to the host")
         with module.stream(stream):
             value.copy_(source, non_blocking=True)

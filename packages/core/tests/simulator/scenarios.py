@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce, clip_grad_norm_, devices, fully_shard
 from vescale_fsdp.engine import activations
-from vescale_fsdp.optim import SOAP, Muon
+from vescale_fsdp.optim import SOAP, Muon, offload, offload_
 
 from .models import (
     WIDTH,
@@ -50,7 +50,9 @@ MORE: list[Order] = [("first", 0), ("random", 1), ("starve all_gather", 0)]
 USER: list[Order] = [("random", 1), ("starve user", 0)]  # where there are a user's streams
 FEW = ORDERS[1:4]  # of what takes long
 NATIVE = mock.patch.dict(os.environ, {"VESCALE_FSDP_REDUCE": "native"})
-ALL_ACTIVATIONS = mock.patch.object(activations, "MIN_BYTES", 1)  # these models have small ones
+# These models have small tensors.
+ALL_ACTIVATIONS = mock.patch.object(activations, "MIN_BYTES", 1)
+ALL_STATES = mock.patch.object(offload, "MIN_BYTES", 64)
 
 
 def each_layer(model: nn.Module) -> Sequence[nn.Module]:
@@ -159,7 +161,7 @@ def differences(scenario: Scenario, orders: Sequence[Order] | None = None) -> li
         expected = scenario.run()
     wrong = []
     for policy, seed in orders or scenario.orders:
-        with simulated(policy, seed) as simulator, ALL_ACTIVATIONS:
+        with simulated(policy, seed) as simulator, ALL_ACTIVATIONS, ALL_STATES:
             try:
                 found = scenario.run(simulator)
                 simulator.device.synchronize()
@@ -246,6 +248,16 @@ def soap(model: nn.Module) -> Any:
     return SOAP([p for p in model.parameters() if p.dim() == 2], lr=0.02)
 
 
+def streamed(model: nn.Module, **options: Any) -> Any:
+    """AdamW, which steps on a few parameters at a time."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
+    return offload_(optimizer, part_bytes=WIDTH * WIDTH * 4, **options)
+
+
+def streams_parameters(model: nn.Module) -> Any:
+    return streamed(model, states=False)
+
+
 TWO = [
     Scenario("default", orders=[*ORDERS, *MORE]),
     Scenario("in_flight=1", lambda: {"in_flight": 1}),
@@ -302,6 +314,9 @@ TWO = [
         micro_batches=2,
     ),
     Scenario("inputs of recomputation", lambda: {"activations": "recompute+offload"}, model=Blocks),
+    Scenario("states on the host", optimizer=streamed, quiet_from=9),
+    Scenario("all on the host", offloaded, optimizer=streamed, quiet_from=9),
+    Scenario("parameters on the host", offloaded, optimizer=streams_parameters, quiet_from=9),
     Scenario("quantized", quantized, orders=FEW),
     Scenario("quantized with accumulation", quantized, micro_batches=2, orders=FEW),
     Scenario("gathers itself", model=Senders),

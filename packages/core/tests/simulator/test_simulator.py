@@ -21,6 +21,7 @@ AT_EACH_CHANGE = {
     *("frozen and unused", "checkpointing", "branch on a stream", "optimizer on a stream"),
     *("clipping", "offload", "quantized", "Shard(1)", "Muon", "asynchronous save", "hsdp"),
     *("parts of 2", "one rank", "activations", "inputs of recomputation"),
+    *("states on the host", "all on the host", "parameters on the host"),
 }
 MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}

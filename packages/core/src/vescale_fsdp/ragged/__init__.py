@@ -20,7 +20,7 @@ from vescale_fsdp.ragged.holdings import (
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.reductions import max_over_ranks
-from vescale_fsdp.ragged.tensor import RaggedTensor, wrap
+from vescale_fsdp.ragged.tensor import RaggedTensor, wrap, wrap_local
 
 __all__ = [
     "BlockSize",
@@ -39,4 +39,5 @@ __all__ = [
     "ragged_axis_of",
     "remaining_box",
     "wrap",
+    "wrap_local",
 ]
