@@ -54,7 +54,7 @@ def offload_(
             what belongs to at most three parts. The same on all ranks.
 
     Returns:
-        ``optimizer``, whose ``step`` is another one. A copy of it has its own class's step.
+        ``optimizer``, whose ``step`` is another one. Call this function on a copy of it too.
 
     Cost: per step, each state crosses the bus twice; so do offloaded parameters, and their
     gradients once. The host waits for the last part.
