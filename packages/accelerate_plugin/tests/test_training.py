@@ -67,8 +67,9 @@ def assert_equal_runs(runs: tuple[Run, Run]) -> None:
               "transformer_cls_names_to_wrap": ["Linear"]}),
         ({}, {"sharding": "zero2"}),
         ({}, {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
+        ({}, {"offload": "all"}),
     ],
-    ids=["plain", "accumulation", "offload", "wrapped", "zero2", "recompute+offload"],
+    ids=["plain", "accumulation", "offload", "wrapped", "zero2", "recompute+offload", "all"],
 )  # fmt: skip
 def test_training_equals_ddp(options: dict[str, Any], ours: dict[str, Any]) -> None:
     for runs in run_ranks(train_both, 2, options, ours):

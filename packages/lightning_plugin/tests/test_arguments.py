@@ -186,6 +186,11 @@ def recomputation(root: Path, expected: Run) -> None:
         run = fit(VeScaleFSDPStrategy(activations=kept), root, model, limit_val_batches=0)
         assert_equal(run, expected)
         assert model.num_forwards == 6 * per_step
+    for where in ("optimizer", "parameters", "all"):
+        run = fit(VeScaleFSDPStrategy(offload=where), root, make_model(), limit_val_batches=0)
+        assert_equal(run, expected)
+    with pytest.raises(ValueError, match="and with offload on the device; use one of them"):
+        VeScaleFSDPStrategy(offload="all", cpu_offload=True)
     with pytest.raises(ValueError, match="both say what is recomputed"):
         VeScaleFSDPStrategy(activations="offload", activation_checkpointing=True)
     model = make_model(Counts)

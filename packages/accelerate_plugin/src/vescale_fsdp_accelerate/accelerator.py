@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import (
@@ -238,6 +239,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         elif not is_ours(optimizer):
             args = plugin.optimizer_args or {}
             optimizer = replacement_for(optimizer, list(self._models), plugin.optimizer, args)
+        if plugin.offload is not None:
+            offload_(optimizer, states=plugin.offload != "parameters")
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     # Steps

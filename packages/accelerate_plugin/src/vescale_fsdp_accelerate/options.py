@@ -72,6 +72,9 @@ class Options:
         activations: as of ``vescale_fsdp.fully_shard``, for the units. By import also a policy.
             ``fsdp_activation_checkpointing`` is ``recompute``, and with
             ``fsdp_activation_checkpointing_offload`` it is ``recompute+offload``.
+        offload: what stays in host memory while the optimizer steps on the device, part by part, as
+            of ``vescale_fsdp.optim.offload_``. With ``fsdp_offload_params`` instead, all stays
+            there, and the optimizer steps on the CPU.
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer instead of the script's.
         optimizer_args: arguments of that optimizer.
@@ -126,6 +129,12 @@ class Options:
         "keep the units' activations in host memory, or recompute them, or both",
         "recompute, offload or recompute+offload",
         words=("recompute", "offload", "recompute+offload"),
+    )
+    offload: str | None = _option(
+        None,
+        "what stays in host memory while the optimizer steps on the device",
+        "optimizer (its states), parameters (and gradients) or all",
+        choices=("optimizer", "parameters", "all"),
     )
     sync_init: bool = _option(
         True, "start all processes with the first one's values, as DDP does", "true or false"

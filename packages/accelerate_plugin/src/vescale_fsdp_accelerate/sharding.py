@@ -168,6 +168,13 @@ class Sharder:
 
     def _offload_policy(self) -> OffloadPolicy:
         policy: OffloadPolicy = self.plugin.cpu_offload
+        if self.plugin.offload is not None and isinstance(policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"fsdp_vescale_offload: {self.plugin.offload!r} and fsdp_offload_params: with the "
+                "first, the optimizer steps on the device, with the second on the CPU; use one"
+            )
+        if self.plugin.offload in ("parameters", "all"):
+            policy = CPUOffloadPolicy()
         if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
             return CPUOffloadPolicy(pin_memory=False)  # nothing is copied to another device
         return policy

@@ -94,7 +94,9 @@ def test_a_step_in_parts_has_the_bits_of_one_on_all(name: str) -> None:
 def check_hooks(device: str) -> None:
     model = make(MLP, 3, WIDTH)
     shard_units(model, model.layers, mesh=mesh_on(torch.device(device), (1,)))
-    optimizer = offload_(AdamW(model.parameters()), part_bytes=PART_BYTES)
+    optimizer = AdamW(model.parameters())
+    former = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    offload_(optimizer, part_bytes=PART_BYTES)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -110,6 +112,7 @@ def check_hooks(device: str) -> None:
         warnings.simplefilter("error")
         assert optimizer.step(closure) > 0
         scheduler.step()
+        former.step()
     assert calls == ["before", "closure", "after"]
     torch.save(optimizer.state_dict(), io.BytesIO())
     offload_(copy.deepcopy(optimizer)).step()

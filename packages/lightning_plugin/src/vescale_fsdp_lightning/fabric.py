@@ -18,7 +18,12 @@ from vescale_fsdp import clip_grad_norm_
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning import fabric_checkpoints
 from vescale_fsdp_lightning.precision import check_precision
-from vescale_fsdp_lightning.sharding import Sharding, check_optimizers, gradient_sync
+from vescale_fsdp_lightning.sharding import (
+    Sharding,
+    check_optimizers,
+    gradient_sync,
+    set_up_optimizers,
+)
 
 __all__ = ["FabricLifecycle"]
 
@@ -68,6 +73,7 @@ class FabricLifecycle(Sharding):
             ValueError: it was made before the model was sharded.
         """
         check_optimizers([optimizer], nn.ModuleList(getattr(self, "_modules", [])))
+        set_up_optimizers([optimizer], self.options)
         return optimizer
 
     def setup_module_and_optimizers(
@@ -91,6 +97,7 @@ class FabricLifecycle(Sharding):
         before = dict(module.named_parameters(remove_duplicate=False))
         module = self.setup_module(module)
         replace_parameters(optimizers, before, module)
+        set_up_optimizers(optimizers, self.options)
         return module, optimizers, scheduler
 
     def module_to_device(self, module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from vescale_fsdp_lightning.sharding import (
     check_optimizers,
     gradient_sync,
     owns,
+    set_up_optimizers,
 )
 
 __all__ = ["Lifecycle"]
@@ -123,6 +124,7 @@ class Lifecycle(Sharding):
         if self._is_fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
+            set_up_optimizers(self.optimizers, self.options)  # type: ignore[attr-defined]
             if self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks:
                 agree(lambda: check_states(trainer))
         elif not owns(module, self.optimizers):  # type: ignore[attr-defined]

@@ -47,6 +47,7 @@ Reduce = QuantizedReduce | dict[str, Any] | str | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
 _UNUSED = ("auto", "zeros")
+_OFFLOADS = ("optimizer", "parameters", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class Options:
     tensor_parallel_size: int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
+    offload: str | None
     activation_checkpointing: bool | Classes
     activations: str | Callable[..., Any] | list[Any] | None
     unused: str
@@ -98,6 +100,13 @@ class Options:
             )
         if not (isinstance(self.activation_checkpointing, bool) or self._are_checkpointed()):
             self._refuse("activation_checkpointing", "True, False, or a list of classes or names")
+        if self.offload not in (None, *_OFFLOADS):
+            self._refuse("offload", ", ".join(f'"{each}"' for each in (*_OFFLOADS, None)))
+        if self.offload is not None and self.cpu_offload:
+            raise ValueError(
+                f"VeScaleFSDPStrategy(offload={self.offload!r}, cpu_offload=True): the optimizer "
+                "steps on the CPU with cpu_offload, and with offload on the device; use one of them"
+            )
         if self.activations is not None and self.activation_checkpointing:
             raise ValueError(
                 f"VeScaleFSDPStrategy(activations={self.activations!r}, activation_checkpointing="
@@ -186,9 +195,14 @@ class Options:
             "reduce_codec": reduce_of(self.reduce_codec),
         }
 
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards and gradients stay in host memory."""
+        return self.cpu_offload or self.offload in ("parameters", "all")
+
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         """Return the offload policy. It pins memory unless the device is the CPU."""
-        if not self.cpu_offload:
+        if not self.offloads_parameters:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 

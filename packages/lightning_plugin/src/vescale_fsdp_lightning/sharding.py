@@ -27,14 +27,21 @@ from vescale_fsdp import (
     register_fsdp_forward_method,
 )
 from vescale_fsdp.errors import renamed
-from vescale_fsdp.optim import split_named_params
+from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
 from vescale_fsdp_lightning.words import timeout_of
 
-__all__ = ["MakeOptimizer", "Sharding", "check_optimizers", "gradient_sync", "owns"]
+__all__ = [
+    "MakeOptimizer",
+    "Sharding",
+    "check_optimizers",
+    "gradient_sync",
+    "owns",
+    "set_up_optimizers",
+]
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -60,7 +67,11 @@ class Sharding(Processes):
         mp_policy: dtypes. Default: those of ``precision=``. ``bf16-mixed`` all-gathers and
             computes in bf16 and reduces gradients in fp32, under autocast; ``bf16-true`` and
             ``16-true`` keep everything in that dtype.
-        cpu_offload: shards, gradients and optimizer state stay in host memory.
+        cpu_offload: shards, gradients and optimizer state stay in host memory, and the optimizer
+            steps on the CPU.
+        offload: what stays in host memory while the optimizer steps on the device, part by part
+            (`vescale_fsdp.optim.offload_`): ``"optimizer"`` (its states), ``"parameters"`` (and
+            gradients), or ``"all"``.
         activation_checkpointing: recompute activations in backward: of the units, or of a list
             of classes or of their names.
         activations: as of ``fully_shard``, for the units: ``"recompute"``, ``"offload"`` (to host
@@ -101,6 +112,7 @@ class Sharding(Processes):
         tensor_parallel_size: int = 1,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
+        offload: Literal["optimizer", "parameters", "all"] | None = None,
         activation_checkpointing: bool | Classes = False,
         activations: str | Callable[..., Any] | list[Any] | None = None,
         unused: Literal["auto", "zeros"] = "auto",
@@ -127,6 +139,7 @@ class Sharding(Processes):
             tensor_parallel_size=tensor_parallel_size,
             mp_policy=mp_policy,
             cpu_offload=cpu_offload,
+            offload=offload,
             activation_checkpointing=activation_checkpointing,
             activations=activations,
             unused=unused,
@@ -197,7 +210,8 @@ class Sharding(Processes):
         for child in module.modules():
             if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
                 child.register_load_state_dict_pre_hook(cut_whole_tensors)
-        materialize(module, torch.device("cpu") if options.cpu_offload else self.root_device)
+        rests_on = torch.device("cpu") if options.offloads_parameters else self.root_device
+        materialize(module, rests_on)
         for child in module.modules():  # for metrics, whose state is not parameters or buffers
             if next(child.parameters(), None) is None:
                 child.to(self.root_device)
@@ -367,6 +381,12 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
     finally:
         for unit in units:
             unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def set_up_optimizers(optimizers: Iterable[torch.optim.Optimizer], options: Options) -> None:
+    """Let optimizers of sharded parameters step as the option ``offload`` says."""
+    for optimizer in optimizers if options.offload else ():
+        offload_(optimizer, states=options.offload != "parameters")
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:

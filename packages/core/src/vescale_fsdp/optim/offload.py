@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from vescale_fsdp import compat, devices
+from vescale_fsdp.optim.group import OptimizerGroup
 from vescale_fsdp.ragged import RaggedTensor, wrap_local
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -47,7 +48,8 @@ def offload_(
 
     Args:
         optimizer: one whose update of a parameter depends on no other parameter: those of
-            ``torch.optim`` but LBFGS, `AdamW8bit`, and most others.
+            ``torch.optim`` but LBFGS, `AdamW8bit`, and most others. Of an `OptimizerGroup`, each
+            member.
         states: whether states are on the host between steps. False: on the device, for parameters
             that are offloaded.
         part_bytes: of the parameters on one rank that are stepped on at a time. The device holds
@@ -63,6 +65,10 @@ def offload_(
         TypeError: LBFGS; an optimizer that `flatten_` was called on.
         ValueError: ``part_bytes`` is not positive; or `offload_` was called on it already.
     """
+    if isinstance(optimizer, OptimizerGroup):
+        for each in optimizer.optimizers.values():
+            offload_(each, states=states, part_bytes=part_bytes)
+        return optimizer
     if isinstance(optimizer, LBFGS):
         raise TypeError("offload_: LBFGS computes with all parameters at once; use another one")
     if compat.has_other_init_group(optimizer):
@@ -76,7 +82,9 @@ def offload_(
         raise ValueError("offload_: it was already called on this optimizer")
     streamed = _Streamed(optimizer, states, part_bytes)
     setattr(optimizer, _MARK, streamed)
-    stepped = Optimizer.profile_hook_step(streamed.step)  # hooks run once a step
+    stepped: Any = Optimizer.profile_hook_step(streamed.step)  # hooks run once a step
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler that was made before
+        stepped._wrapped_by_lr_sched = True
     vars(optimizer)["step"] = types.MethodType(stepped, optimizer)
     streamed.move_states_to_host(optimizer)
     optimizer.register_load_state_dict_post_hook(streamed.move_states_to_host)
