@@ -78,6 +78,15 @@ def test_transformers_generate_with_other_lengths_on_each_rank(
 
 
 @pytest.mark.timeout(400)
+def test_memory_example_has_one_loss_with_all_options(tmp_path: Path) -> None:
+    script, losses = ["save_memory.py", "--steps", "2", *SMALL], []
+    for options in ([], ["--activations", "recompute+offload", "--offload", "all"]):
+        output = run_example(torchrun(*script, *options), tmp_path)
+        losses.append(output[output.index("loss") :].split(",")[0])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.timeout(400)
 def test_profile_example_prints_a_table_and_writes_traces(tmp_path: Path) -> None:
     output = run_example(torchrun("profile_step.py", "--steps", "2", *SMALL), tmp_path)
     assert output.count("waiting for all-gathers") == 1
