@@ -60,12 +60,9 @@ def _print_peak(report: Report, console: Console) -> None:
     if trace.host_bytes:
         most += f", and {binary(trace.host_bytes)} in host memory"
     line(console, f"Peak: during {when}; {most}.", "dim")
-    others = [
-        f"with --activations {name} {binary(figures.peak_bytes)}"
-        for name, figures in report.other_activations.items()
-    ]
-    if others:
-        line(console, f"The peak would be {' and '.join(others)}.", "bold")
+    for name, figures in report.other_activations.items():
+        peak = binary(figures.peak_bytes)
+        line(console, f"With --activations {name} the peak would be {peak}.", "bold")
 
 
 def _ranks(report: Report) -> str:

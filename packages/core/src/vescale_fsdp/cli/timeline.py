@@ -267,6 +267,7 @@ class _Group(Reduction):
         self._hands_over = not model.by_all_to_all and shards == 1
         self._sums_at_end = shards > 1 and (model.by_all_to_all or message is not None)
         self._scratch_bytes = self._made_bytes = 0
+        self._is_used = False  # in this backward
         if shards > 1 and message is not None:
             self._scratch_bytes = message * shards + _received_bytes(message * shards, shards)
         elif self._sums_at_end:
@@ -282,7 +283,7 @@ class _Group(Reduction):
         group, account = self._group, self._account
         account.add(LOCAL, self._local_bytes)
         account.drop(MADE, self._made_bytes)
-        self._made_bytes = 0
+        self._made_bytes, self._is_used = 0, self._made_bytes > 0
         account.add(REDUCING, self._scratch_bytes)
         if group.reduce_message is not None:
             account.drop(LOCAL, self._local_bytes)
@@ -310,8 +311,10 @@ class _Group(Reduction):
             self.keep()
 
     def keep(self) -> None:
-        """Cast the sum to the dtype of the shard."""
-        if self._group.shard_dtype != self._group.reduce_dtype:
+        """Cast the sum to the dtype of the shard. Without a gradient on any rank there is none."""
+        if not self._is_used:
+            self._account.drop(REDUCED, self._sum_bytes)
+        elif self._group.shard_dtype != self._group.reduce_dtype:
             self._account.add(REDUCED, self._group.shard_bytes)
             self._account.drop(REDUCED, self._sum_bytes)
 
@@ -352,11 +355,12 @@ class _Model(Executor):
         self._first = max(trained[0], 1) if trained else len(memories)
 
     def step(self, trace: Trace | None) -> Step:
-        """Simulate a step. With ``in_flight`` of 3 or more it is the second.
+        """Simulate a step. With ``in_flight`` of 3 or more, or a trace, it is the second.
 
-        In the first, the scheduler finds out which units stay unsharded for backward.
+        In the first, the scheduler finds out which units stay unsharded for backward, and records
+        the order of the trace.
         """
-        for _ in range(1 if self._in_flight < 3 else 2):
+        for _ in range(1 if self._in_flight < 3 and trace is None else 2):
             self.account.begin_step()
             if trace is not None:
                 forward_gathers = self._replay(trace)
