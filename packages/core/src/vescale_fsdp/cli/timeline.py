@@ -41,7 +41,10 @@ Shards and optimizer states exist all the time. A root's tensors that run before
 embedding) get their gradients last. The simulation does not know which tensors these are, and
 counts all of M_r from the start, so the peak is a little too high if it is in a block's backward.
 
-Not counted: activations, temporary memory of the optimizer, memory that an allocator or a
+With a `Trace` (`activations`) the events are those of the model's own step, in its order, and its
+activations are added at each of them. Without it they are not counted.
+
+Not counted: temporary memory of the optimizer, memory that an allocator or a
 communication library caches, and gradients that autograd keeps because a tied weight is also used
 elsewhere.
 """
