@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from vescale_fsdp import MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.cli import main
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
 Capture = pytest.CaptureFixture[str]
 
@@ -128,3 +133,55 @@ def test_bad_configs(change: dict[str, Any], message: str, tmp_path: Path, capsy
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, **change}))
     assert message in refuse(capsys, str(path), "--ranks", "2")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "qwen3_moe"])
+def test_activations_of_architectures(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """They run on the meta device. Offload keeps two units, recomputation one; both keep less."""
+    config = {"model_type": name, "num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = plan(capsys, str(tmp_path), "--ranks", "8", "--batch", "16x512")
+    kept = report["per_rank"]["vescale_fsdp"]["peak_bytes"]
+    others = report["activations"]["alternatives"]
+    assert [each["options"][1] for each in others] == ["recompute", "offload"]
+    assert all(each["per_rank"]["peak_bytes"] < kept for each in others)
+
+
+def test_a_mixture_of_experts_by_loops_depends_on_values(tmp_path: Path, capsys: Capture) -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "experts_implementation": "eager"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refuse(capsys, str(tmp_path), "--ranks", "8", "--batch", "2x128")
+    assert "cannot run on the meta device" in error
+
+
+BATCH, LENGTH = 4, 128
+
+
+def peak_of_llama() -> int:
+    """Bytes of a real step of Llama on this rank, beside the shards and AdamW's states."""
+    import transformers
+
+    config = transformers.LlamaConfig.from_dict({**LLAMA, "vocab_size": 1000})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def step() -> None:
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        time.sleep(0.1)  # until gloo's threads have let go of what they send
+
+    with through_the_allocator():
+        for module in [*repeated_blocks(model), model]:
+            fully_shard(module, mp_policy=policy)
+        for _ in range(2):
+            step()
+            model.zero_grad()
+        return peak_of(traced(step))[0]
+
+
+def test_the_peak_of_a_transformer_is_that_of_a_real_step(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 1000}))
+    options = "--ranks", "2", "--backend", "gloo", "--batch", f"{BATCH}x{LENGTH}"
+    figures = plan(capsys, str(tmp_path), *options)["per_rank"]["vescale_fsdp"]
+    planned = figures["peak_bytes"] - figures["weights_bytes"] - figures["optimizer_states_bytes"]
+    assert planned == pytest.approx(run_ranks(peak_of_llama, 2)[0], rel=0.005)

@@ -70,7 +70,7 @@ class Figures:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest memory of a step, without activations."""
+        """The highest memory of a step. Activations are counted if the model has a trace."""
         return self.resting_bytes + self.peak.num_bytes
 
 
@@ -153,6 +153,7 @@ def _figures(
         settings.backend,
         num_replicas=settings.num_replicas,
         in_flight=settings.in_flight,
+        trace=model.trace,
     )
     traffic = _traffic(units, step, settings)
     return Figures(

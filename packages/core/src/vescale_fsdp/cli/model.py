@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import groupby
+from typing import Any
 
 from vescale_fsdp.cli.text import InputError
 
@@ -88,6 +90,45 @@ class Unit:
         return f"{self.title}, {group.dtype.name}{'' if group.trainable else ', frozen'}"
 
 
+class Event(Enum):
+    """What happens at a moment of a step."""
+
+    FORWARD = auto()  # a unit's forward begins
+    END_OF_FORWARD = auto()
+    BACKWARD = auto()  # the gradients of a unit's outputs are there
+    GRADIENT = auto()  # the gradient of a parameter is there
+    END_OF_BACKWARD = auto()  # the gradients of a unit's inputs are there
+    END = auto()  # of the step
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event of a step, and the bytes of activations from the moment before until it."""
+
+    event: Event
+    highest_bytes: int  # the most since the moment before
+    live_bytes: int  # at this moment; a parameter's gradient is no longer in it
+    unit: int = 0  # index in the order of the model
+    call: int = 0  # which forward of the step it belongs to
+    takes_gradients: bool = False  # at the end of a forward: whether an input wants a gradient
+    is_reachable: bool = False  # the same: whether a backward can reach an output
+    group: int = 0  # of a gradient: index of its group in the unit
+    num_elements: int = 0  # of a gradient
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step as the model's code runs it."""
+
+    moments: tuple[Moment, ...]
+    host_bytes: int = 0  # the most activations in host memory, if they are offloaded
+
+    @property
+    def highest_bytes(self) -> int:
+        """The most activations at any moment."""
+        return max(moment.highest_bytes for moment in self.moments)
+
+
 @dataclass(frozen=True)
 class Model:
     """The units of a model and their order."""
@@ -95,6 +136,8 @@ class Model:
     name: str
     units: tuple[Unit, ...]  # the different units, in order of first appearance; the root first
     order: tuple[int, ...]  # indices into units, in the order in which forward runs them
+    trace: Trace | None = None  # of a step, with activations; None: not run
+    module: Any = field(default=None, compare=False)  # on the meta device; None: of a shapes file
 
     @property
     def num_units(self) -> int:

@@ -6,6 +6,7 @@ and nothing is downloaded.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import os
@@ -58,6 +59,19 @@ def build(module_name: str, function_name: str) -> nn.Module:
         InputError: it cannot be imported or found, it raises, or it returns no module.
     """
     name = f"{module_name}:{function_name}"
+    model = call(module_name, function_name)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def call(module_name: str, function_name: str) -> Any:
+    """Call a function of an importable module on the meta device, and return its result.
+
+    Raises:
+        InputError: it cannot be imported or found, or it raises.
+    """
+    name = f"{module_name}:{function_name}"
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -73,12 +87,9 @@ def build(module_name: str, function_name: str) -> nn.Module:
         raise InputError(f"{name} is a {type(function).__name__}, expected a function")
     try:
         with torch.device("meta"), redirect_stdout(sys.stderr):
-            model = function()
+            return function()
     except (Exception, SystemExit) as error:  # it is the user's code
         raise InputError(f"{name} raised {reason(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{name} returned a {type(model).__name__}, expected a torch.nn.Module")
-    return model
 
 
 def reason(error: BaseException) -> str:
@@ -106,7 +117,7 @@ def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> 
         InputError: there are no parameters, or one has no shape yet.
     """
     blocks = repeated_blocks(module)
-    owner = _owners(module, blocks)
+    owner = owners(module, blocks)
     names = {id(child): child_name for child_name, child in module.named_modules()}
 
     def groups_of(unit: nn.Module, index: int) -> list[Group]:
@@ -128,10 +139,10 @@ def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> 
     model = make_model(name, groups_of(module, _ROOT), others)
     if not model.num_parameters:
         raise InputError(f"{name} has no parameters to shard")
-    return model
+    return dataclasses.replace(model, module=module)
 
 
-def _owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
+def owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
     """Return for each ``id(param)`` the index of its block; `_ROOT` if in none or several."""
     homes: dict[int, set[int]] = {}  # blocks of each module; a shared module is in several
     for index, block in enumerate(blocks):

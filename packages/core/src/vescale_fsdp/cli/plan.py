@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vescale_fsdp.cli.model import parse_dtype
-from vescale_fsdp.cli.settings import BlockRules, Code, Codes, Settings, parse_bandwidth, parse_code
+from vescale_fsdp.cli.settings import (
+    BlockRules,
+    Code,
+    Codes,
+    Settings,
+    parse_bandwidth,
+    parse_batch,
+    parse_code,
+)
 from vescale_fsdp.cli.text import InputError, console, plain, track
 
 if TYPE_CHECKING:
@@ -99,6 +107,31 @@ _Backend = Annotated[
 _Bandwidth = Annotated[
     str, typer.Option(help="Bandwidth of one rank, one way: 400Gbit (bits) or 50GB (bytes).")
 ]
+_Batch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SEQUENCESxTOKENS",
+        show_default=False,
+        help="Count activations too, for a batch of one rank: 8x1024. The model's step runs once, "
+        "without values. For models whose forward takes input_ids.",
+    ),
+]
+_Inputs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        show_default=False,
+        help="The same for other models: a function that returns the arguments of forward: a "
+        "tensor, a tuple, a dict, or a tuple and a dict.",
+    ),
+]
+_Activations = Annotated[
+    Literal["keep", "recompute", "offload", "recompute+offload"],
+    typer.Option(
+        help="What happens to activations between forward and backward, in all units but the root, "
+        "as with fully_shard(activations=...)."
+    ),
+]
 _Json = Annotated[
     str | None,
     typer.Option(
@@ -138,6 +171,9 @@ def plan(
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
     bandwidth: _Bandwidth = "400Gbit",
+    batch: _Batch = None,
+    inputs: _Inputs = None,
+    activations: _Activations = "keep",
     json_file: _Json = None,
     html: _Html = None,
     svg: _Svg = None,
@@ -149,6 +185,7 @@ def plan(
     \b
     vescale-fsdp plan llama --ranks 64
     vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
+    vescale-fsdp plan llama --ranks 64 --batch 8x1024 --activations recompute
     """
     gather_codec = _renamed("--gather", gather, "--gather-codec", gather_codec)
     reduce_codec = _renamed("--reduce", reduce, "--reduce-codec", reduce_codec)
@@ -166,6 +203,9 @@ def plan(
             _code(gather_codec, "--gather-codec", _GATHERED),
             _code(reduce_codec, "--reduce-codec", _REDUCED),
         ),
+        batch=None if batch is None else parse_batch(batch),
+        inputs=inputs,
+        activations=activations,
     )
     files = {"--json": json_file, "--html": html, "--svg": svg}
     _refuse_same(files)

@@ -19,7 +19,7 @@ from typing import Any
 from vescale_fsdp.cli.estimate import Figures, figures_of, figures_of_others
 from vescale_fsdp.cli.layouts import PlannedGroup, Track, lay_out_model
 from vescale_fsdp.cli.model import Model, kinds
-from vescale_fsdp.cli.settings import BlockRules, Settings
+from vescale_fsdp.cli.settings import Activations, BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.planner import Advice
 
@@ -158,19 +158,21 @@ class Report:
     planned: tuple[PlannedGroup, ...]
     figures: dict[str, Figures]  # by layout, ours first
     suggestion: Suggestion | None
+    other_activations: dict[Activations, Figures]  # ours, if they were not kept
 
 
 def make_report(model: Model, settings: Settings, rules: Sequence[str], track: Track) -> Report:
     """Plan a model, and compute its costs.
 
     Raises:
-        InputError: a rule of granularity is invalid.
+        InputError: a rule of granularity is invalid, or the model does not run on its inputs.
         PlanError: two tensors of a group have the same name.
     """
     blocks = BlockRules(rules)
     planned = lay_out_model(
         model, settings.num_shards, blocks, settings.order, track, settings.codes
     )
+    model = _with_trace(model, settings, settings.activations)
     figures = {
         OURS: figures_of(model, planned, settings),
         FSDP2: figures_of_others(model, planned, settings, lambda each: each.fsdp2_shard_elements),
@@ -186,7 +188,35 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
         planned=tuple(planned),
         figures=figures,
         suggestion=suggest(model, planned, settings, rules),
+        other_activations=_other_activations(model, planned, settings),
     )
+
+
+def _with_trace(model: Model, settings: Settings, activations: Activations) -> Model:
+    """Run a step of the model, if its inputs are known."""
+    if not settings.has_inputs:
+        return model
+    if model.module is None:
+        raise InputError(
+            f"--batch and --inputs need the code of the model, and {model.name} is a shapes file"
+        )
+    from vescale_fsdp.cli.activations import trace_of  # loads torch
+
+    return dataclasses.replace(model, trace=trace_of(model, settings, activations))
+
+
+def _other_activations(
+    model: Model, planned: Sequence[PlannedGroup], settings: Settings
+) -> dict[Activations, Figures]:
+    """Return the figures if activations were recomputed, or offloaded, instead of kept."""
+    if settings.activations != "keep" or not settings.has_inputs or len(model.order) == 1:
+        return {}
+    wanted: list[Activations] = ["recompute"]
+    if settings.backend == "nccl":
+        wanted.append("offload")
+    return {
+        each: figures_of(_with_trace(model, settings, each), planned, settings) for each in wanted
+    }
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -221,10 +251,28 @@ def as_json(report: Report) -> dict[str, Any]:
             "bandwidth_bytes_per_s": settings.bandwidth_bytes_per_s,
             "order": settings.order,
             "in_flight": settings.in_flight,
+            "batch": None if settings.batch is None else list(settings.batch),
+            "inputs": settings.inputs,
+            "activations": settings.activations if settings.has_inputs else None,
         },
         "groups": [_group(each) for each in report.planned],
         "per_rank": {_KEYS[name]: _figures(each) for name, each in report.figures.items()},
+        "activations": _activations(report),
         "suggestion": _suggestion(report),
+    }
+
+
+def _activations(report: Report) -> dict[str, Any] | None:
+    trace = report.model.trace
+    if trace is None:
+        return None
+    return {
+        "highest_bytes": trace.highest_bytes,
+        "host_bytes": trace.host_bytes,
+        "alternatives": [
+            {"options": ["--activations", name], "per_rank": _figures(figures)}
+            for name, figures in report.other_activations.items()
+        ],
     }
 
 

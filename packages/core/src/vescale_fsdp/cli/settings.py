@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.planner import TensorSpec
 
 Backend = Literal["nccl", "gloo"]
+Activations = Literal["keep", "recompute", "offload", "recompute+offload"]
 
 _MOST_RANKS = 1 << 20  # a limit, because states are counted for each rank
 _CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
@@ -118,6 +119,9 @@ class Settings:
     order: str = "auto"
     in_flight: int = 2
     codes: Codes = AS_THEY_ARE
+    batch: tuple[int, int] | None = None  # sequences and tokens of each, on one rank
+    inputs: str | None = None  # module:function that returns the arguments of forward
+    activations: Activations = "keep"
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= _MOST_RANKS:
@@ -129,6 +133,15 @@ class Settings:
                 f"--ranks {self.num_ranks} cannot be divided into --replicas "
                 f"{self.num_replicas} equal groups; use a divisor of {self.num_ranks}"
             )
+        if self.batch is not None and self.inputs is not None:
+            raise InputError("--batch and --inputs are both there, expected one of them")
+        if self.activations != "keep" and not self.has_inputs:
+            raise InputError(f"--activations {self.activations} needs --batch or --inputs")
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether a step is run to count its activations."""
+        return self.batch is not None or self.inputs is not None
 
     @property
     def num_shards(self) -> int:
@@ -205,6 +218,16 @@ def parse_code(
         first = int(found["first"])
         block = (first, int(found["columns"])) if found["columns"] else first
     return Code(found["dtype"], block)  # type: ignore[arg-type]
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """Parse ``8x1024``: sequences of one rank, and tokens of each. Raises InputError."""
+    found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text.strip())
+    if not found:
+        raise InputError(
+            f"--batch is {text!r}, expected sequences of one rank x tokens of each: 8x1024"
+        )
+    return int(found[1]), int(found[2])
 
 
 _BANDWIDTH = re.compile(

@@ -42,13 +42,27 @@ def print_report(report: Report, console: Console) -> None:
     _print_tiles(report, console)
     console.print()
     console.print(table(("per rank", *report.figures), list(_figure_rows(report))))
-    when = report.figures[OURS].peak.when
-    line(console, f"Peak: during {when}; activations are not included.", "dim")
+    _print_peak(report, console)
     unlike = ", which do not keep the blocks of --granularity" if report.rules else ""
     line(console, f"The other columns are their layouts in our engine{unlike}.", "dim")
     _print_scalars(report, console)
     console.print()
     _print_suggestion(report, console)
+
+
+def _print_peak(report: Report, console: Console) -> None:
+    """Print when the peak is, and what it would be if activations were not kept."""
+    when, trace = report.figures[OURS].peak.when, report.model.trace
+    if trace is None:
+        line(console, f"Peak: during {when}; activations are not included.", "dim")
+        return
+    most = f"activations alone are up to {binary(trace.highest_bytes)}"
+    if trace.host_bytes:
+        most += f", and {binary(trace.host_bytes)} in host memory"
+    line(console, f"Peak: during {when}; {most}.", "dim")
+    for name, figures in report.other_activations.items():
+        peak = binary(figures.peak_bytes)
+        line(console, f"With --activations {name} the peak would be {peak}.", "bold")
 
 
 def _ranks(report: Report) -> str:

@@ -41,7 +41,10 @@ Shards and optimizer states exist all the time. A root's tensors that run before
 embedding) get their gradients last. The simulation does not know which tensors these are, and
 counts all of M_r from the start, so the peak is a little too high if it is in a block's backward.
 
-Not counted: activations, temporary memory of the optimizer, memory that an allocator or a
+With a `Trace` (`activations`) the events are those of the model's own step, in its order, and its
+activations are added at each of them. Without it they are not counted.
+
+Not counted: temporary memory of the optimizer, memory that an allocator or a
 communication library caches, and gradients that autograd keeps because a tied weight is also used
 elsewhere.
 """
@@ -53,7 +56,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.cli.model import Dtype
+from vescale_fsdp.cli.model import Dtype, Event, Trace
 from vescale_fsdp.cli.settings import Backend
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
@@ -63,7 +66,8 @@ REDUCING = "reductions"
 REDUCED = "reduced gradients"
 KEPT = "messages for backward"
 MADE = "gradients"
-KINDS = (GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
+ACTIVATIONS = "activations"
+KINDS = (ACTIVATIONS, GATHERED, KEPT, MADE, LOCAL, REDUCING, REDUCED)
 
 # As in `dbuffer.transport`, which loads torch: a rank's own part of at least this size is not
 # copied to the receive buffer.
@@ -100,11 +104,6 @@ class GroupMemory:
     def full_bytes(self) -> int:
         """Bytes of the unsharded parameters."""
         return self.shard_elements * self.num_shards * self.compute_dtype.itemsize
-
-    @property
-    def made_bytes(self) -> int:
-        """Bytes of the gradients from autograd."""
-        return self.elements * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
@@ -144,7 +143,12 @@ class Step(NamedTuple):
 
 
 def run_step(
-    units: Sequence[UnitMemory], backend: Backend, *, num_replicas: int = 1, in_flight: int = 2
+    units: Sequence[UnitMemory],
+    backend: Backend,
+    *,
+    num_replicas: int = 1,
+    in_flight: int = 2,
+    trace: Trace | None = None,
 ) -> Step:
     """Simulate one step. Returns its all-gathers and its peak.
 
@@ -153,8 +157,10 @@ def run_step(
         backend: "gloo" reduces by all-to-all, "nccl" by reduce-scatter.
         num_replicas: of HSDP. Reduced gradients are summed over them, in place.
         in_flight: as in ``fully_shard``.
+        trace: events of the model's own step, with its activations. None: units run once, in
+            order, and activations are not counted.
     """
-    return _Model(units, backend, num_replicas, in_flight).step()
+    return _Model(units, backend, num_replicas, in_flight).step(trace)
 
 
 class _Account:
@@ -176,6 +182,11 @@ class _Account:
     def drop(self, kind: str, num_bytes: int) -> None:
         self._live[kind] -= num_bytes
         self._total -= num_bytes
+
+    def set_activations(self, highest: int, now: int) -> None:
+        """Note the most activations since the last call, and those that are there now."""
+        self.add(ACTIVATIONS, highest - self._live[ACTIVATIONS])
+        self.drop(ACTIVATIONS, highest - now)
 
     def begin_step(self) -> None:
         self._live.clear()
@@ -258,16 +269,24 @@ class _Group(Reduction):
         self._local_bytes = group.full_bytes if model.by_all_to_all else self._sum_bytes * shards
         self._hands_over = not model.by_all_to_all and shards == 1
         self._sums_at_end = shards > 1 and (model.by_all_to_all or message is not None)
-        self._scratch_bytes = 0
+        self._scratch_bytes = self._made_bytes = 0
+        self._is_used = False  # in this backward
         if shards > 1 and message is not None:
             self._scratch_bytes = message * shards + _received_bytes(message * shards, shards)
         elif self._sums_at_end:
             self._scratch_bytes = _received_bytes(group.full_bytes, shards)
 
+    def add(self, num_elements: int) -> None:
+        """Autograd has made the gradient of one tensor."""
+        num_bytes = num_elements * self._group.compute_dtype.itemsize
+        self._made_bytes += num_bytes
+        self._account.add(MADE, num_bytes)
+
     def start(self) -> None:
         group, account = self._group, self._account
         account.add(LOCAL, self._local_bytes)
-        account.drop(MADE, group.made_bytes)
+        account.drop(MADE, self._made_bytes)
+        self._made_bytes, self._is_used = 0, self._made_bytes > 0
         account.add(REDUCING, self._scratch_bytes)
         if group.reduce_message is not None:
             account.drop(LOCAL, self._local_bytes)
@@ -295,8 +314,10 @@ class _Group(Reduction):
             self.keep()
 
     def keep(self) -> None:
-        """Cast the sum to the dtype of the shard."""
-        if self._group.shard_dtype != self._group.reduce_dtype:
+        """Cast the sum to the dtype of the shard. Without a gradient on any rank there is none."""
+        if not self._is_used:
+            self._account.drop(REDUCED, self._sum_bytes)
+        elif self._group.shard_dtype != self._group.reduce_dtype:
             self._account.add(REDUCED, self._group.shard_bytes)
             self._account.drop(REDUCED, self._sum_bytes)
 
@@ -317,12 +338,13 @@ class _Model(Executor):
         self.summing: list[_Group] = []  # groups that are summed over replicas until the end
         has_streams = not self.by_all_to_all
         self._units = [_Unit(each, self.account, has_streams=has_streams) for each in memories]
-        pairs = [(unit, group) for unit in self._units for group in unit.memory.groups]
-        self._groups = [
-            _Group(number, unit, group, self)
-            for number, (unit, group) in enumerate(pairs)
-            if group.trainable
-        ]
+        self._groups: dict[tuple[int, int], _Group] = {}  # by unit and place in it; trainable ones
+        number = 0
+        for index, unit in enumerate(self._units):
+            for place, group in enumerate(unit.memory.groups):
+                if group.trainable:
+                    self._groups[index, place] = _Group(number, unit, group, self)
+                number += 1
         names = ["", *(f"units.{number}" for number in range(1, len(memories)))]
         empty = {number for number, each in enumerate(memories) if not each.groups}
         policy = policy_of(in_flight, [], has_streams=has_streams)
@@ -335,18 +357,72 @@ class _Model(Executor):
         # Backward does not reach frozen units before the first trainable one.
         self._first = max(trained[0], 1) if trained else len(memories)
 
-    def step(self) -> Step:
-        """Simulate a step. With ``in_flight`` of 3 or more it is the second.
+    def step(self, trace: Trace | None) -> Step:
+        """Simulate a step. With ``in_flight`` of 3 or more, or a trace, it is the second.
 
-        In the first, the scheduler finds out which units stay unsharded for backward.
+        In the first, the scheduler finds out which units stay unsharded for backward, and records
+        the order of the trace.
         """
-        for _ in range(1 if self._in_flight < 3 else 2):
+        for _ in range(1 if self._in_flight < 3 and trace is None else 2):
             self.account.begin_step()
+            if trace is not None:
+                forward_gathers = self._replay(trace)
+                continue
             calls = self._forward()
             forward_gathers, self.account.gathers = self.account.gathers, []
             if any(unit.trainable for unit in self._units):
                 self._backward(calls)
         return Step(self.account.peak, forward_gathers, self.account.gathers)
+
+    def _replay(self, trace: Trace) -> list[int]:
+        """Simulate the events of a trace. Returns the all-gathers of its forward."""
+        account, passes = self.account, self._passes
+        calls: dict[int, _Call] = {}
+        running: list[_Unit] = []
+        forward_gathers: list[int] | None = None
+        for moment in trace.moments:
+            account.set_activations(moment.highest_bytes, moment.live_bytes)
+            unit = self._units[moment.unit]
+            if moment.event is Event.FORWARD:
+                running.append(unit)
+                account.when = f"the forward of {unit.memory.title}"
+                unit.open_calls.add(calls.setdefault(moment.call, _Call()))
+                passes.before_forward(unit, "forward", True)
+            elif moment.event is Event.END_OF_FORWARD:
+                passes.after_forward(
+                    unit, is_closed=not moment.takes_gradients, is_visited=moment.is_reachable
+                )
+                if not moment.is_reachable:
+                    unit.open_calls.discard(calls[moment.call])
+                running.remove(unit)
+                if running:
+                    account.when = f"the forward of {running[-1].memory.title}"
+            elif moment.event is Event.BACKWARD:
+                if forward_gathers is None:
+                    forward_gathers, account.gathers = account.gathers, []
+                    passes.begin_backward()
+                running.append(unit)
+                account.when = f"the backward of {unit.memory.title}"
+                unit.enter_backward(calls[moment.call])
+                passes.before_backward(unit)
+            elif moment.event is Event.GRADIENT:
+                self._gradient(moment.unit, moment.group, moment.num_elements)
+            elif moment.event is Event.END_OF_BACKWARD:
+                if unit.leave_backward(calls[moment.call]):
+                    passes.after_backward(unit)
+                running.remove(unit)
+                account.when = f"the backward of {running[-1].memory.title}"
+        if forward_gathers is None:  # nothing is trained
+            forward_gathers, account.gathers = account.gathers, []
+        else:
+            account.when = "the end of the backward"
+            passes.end_backward()
+        return forward_gathers
+
+    def _gradient(self, unit: int, group: int, num_elements: int) -> None:
+        self._groups[unit, group].add(num_elements)
+        if self._passes.window.gradient_arrived(self._units[unit], num_elements):
+            self._passes.take_turn()
 
     def _forward(self) -> list[_Call]:
         calls = [_Call() for _ in self._units]
@@ -375,11 +451,9 @@ class _Model(Executor):
             self.account.when = f"the backward of {unit.memory.title}"
             unit.enter_backward(calls[index])
             self._passes.before_backward(unit)
-            for group in reversed(unit.memory.groups):
+            for place, group in reversed([*enumerate(unit.memory.groups)]):
                 for elements in reversed(group.tensors) if group.trainable else ():
-                    self.account.add(MADE, elements * group.compute_dtype.itemsize)
-                    if self._passes.window.gradient_arrived(unit, elements):
-                        self._passes.take_turn()
+                    self._gradient(index, place, elements)
             if not self._is_late(unit) and unit.leave_backward(calls[index]):
                 self._passes.after_backward(unit)
         self.account.when = "the end of the backward"
@@ -395,7 +469,7 @@ class _Model(Executor):
     def stall(self) -> None: ...
 
     def due(self) -> Sequence[Reduction]:
-        return self._groups[::-1]
+        return [*self._groups.values()][::-1]
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:
         for group in batch:

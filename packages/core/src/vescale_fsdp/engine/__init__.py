@@ -31,6 +31,10 @@ from torch.distributed.fsdp import (
 from vescale_fsdp.dbuffer import Residuals
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
+from vescale_fsdp.engine.boundary import Call as BoundaryCall
+from vescale_fsdp.engine.boundary import enter as enter_boundary
+from vescale_fsdp.engine.boundary import leave as leave_boundary
+from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.generation import generating
@@ -61,6 +65,7 @@ from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 __all__ = [
     "HEADS",
     "LONG_TIMEOUT_S",
+    "BoundaryCall",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "ErrorFeedback",
@@ -80,10 +85,13 @@ __all__ = [
     "checked_block",
     "clip_grad_norm_",
     "combine",
+    "enter_boundary",
     "fully_shard",
     "generating",
     "init_process_group",
     "is_matrix",
+    "leave_boundary",
+    "map_tensors",
     "mark_blank",
     "may_be_hidden",
     "profile",
