@@ -43,9 +43,13 @@ from vescale_fsdp.cli.model import Event, Model, Moment, Trace
 from vescale_fsdp.cli.modules import call, owners, reason
 from vescale_fsdp.cli.settings import Activations, Settings
 from vescale_fsdp.cli.text import InputError
-from vescale_fsdp.engine import BoundaryCall, enter_boundary, leave_boundary, map_tensors
-
-MIN_OFFLOADED_BYTES = 16 << 10  # as in `engine.activations`
+from vescale_fsdp.engine import (
+    MIN_OFFLOADED_BYTES,
+    BoundaryCall,
+    enter_boundary,
+    leave_boundary,
+    map_tensors,
+)
 
 
 def trace_of(model: Model, settings: Settings, activations: Activations) -> Trace:

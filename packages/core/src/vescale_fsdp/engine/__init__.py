@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
+from vescale_fsdp.engine.activations import MIN_BYTES as MIN_OFFLOADED_BYTES
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.boundary import Call as BoundaryCall
@@ -65,6 +66,7 @@ from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 __all__ = [
     "HEADS",
     "LONG_TIMEOUT_S",
+    "MIN_OFFLOADED_BYTES",
     "BoundaryCall",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
