@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -116,18 +116,11 @@ class Lit(pl.LightningModule):
 Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
-def steps_of(epoch: int) -> Any:
-    """The rows of each step, in the order of Lightning's sampler, which shuffles for training."""
-    every = rows()
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(epoch))
-    return every[order].split(ROWS)
-
-
 def train_alone(kind: str, steps: int) -> Trained:
     net = make_net(kind)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses, norms = [], []
-    for tokens in [*steps_of(0), *steps_of(1)][:steps]:
+    for tokens in [*rows().split(ROWS), *rows().split(ROWS)][:steps]:
         loss = loss_of(net, tokens)
         loss.backward()
         norms.append(clip_grad_norm_(net.parameters(), MAX_NORM).item())
@@ -145,12 +138,11 @@ def fit(strategy: Any, root: Path, kind: str, steps: int, resume: Any = None) ->
     lit = Lit(kind)
     tensor = trainer.strategy.options.tensor_parallel_size
     num_batches = dist.get_world_size() // tensor
-    data = DataLoader(TensorDataset(rows()), batch_size=ROWS // num_batches)
-    trainer.fit(lit, data, ckpt_path=resume)
-    assert trainer.strategy.distributed_sampler_kwargs == {
-        "num_replicas": num_batches,
-        "rank": dist.get_rank() // tensor,
-    }
+    part: dict[str, Any] = {"num_replicas": num_batches, "rank": dist.get_rank() // tensor}
+    dataset = TensorDataset(rows())
+    sampler = DistributedSampler(dataset, shuffle=False, **part)
+    trainer.fit(lit, DataLoader(dataset, ROWS // num_batches, sampler=sampler), ckpt_path=resume)
+    assert trainer.strategy.distributed_sampler_kwargs == part  # of the sampler that it adds
     return trainer, lit
 
 
@@ -161,6 +153,12 @@ def assert_equal(lit: Any, expected: Trained, last: int) -> None:
     assert found.keys() == expected[2].keys()
     for name, param in expected[2].items():
         torch.testing.assert_close(found[name], param, rtol=0, atol=3e-5, msg=name)
+
+
+def assert_loaded(lit: Any, expected: Trained) -> None:
+    """The first step after loading has the loss and the norm of one process at that step."""
+    assert lit.losses == pytest.approx(expected[0][-1:], abs=1e-5)
+    assert lit.norms == pytest.approx(expected[1][-1:], abs=1e-5)
 
 
 CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
@@ -183,7 +181,7 @@ PARALLELIZED = {"llama": "mlp.up_proj.weight", "mixtral": "mlp.experts.down_proj
 
 def train_and_save(root: Path) -> None:
     expected = {kind: train_alone(kind, 3) for kind in PARALLELIZED}
-    expected_later = {kind: train_alone(kind, 6) for kind in PARALLELIZED}
+    expected_later = {kind: train_alone(kind, 4) for kind in PARALLELIZED}
     for name, (kind, arguments, axes) in CASES.items():
         trainer, lit = fit(VeScaleFSDPStrategy(**arguments), root, kind, 3)
         assert_equal(lit, expected[kind], 3)
@@ -195,17 +193,17 @@ def train_and_save(root: Path) -> None:
             place = root / f"{name}-{state_dict_type}"
             trainer.strategy._checkpoints.options.__dict__["state_dict_type"] = state_dict_type
             trainer.save_checkpoint(place)
-        resumed = fit(VeScaleFSDPStrategy(**arguments), root, kind, 6, root / f"{name}-sharded")[1]
-        assert_equal(resumed, expected_later[kind], 3)
+        resumed = fit(VeScaleFSDPStrategy(**arguments), root, kind, 4, root / f"{name}-sharded")[1]
+        assert_loaded(resumed, expected_later[kind])
 
 
 def resume_on_two(root: Path) -> None:
     for name in ("llama", "experts"):
         kind = CASES[name][0]
-        expected = train_alone(kind, 6)
+        expected = train_alone(kind, 4)
         for state_dict_type in ("sharded", "full", "dcp"):
-            lit = fit(VeScaleFSDPStrategy(), root, kind, 6, root / f"{name}-{state_dict_type}")[1]
-            assert_equal(lit, expected, 3)
+            lit = fit(VeScaleFSDPStrategy(), root, kind, 4, root / f"{name}-{state_dict_type}")[1]
+            assert_loaded(lit, expected)
 
 
 def test_it_trains_as_one_process_and_its_checkpoints_load_on_other_sizes(tmp_path: Path) -> None:
@@ -240,7 +238,7 @@ def with_fabric_and_refused(root: Path) -> None:
     spread_experts(net, mesh, strategy.device_mesh["tensor_parallel"])
     net = fabric.setup_module(net)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=1e-2))
-    for step, tokens in enumerate(steps_of(0)[:2]):
+    for step, tokens in enumerate(rows().split(ROWS)[:2]):
         fabric.backward(loss_of(net, tokens[dist.get_rank() :][:1]))
         norm = fabric.clip_gradients(net, optimizer, max_norm=MAX_NORM)
         assert norm.item() == pytest.approx(expected[1][step], abs=1e-5)
