@@ -132,3 +132,13 @@ def test_other_lightning_examples(
     tmp_path: Path, script: str, options: list[str], says: str
 ) -> None:
     assert says in run_example([sys.executable, str(EXAMPLES / script), *options], tmp_path)
+
+
+@pytest.mark.timeout(400)
+def test_experts_and_tensor_parallelism_with_accelerate(tmp_path: Path) -> None:
+    folder = EXAMPLES / "accelerate"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config"]
+    command += [str(folder / "experts.yaml"), str(folder / "train_experts.py"), "--steps", "10"]
+    output = run_example(command, tmp_path)
+    assert "step 10: loss" in output
+    assert "saved runs/experts" in output

@@ -25,6 +25,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "vescale.yaml"
         ({"fsdp_vescale_granularity": "rows"}, "'rows' does not work; accepted: elements"),
         ({"fsdp_vescale_replicas": True}, "replicas: True does not work; accepted: an int of"),
         ({"fsdp_vescale_replicas": 0}, "replicas: 0 does not work"),
+        ({"fsdp_vescale_ep_size": 0}, "ep_size: 0 does not work"),
         ({"fsdp_vescale_sync_init": "yes"}, "sync_init: 'yes' does not work; accepted: true"),
         ({"fsdp_vescale_sharding": "zero4"}, "accepted: ddp, zero1, zero2, zero3, hsdp"),
         ({"fsdp_vescale_optimizer": "sgd"}, "accepted: muon, shampoo, soap or adamw8bit"),

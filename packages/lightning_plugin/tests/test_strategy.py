@@ -315,6 +315,11 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatc
         ({"timeout": True}, "a number of seconds"),
         ({"activation_checkpointing": "blocks"}, "a list of classes or names"),
         ({"tensor_parallel_size": 0}, "an int of at least 1"),
+        ({"expert_parallel_size": 0}, "an int of at least 1"),
+        (
+            {"expert_parallel_size": 3, "tensor_parallel_size": 2},
+            "must be a multiple of tensor_parallel_size=2",
+        ),
         ({"mp_policy": "bf16"}, "a MixedPrecisionPolicy"),
         ({"reshard_after_forward": "yes"}, "True, False, None"),
         ({"async_save": True, "state_dict_type": "full"}, 'only "sharded"'),

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from accelerate.accelerator import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.parallelism_config import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -26,6 +28,7 @@ from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
+from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import (
     Replacement,
@@ -77,12 +80,19 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             raise ValueError("VeScaleAccelerator takes no deepspeed_plugin: it is another engine")
         if kwargs.get("megatron_lm_plugin"):
             raise ValueError("VeScaleAccelerator takes no megatron_lm_plugin: it is another engine")
+        check_sizes(_asked_parallelism(kwargs), plugin, int(os.environ.get("WORLD_SIZE", "1")))
         super().__init__(*args, fsdp_plugin=plugin, **kwargs)
         self._become_fsdp(plugin)
         self._models = _Models()
         self._waiting: list[Optimizer] = []  # passed to `prepare` with the models being sharded
         self._switch = Switch()
-        self._sharder = Sharder(self.state.fsdp_plugin, self.device, self._given_mesh())
+        check_sizes(self.parallelism_config, self.state.fsdp_plugin, dist.get_world_size())
+        self._sharder = Sharder(self.state.fsdp_plugin, self.device, *self._given_meshes())
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True. Accelerate asks for it before `distributed_type` is set, for its config's sizes."""
+        return True
 
     def _become_fsdp(self, plugin: VeScaleFSDPPlugin) -> None:
         """Set Accelerate's distributed type to FSDP, also on CPUs and with one process."""
@@ -121,18 +131,29 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         for shared in (self.state, PartialState()):
             shared.backend = backend_name(None, self.device)
 
-    def _given_mesh(self) -> Any:
-        config = self.parallelism_config
-        if config is None or config.total_size == 1:
-            return None
-        for what in ("tp", "cp", "sp"):
-            size = getattr(config, f"{what}_size")
-            if size > 1:
-                raise ValueError(
-                    f"parallelism_config: {what}_size={size} does not work with veScale-FSDP yet; "
-                    "dp_replicate_size and dp_shard_size do"
-                )
-        return self.torch_device_mesh[tuple(config.fsdp_dim_names)]
+    def _given_meshes(self) -> tuple[Any, Any]:
+        """Return the parallelism config's mesh to shard over, and that of tensor parallelism."""
+        config, mesh = self.parallelism_config, self.torch_device_mesh
+        if config is None or mesh is None:
+            return None, None
+        return mesh[tuple(config.dp_dim_names)], mesh["tp"] if config.tp_enabled else None
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of experts: dims ``efsdp`` and ``ep``, and ``dp_replicate`` with replicas.
+
+        Collective at the first call, which may be that of `prepare`.
+
+        Raises:
+            ValueError: there is no expert parallelism.
+        """
+        experts = self._sharder.meshes.experts
+        if experts is None:
+            raise ValueError(
+                "there is no mesh of experts: set fsdp_vescale_ep_size, or "
+                "VeScaleFSDPPlugin(ep_size=...), to at least 2"
+            )
+        return experts
 
     # Preparation
 
@@ -357,6 +378,14 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Return the model's full tensors in the first process, and {} in the others."""
         found: dict[str, Any] = full.gathered(full.model_state(model), keep=self.is_main_process)
         return found if self.is_main_process else {}
+
+
+def _asked_parallelism(kwargs: dict[str, Any]) -> Any:
+    """Return the parallelism config that Accelerate will use; None if there is none."""
+    given = kwargs.get("parallelism_config")
+    if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        return ParallelismConfig()
+    return given
 
 
 class _Models(list[nn.Module]):

@@ -65,6 +65,8 @@ class Options:
             `vescale_fsdp.engine.axes`. None: ``zero3``, and ``hsdp`` with replicas.
         accumulate: how gradients accumulate, as in ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
+        ep_size: expert parallelism: over how many processes the experts are spread. A multiple of
+            the parallelism config's ``tp_size``.
         reduce_dtype: dtype in which gradients are summed under mixed precision.
         unused: as of ``vescale_fsdp.fully_shard``.
         in_flight: as of ``vescale_fsdp.fully_shard``: how many units may be unsharded or
@@ -108,6 +110,11 @@ class Options:
     )
     replicas: int = _option(
         1, "groups of processes that each hold the whole model (HSDP)", "an int of at least 1"
+    )
+    ep_size: int = _option(
+        1,
+        "expert parallelism: over how many processes the experts are spread",
+        "an int of at least 1",
     )
     reduce_dtype: str = _option(
         "fp32",

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
     CPUOffloadPolicy,
@@ -28,6 +30,7 @@ from vescale_fsdp import (
     fully_shard,
     repeated_blocks,
 )
+from vescale_fsdp_accelerate.plans import Meshes, Plans
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
 __all__ = ["Sharder", "parse_granularity", "units_of"]
@@ -45,24 +48,30 @@ class Sharder:
 
     Args:
         device: the device of this process.
-        mesh: (replicas, shards) or (shards,). None: made for the first model, which is collective.
+        data: (replicas, shards) or (shards,). None: made for the first model, which is collective.
+        tensor: of tensor parallelism.
     """
 
     def __init__(
-        self, plugin: VeScaleFSDPPlugin, device: torch.device, mesh: DeviceMesh | None = None
+        self,
+        plugin: VeScaleFSDPPlugin,
+        device: torch.device,
+        data: DeviceMesh | None = None,
+        tensor: DeviceMesh | None = None,
     ) -> None:
         self.plugin, self.device = plugin, device
-        self._mesh = mesh
+        self._data, self._tensor = data, tensor
         if plugin.cpu_ram_efficient_loading and not plugin.sync_init:
             raise ValueError(
                 "fsdp_vescale_sync_init: false has every process keep its own values, and with "
                 "fsdp_cpu_ram_efficient_loading: true only the first has any; set one of them"
             )
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh of all processes."""
-        if self._mesh is None:
+    @cached_property
+    def meshes(self) -> Meshes:
+        """The meshes of all processes. Collective at the first call."""
+        data = self._data
+        if data is None:
             world_size, replicas = dist.get_world_size(), self.plugin.replicas
             if world_size % replicas:
                 raise ValueError(
@@ -72,8 +81,8 @@ class Sharder:
             names: tuple[str, ...] = ("shard",)
             if replicas > 1:
                 sizes, names = (replicas, world_size // replicas), ("replicate", "shard")
-            self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        return self._mesh
+            data = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return Meshes.of(data, self._tensor, self.plugin.ep_size)
 
     def shard(self, model: nn.Module, needs: Iterable[Any] = ()) -> Iterator[None]:
         """Make the units of a model, inner ones first. Yields after each. Collective.
@@ -83,15 +92,20 @@ class Sharder:
 
         Raises:
             TypeError: one of torch's own engines has sharded a part of it.
-            ValueError: a class to wrap is not in it.
+            ValueError: a class to wrap is not in it; or it has no plan for tensor or expert
+                parallelism.
         """
         refuse_other_engines(model)
-        plugin = self.plugin
+        plugin, meshes = self.plugin, self.meshes
+        parts_are_units = bool(units_of(model))
+        plans = None
+        if not parts_are_units:
+            meshes.check(model)
+            plans = Plans(model, meshes)
         if plugin.mixed_precision_policy is not None:
             upcast(model)
         ignored = self._ignored(model)
         common = {
-            "mesh": self.mesh,
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored,
             "granularity": self._granularity(needs),
@@ -102,20 +116,29 @@ class Sharder:
             "accumulate": plugin.accumulate,
             "reshard_after_forward": None if plugin.reshard_after_forward else False,
         }
-        blocks = [] if units_of(model) else self.blocks(model)
+        blocks = [] if parts_are_units else self.blocks(model)
         kept = {"activations": self._activations()}
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-        for block in blocks:
-            self._sync(block, model, ignored)
-            fully_shard(block, mp_policy=policy, **common, **kept)
-            yield
-        if not isinstance(model, FSDPModule):
-            self._sync(model, model, ignored)
-            if policy.param_dtype is not None and policy.output_dtype is None:
-                # Under mixed precision Accelerate guarantees that a model returns fp32.
-                policy = replace(policy, output_dtype=torch.float32)
-            fully_shard(model, mp_policy=policy, **common, **({} if blocks else kept))
-            yield
+        for module in [*blocks, *([] if isinstance(model, FSDPModule) else [model])]:
+            self._sync(module, model, ignored)
+            if plans is not None:
+                plans.apply(module)
+            inner = meshes.experts_in(module)
+            for each in [*inner, module]:
+                if isinstance(each, FSDPModule):
+                    continue
+                own = policy
+                if each is model and policy.param_dtype is not None and policy.output_dtype is None:
+                    # Under mixed precision Accelerate guarantees that a model returns fp32.
+                    own = replace(policy, output_dtype=torch.float32)
+                is_of_experts = any(each is expert for expert in inner)
+                mesh = meshes.expert_data if is_of_experts else meshes.data
+                keeps = {} if is_of_experts or (blocks and each is model) else kept
+                unit: Any = fully_shard(each, mesh=mesh, mp_policy=own, **common, **keeps)
+                if is_of_experts:
+                    # An expert's gradient is a sum over the tokens of all batches.
+                    unit.set_gradient_divide_factor(meshes.num_batches)
+                yield
 
     def _activations(self) -> Any:
         """Return what Accelerate's keys and ours say about activations.
@@ -237,6 +260,11 @@ class Sharder:
             _put_in_place(model, made)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):  # parallelized by the script: each process has its part
+            local, mesh = tensor.to_local(), self.meshes.data_of(tensor)
+            for axis in range(mesh.ndim):
+                dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
+            return
         here = tensor.to(self.device).contiguous()
         dist.broadcast(here, src=0)
         if here.data_ptr() != tensor.data_ptr():

@@ -64,6 +64,7 @@ class Options:
     reshard_after_forward: bool | int | None
     device_mesh: DeviceMesh | Sequence[int] | None
     tensor_parallel_size: int
+    expert_parallel_size: int
     mp_policy: MixedPrecisionPolicy | None
     cpu_offload: bool
     offload: str | None
@@ -87,7 +88,7 @@ class Options:
         for name in bools:
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "True or False")
-        for name in ("tensor_parallel_size", "in_flight"):
+        for name in ("tensor_parallel_size", "expert_parallel_size", "in_flight"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 self._refuse(name, "an int of at least 1")
@@ -141,6 +142,11 @@ class Options:
                 f"VeScaleFSDPStrategy(device_mesh=DeviceMesh(...), tensor_parallel_size="
                 f"{self.tensor_parallel_size}): a DeviceMesh already has the size of its axis "
                 f"{TENSOR!r}; leave tensor_parallel_size out"
+            )
+        if self.expert_parallel_size > 1 and self.expert_parallel_size % self.tensor_parallel_size:
+            raise ValueError(
+                f"VeScaleFSDPStrategy(expert_parallel_size={self.expert_parallel_size}) must be a "
+                f"multiple of tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
@@ -210,7 +216,7 @@ class Options:
         """Make the mesh of all processes. Collective.
 
         Axes are (``replicate``, ``shard``) or ``data_parallel``, then ``tensor_parallel``. The
-        last is left out if it has one rank and the user has not asked for it.
+        last is left out if it has one rank and the user has not asked for it, or for experts.
 
         Raises:
             ValueError: the product of its sizes is not ``world_size``.
@@ -220,7 +226,7 @@ class Options:
             return mesh
         sizes = [world_size // tensor] if mesh is None else list(mesh)
         names = [DATA] if mesh is None else [REPLICATE, SHARD]
-        if tensor > 1:
+        if tensor > 1 or self.expert_parallel_size > 1:
             sizes, names = [*sizes, tensor], [*names, TENSOR]
         product = 1
         for size in sizes:

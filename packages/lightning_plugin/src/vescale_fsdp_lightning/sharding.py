@@ -29,6 +29,7 @@ from vescale_fsdp import (
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
+from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
 from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
@@ -64,6 +65,9 @@ class Sharding(Processes):
             a mesh with names, whose axis ``tensor_parallel``, if any, the user applies.
         tensor_parallel_size: processes that get the same data. ``configure_model`` shards layers
             over ``self.device_mesh["tensor_parallel"]``; the strategy shards over the other axes.
+        expert_parallel_size: processes over which experts are spread; a multiple of
+            ``tensor_parallel_size``. ``configure_model`` shards experts over
+            ``self.trainer.strategy.expert_mesh["expert_parallel"]``.
         mp_policy: dtypes. Default: those of ``precision=``. ``bf16-mixed`` all-gathers and
             computes in bf16 and reduces gradients in fp32, under autocast; ``bf16-true`` and
             ``16-true`` keep everything in that dtype.
@@ -110,6 +114,7 @@ class Sharding(Processes):
         reshard_after_forward: bool | int | None = None,
         device_mesh: DeviceMesh | Sequence[int] | None = None,
         tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         offload: Literal["optimizer", "parameters", "all"] | None = None,
@@ -137,6 +142,7 @@ class Sharding(Processes):
             reshard_after_forward=reshard_after_forward,
             device_mesh=device_mesh,
             tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
             mp_policy=mp_policy,
             cpu_offload=cpu_offload,
             offload=offload,
@@ -160,13 +166,34 @@ class Sharding(Processes):
 
     # Processes
 
+    _expert_mesh: DeviceMesh | None = None
+
     def _start_mesh(self) -> None:
         """Make the mesh, once, after ``torch.distributed`` was started."""
         if self._device_mesh is None:
-            self._device_mesh = self.options.make_mesh(self.root_device.type, self.world_size)
+            mesh = self.options.make_mesh(self.root_device.type, self.world_size)
+            size = self.options.expert_parallel_size
+            if size > 1:
+                self._expert_mesh = make_expert_mesh(data_mesh(mesh), size, self.world_size)
+            self._device_mesh = mesh
             # gloo sometimes aborts at exit if the process group is not destroyed before.
             atexit.unregister(_destroy_process_group)
             atexit.register(_destroy_process_group)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of experts, with the axes ``expert_data`` and ``expert_parallel``.
+
+        Raises:
+            RuntimeError: processes have not been started, or there is no expert parallelism.
+        """
+        if self._expert_mesh is None:
+            raise RuntimeError(
+                "strategy.expert_mesh exists only with expert_parallel_size of at least 2 (got "
+                f"{self.options.expert_parallel_size}), in configure_model and later, or after "
+                "fabric.launch()"
+            )
+        return self._expert_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -190,23 +217,38 @@ class Sharding(Processes):
         """
         refuse_other_engines(module)
         options = self.options
+        mesh = data_mesh(self.device_mesh)
         common = {
             **options.engine_options(),
-            "mesh": data_mesh(self.device_mesh),
             "offload_policy": options.offload_policy(self.root_device.type),
         }
         is_users = any(isinstance(child, FSDPModule) for child in module.modules())
         self._recompute(module)
         blocks = [] if is_users else self._modules_to_shard(module, roots)
         kept: dict[str, Any] = {"activations": options.activations}
-        heads = self._travel_whole(module)
-        for block in blocks:
+        if not is_users:
+            heads = self._travel_whole(module)
             policy = self._policy(precision, is_root=False)
-            fully_shard(block, mp_policy=policy, **(common | kept | heads.get(id(block), {})))
+            spread = expert_modules(module)
+            if options.expert_parallel_size > 1 and not spread:
+                raise ValueError(
+                    f"VeScaleFSDPStrategy(expert_parallel_size={options.expert_parallel_size}): no "
+                    "parameter is a DTensor over expert_mesh['expert_parallel']; shard the experts "
+                    "over it in configure_model (with Fabric before setup), or leave the size out"
+                )
+            for experts in spread:
+                of_experts = expert_data(self.expert_mesh)
+                unit: Any = fully_shard(experts, mesh=of_experts, mp_policy=policy, **common)
+                # An expert's gradient is a sum over the tokens of all batches.
+                unit.set_gradient_divide_factor(mesh.size())
+            for block in blocks:
+                if not isinstance(block, FSDPModule):  # the user may wrap experts, too
+                    arguments = common | kept | heads.get(id(block), {})
+                    fully_shard(block, mesh=mesh, mp_policy=policy, **arguments)
         if not isinstance(module, FSDPModule):
             policy = self._policy(precision, is_root=True)
             own = {"broadcast_buffers": options.broadcast_buffers, **({} if blocks else kept)}
-            fully_shard(module, mp_policy=policy, **own, **common)
+            fully_shard(module, mesh=mesh, mp_policy=policy, **own, **common)
         for child in module.modules():
             if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
                 child.register_load_state_dict_pre_hook(cut_whole_tensors)
