@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,9 +46,9 @@ def test_lightning_example_trains_saves_resumes_and_generates(tmp_path: Path) ->
     assert processes[0]["losses"][-1] < processes[0]["losses"][0]
 
 
-def torchrun(name: str, *options: str) -> list[str]:
+def torchrun(name: str, *options: str, processes: int = 2) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", "2", str(EXAMPLES / name), *options]
+    return [*launcher, "--nproc-per-node", str(processes), str(EXAMPLES / name), *options]
 
 
 @pytest.mark.timeout(400)
@@ -95,6 +96,21 @@ def test_profile_example_prints_a_table_and_writes_traces(tmp_path: Path) -> Non
         "rank-0.json",
         "rank-1.json",
     }
+
+
+@pytest.mark.timeout(400)
+def test_checkpoints_of_torch_with_other_processes_and_with_fsdp2(tmp_path: Path) -> None:
+    def losses(output: str) -> dict[str, str]:
+        found = re.findall(r"(saving|resumed from) \S*(step-\d+); validation loss: (.*)", output)
+        return {f"{what} {step}": loss for what, step, loss in found}
+
+    name, options = "stock_checkpoint.py", [*SMALL, "--save-every", "2", "--max-steps"]
+    first = losses(run_example(torchrun(name, *options, "4"), tmp_path))
+    again = torchrun(name, *options, "6", "--fsdp2", processes=1)
+    second = losses(run_example(again, tmp_path))
+    assert list(first) == ["saving step-2", "saving step-4"]
+    assert list(second) == ["resumed from step-4", "saving step-6"]
+    assert second["resumed from step-4"] == first["saving step-4"]
 
 
 @pytest.mark.timeout(400)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import load_checkpoint_in_model
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from vescale_fsdp import CheckpointIncompleteError
+from vescale_fsdp import CheckpointIncompleteError, checkpoint
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.checkpoints import load_model
@@ -107,6 +110,30 @@ def test_accelerates_own_tools_read_what_is_saved(tmp_path: Path) -> None:
     load_checkpoint_in_model(model, tmp_path / "whole", strict=False)
     for name, value in state.items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+def save_in_the_background(folder: Path) -> dict[str, Any]:
+    with accelerator() as acc:
+        script = Script(acc, 0)
+        script.step()
+        weights, states = get_state_dict(script.model, script.optimizer)
+        saved = {name: full(p).clone() for name, p in script.model.state_dict().items()}
+        state = {"model": weights, "optimizer": states}
+        savers = dist.new_group(backend="gloo")
+        saving = dcp.async_save(state, checkpoint_id=folder, process_group=savers)
+        script.step()  # the save has copies
+        saving.result()
+        return saved
+
+
+def test_torch_saves_a_prepared_model_and_optimizer_in_the_background(tmp_path: Path) -> None:
+    saved = run_ranks(save_in_the_background, 2, tmp_path / "saved")[0]
+    model = make_model(5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.import_dcp(tmp_path / "saved", model, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    assert {each["step"].item() for each in optimizer.state.values()} == {1.0}
 
 
 def states_dicts() -> dict[str, Any]:

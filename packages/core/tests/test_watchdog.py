@@ -82,3 +82,25 @@ def refused() -> str:
 
 def test_what_is_no_number_is_refused() -> None:
     assert "got 'soon'" in refused()
+
+
+def fails() -> None:
+    with waiting.watched("a test", [0]):
+        time.sleep(0.6)
+        raise RuntimeError("cut off")
+
+
+def fail_after_a_while() -> str:
+    """The note that this rank leaves for the others."""
+    store = dist.HashStore()
+    waiting.watch(store, [0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VESCALE_FSDP_WATCHDOG_S", "0.1")
+        with pytest.raises(RuntimeError, match="cut off"):
+            fails()
+    return store.get("waits/0").decode()
+
+
+def test_the_note_of_a_wait_that_failed_stays_for_the_others() -> None:
+    (note,) = run_ranks(fail_after_a_while, 1)
+    assert "waits for a test" in note

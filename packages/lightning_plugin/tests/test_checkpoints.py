@@ -17,11 +17,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.strategies.model_parallel import _distributed_checkpoint_save
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from vescale_fsdp import (
     CheckpointExistsError,
@@ -291,6 +293,36 @@ class Slow(AsyncCheckpointIO):
         super().save_checkpoint(*args, **options)
 
 
+class SavesWithTorch(pl.Callback):
+    """Saves the first step's weights and states in the background; a step later it waits."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._saving = folder, None
+        self._savers = dist.new_group(backend="gloo")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        if self._saving is not None:
+            self._saving.result()
+            return
+        weights, states = get_state_dict(pl_module, trainer.optimizers)
+        state = {"model": weights, "optimizer": states}
+        self._saving = dcp.async_save(state, checkpoint_id=self._folder, process_group=self._savers)
+        self.saved = full_parameters(pl_module)
+
+
+def by_torch_in_the_background(root: Path) -> None:
+    saves = SavesWithTorch(root / "by torch")
+    make_trainer(ours(), root, max_steps=2, callbacks=[saves]).fit(make_model(), loader(), loader())
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.import_dcp(root / "by torch", model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, saves.saved[name]), name
+        assert optimizer.state[param]["step"] == 1
+
+
 def by_a_plug_in_in_the_background(root: Path) -> None:
     trainer = make_trainer(
         ours(state_dict_type="full"),
@@ -409,6 +441,7 @@ def parts(root: Path) -> None:
     best_and_weights_only(root)
     overwritten(root)
     in_the_background(root)
+    by_torch_in_the_background(root)
     by_a_plug_in_in_the_background(root)
     elsewhere(root)
     interrupted_on_the_way(root)

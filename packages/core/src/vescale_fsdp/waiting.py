@@ -369,9 +369,9 @@ class _Watchdog:
     def __enter__(self) -> None:
         self._timer.start()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._timer.cancel()
-        if self._has_told:
+        if self._has_told and kind is None:  # the note of a wait that has failed stays
             _in_time(lambda: _write(self._place, ""))
 
     def _tell(self) -> None:

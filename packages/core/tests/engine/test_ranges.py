@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -144,3 +145,19 @@ def test_advice_on_the_optimizer() -> None:
 def test_arguments_of_profile() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1"):
         vescale_fsdp.profile(nn.Linear(1, 1), steps=0)
+
+
+def profile_within_another() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    inner = vescale_fsdp.profile(model, warmup=0)
+    with (
+        mock.patch("torch.profiler.profile.start", side_effect=RuntimeError("another one")),
+        pytest.raises(RuntimeError, match="another one"),
+    ):
+        inner.__enter__()
+    assert inner._profiler is None  # there is nothing to stop
+    inner.__exit__(None, None, None)
+
+
+def test_a_profiler_that_does_not_start_is_not_stopped() -> None:
+    run_ranks(profile_within_another, 1)

@@ -19,7 +19,6 @@ import math
 import pickle
 import re
 import types
-import zipfile
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,12 +28,14 @@ import torch
 
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.encoding import dtype_name
+from vescale_fsdp.checkpoint.files import size_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Span, TensorEntry
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
     CheckpointMismatchError,
     CheckpointValueError,
+    VeScaleError,
 )
 
 _LATEST, _MODEL, _ZERO = "latest", "mp_rank_00_model_states.pt", "zero"
@@ -90,6 +91,7 @@ class ZeroCheckpoint:
         self.tensors: dict[str, TensorEntry] = {}
         self.texts: dict[str, dict[str, Any]] = {"model": {}, "extra": {}}
         self._refuse_others()
+        self._num_ranks: int | None = None  # that have optimizer states
         model_file = next(iter(sorted(folder.glob("*mp_rank_00_model_states.pt"))), None)
         if model_file is None:
             raise CheckpointIncompleteError(f"{folder} has no {_MODEL}")
@@ -102,7 +104,16 @@ class ZeroCheckpoint:
                 self._take_zero()
             self._take_module(states)
             self._take_extra(states)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except VeScaleError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise CheckpointCorruptError(
                 f"{folder} is refused: it does not have DeepSpeed's format ({error!r})"
             ) from error
@@ -163,6 +174,7 @@ class ZeroCheckpoint:
             raise CheckpointIncompleteError(
                 f"{self._folder} was saved by {count} ranks, and has the files of {len(ranks)}"
             )
+        self._num_ranks = count
         if "fp32_flat_groups" in ranks[0]:
             self._take_stage_3(ranks)
         else:
@@ -175,6 +187,7 @@ class ZeroCheckpoint:
                 f"{self._folder} was saved with elastic_checkpoint, which is not supported; load "
                 "it in DeepSpeed and save it without"
             )
+        self._check_one_save(bases)
         for number, shapes in enumerate(self._groups):
             masters = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
             states = [base["state"].get(number, {}) for base in bases]
@@ -189,6 +202,21 @@ class ZeroCheckpoint:
                     flats = [state[key] for state in states]
                     self._add_state(name, key, shapes[name], value, lambda f=flats: fragments(f))
         self._take_options(bases[0]["param_groups"])
+
+    def _check_one_save(self, optimizers: list[dict[str, Any]]) -> None:
+        """A tag that is saved again, and killed, has files of two saves."""
+        steps = _steps(optimizers[0])
+        for rank, optimizer in enumerate(optimizers):
+            if optimizer["state"].keys() != optimizers[0]["state"].keys():
+                raise CheckpointCorruptError(
+                    f"{self._folder} has states of an optimizer that rank 0 or rank {rank} lacks"
+                )
+            for key, step in _steps(optimizer).items():
+                if steps.get(key) != step:
+                    raise CheckpointCorruptError(
+                        f"{self._folder} has files of two saves: {key} of the optimizer is at step "
+                        f"{steps.get(key)} on rank 0, and at {step} on rank {rank}"
+                    )
 
     def _places(
         self,
@@ -208,6 +236,8 @@ class ZeroCheckpoint:
                 for name in shapes
             }
         starts = [0, *accumulate(flat.numel() for flat in masters)]  # of each rank
+        used, align = sum(math.prod(shape) for shape in shapes.values()), 2 * len(masters)
+        _check_used(-(-used // align) * align, -(-starts[-1] // align) * align)
         found, at = {}, 0
         for name, shape in shapes.items():
             stop = at + math.prod(shape)
@@ -220,6 +250,7 @@ class ZeroCheckpoint:
 
     def _take_stage_3(self, ranks: list[dict[str, Any]]) -> None:
         inner = [rank["optimizer_state_dict"] for rank in ranks]
+        self._check_one_save(inner)
         masters = [_joined(rank["fp32_flat_groups"]) for rank in ranks]
         sizes = [flat.numel() for flat in ranks[0]["fp32_flat_groups"]]
         keys = inner[0]["state"].get(0, {})
@@ -244,13 +275,21 @@ class ZeroCheckpoint:
                     flats = states.get(key, [])
                     self._add_state(name, key, shape, value, lambda f=flats, g=fragments: g(f))
                 at += part
+        for flat in masters:
+            _check_used(at, flat.numel())
         self._take_options(inner[0]["param_groups"])
 
     def _take_universal(self) -> None:
         for shapes in self._groups:
+            kinds = {name: self._universal_states(name) for name in shapes}
+            every = {kind for found in kinds.values() for kind in found}
             for name, shape in shapes.items():
-                folder = self._folder / _ZERO / name
-                for path in sorted(folder.glob("*.pt")):
+                for kind in sorted({"fp32"} | every - {"step"}):
+                    if kind not in kinds[name]:
+                        raise CheckpointIncompleteError(
+                            f"{self._folder} has no {_ZERO}/{name}/{kind}.pt"
+                        )
+                for path in kinds[name].values():
                     value = _loaded(path)
                     value = value["param"] if isinstance(value, dict) else value
                     if path.stem == "fp32":
@@ -267,6 +306,12 @@ class ZeroCheckpoint:
                 self._add_state(name, "step", (), steps[0], None)
         self._take_options(common["param_groups"])
 
+    def _universal_states(self, name: str) -> dict[str, Path]:
+        """The files of a parameter, by what they have."""
+        if "/" in name or name in ("", ".", ".."):
+            raise ValueError(f"a parameter is called {name!r}")
+        return {path.stem: path for path in sorted((self._folder / _ZERO / name).glob("*.pt"))}
+
     def _take_module(self, states: dict[str, Any]) -> None:
         """Add frozen parameters, buffers and tied names, in the order of the model's state dict."""
         module = states["module"]
@@ -275,6 +320,12 @@ class ZeroCheckpoint:
             self._folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"),
             key=lambda path: int(path.name.split("_")[3]),
         )
+        num_ranks = self._num_ranks or states.get("dp_world_size") or len(files)
+        if files and frozen:
+            for rank in range(num_ranks):
+                path = self._folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+                if path not in files:
+                    raise CheckpointIncompleteError(f"{self._folder} has no {path.name}")
         every = [_loaded(path)["frozen_param_fragments"] or {} for path in files if frozen]
         shared = states.get("shared_params") or {}
         tied = dict(shared if isinstance(shared, dict) else [tuple(pair) for pair in shared])
@@ -303,13 +354,14 @@ class ZeroCheckpoint:
     def _take_options(self, groups: list[dict[str, Any]]) -> None:
         """Add the optimizer's parameter groups, with the names of their parameters."""
         tree = self.texts.setdefault("optimizer.0", {"state": {}, "param_groups": []})
-        for number, (shapes, group) in enumerate(zip(self._groups, groups, strict=False)):
+        for number, group in enumerate(groups):
+            # In stage 3 a group may be several flat tensors ("sub_group_size"), by these numbers.
+            numbers = group["params"] if len(groups) != len(self._groups) else [number]
+            names = [name for each in numbers for name in self._groups[each]]
             options = {key: value for key, value in group.items() if key != "params"}
             step = options.pop("step", None)  # of FusedAdam
-            tree["param_groups"].append(
-                {"params": list(shapes), **_plain(options, f"group {number}")}
-            )
-            for name in shapes:
+            tree["param_groups"].append({"params": names, **_plain(options, f"group {number}")})
+            for name in names:
                 if step is not None and name in tree["state"]:
                     tree["state"][name].setdefault("step", int(step))
 
@@ -349,6 +401,24 @@ class ZeroCheckpoint:
             states[key] = {"$tensor": tensor}
         elif type(value) in (int, float, bool):
             states[key] = value
+
+
+def _steps(optimizer: dict[str, Any]) -> dict[Any, float]:
+    """The counters of an optimizer. Some keep them in the states, others in the groups."""
+    found = {
+        f"state {number}": float(state["step"])
+        for number, state in optimizer["state"].items()
+        if "step" in state
+    }
+    for number, group in enumerate(optimizer["param_groups"]):
+        if "step" in group:
+            found[f"group {number}"] = float(group["step"])
+    return found
+
+
+def _check_used(used: int, found: int) -> None:
+    if used != found:
+        raise ValueError(f"{found - used} elements of no parameter")
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -394,15 +464,7 @@ class _Foreign:
 class _Unpickler(pickle.Unpickler):
     """Builds tensors and plain containers. All else becomes `_Foreign`."""
 
-    _known = frozenset(
-        {
-            ("collections", "OrderedDict"),
-            ("torch", "Size"),
-            ("torch", "device"),
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("torch.serialization", "_get_layout"),
-        }
-    )
+    _known = frozenset({("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device")})
 
     def find_class(self, module: str, name: str) -> Any:
         """The class or function for a name in the pickle. Imports only dtypes and `_known` ones."""
@@ -410,6 +472,21 @@ class _Unpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self._known:
             return super().find_class(module, name)
         return _REBUILT.get((module, name), _Foreign)
+
+
+class _Function:
+    """A function that a file may call. The file cannot set attributes of it."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __setstate__(self, _: Any) -> None:
+        raise pickle.UnpicklingError("the file changes a function")
 
 
 def _tensor_alone(data: Any, *_: Any) -> Any:
@@ -422,9 +499,11 @@ def _tensor_of_type(make: Any, _kind: Any, args: Any, _attributes: Any) -> Any:
 
 
 _REBUILT = {
-    ("torch._utils", "_rebuild_parameter"): _tensor_alone,
-    ("torch._utils", "_rebuild_parameter_with_state"): _tensor_alone,
-    ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type,
+    ("torch._utils", "_rebuild_tensor_v2"): _Function(torch._utils._rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_parameter"): _Function(_tensor_alone),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Function(_tensor_alone),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_tensor_of_type),
+    ("torch.serialization", "_get_layout"): _Function(torch.serialization._get_layout),
 }
 _MODULE: Any = types.ModuleType(
     "vescale_fsdp_unpickler"
@@ -434,14 +513,18 @@ _MODULE.Unpickler = _Unpickler
 
 def _loaded(path: Path) -> Any:
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("constants.pkl") for name in archive.namelist()):
-                raise ValueError("it is a TorchScript archive, which has code")
+        size_of(path)  # raises for a FIFO, on which torch would wait
+        # By torch's reader: a file may be made so that `zipfile` finds other names in it.
+        names = torch._C.PyTorchFileReader(str(path)).get_all_records()
+        if any(name.endswith("constants.pkl") for name in names):
+            raise ValueError("it is a TorchScript archive, which has code")
         # weights_only refuses files with DeepSpeed's classes. `_Unpickler` imports none of them.
         return torch.load(
             path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
         )
     except FileNotFoundError as error:
         raise CheckpointIncompleteError(f"{path} is missing") from error
+    except CheckpointCorruptError:
+        raise
     except Exception as error:  # damaged bytes can raise any exception
         raise CheckpointCorruptError(f"{path} cannot be read: {error!r}") from error

@@ -51,6 +51,29 @@ def route_redistribute(concerns: Callable[[Any], bool], redistribute: Callable[.
     _route(DTensor.redistribute, routed)
 
 
+def route_from_local(concerns: Callable[[Any], bool], from_local: Callable[..., Any]) -> None:
+    """Let ``DTensor.from_local`` hand over to us when a placement concerns us.
+
+    Torch's own makes a plain DTensor, which takes a placement that it does not know for
+    replication. ``torch.distributed.checkpoint`` calls it for tensors on meta.
+    """
+
+    def routed(
+        original: Any,
+        local_tensor: Any,
+        device_mesh: Any = None,
+        placements: Any = None,
+        *,
+        stride: Any = None,
+        **options: Any,
+    ) -> Any:
+        if placements is not None and any(map(concerns, placements)):  # always contiguous
+            return from_local(local_tensor, device_mesh, placements, **options)
+        return original(local_tensor, device_mesh, placements, stride=stride, **options)
+
+    _route(DTensor.from_local, routed)
+
+
 def route_distribution(
     concerns: Callable[[Any], bool],
     distribute: Callable[..., DTensor],

@@ -209,8 +209,9 @@ class profile(AbstractContextManager["profile"]):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if devices.accelerator_type() == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()  # raises if another one runs
+        self._profiler = profiler
         self._started = time.perf_counter()
 
     def _stop(self, num_steps: int) -> None:

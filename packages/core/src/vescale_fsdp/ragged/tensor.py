@@ -65,7 +65,7 @@ class RaggedTensor(DTensor):
     instead. File `dispatch` has the table.
     """
 
-    __slots__: list[str] = []
+    # No ``__slots__``: torch copies the slots that `self.__slots__` names, DTensor's.
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # by `dispatch`
 
     @classmethod
@@ -152,6 +152,14 @@ class RaggedTensor(DTensor):
             else:
                 TENSOR_DATA.__set__(self, moved)
                 self._local_tensor, self._spec = local, moved._spec
+
+    def data_ptr(self) -> int:
+        """0, as of all DTensors: only the local part has memory.
+
+        Without this it would be the offset of the local part in its buffer, and torch takes
+        another number than 0 for a tensor that has a storage.
+        """
+        return 0
 
     @property
     def ragged_axis(self) -> int:
@@ -490,6 +498,7 @@ def _is_ragged(placement: Placement) -> bool:
 
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
+compat.route_from_local(_is_ragged, RaggedTensor.from_local)
 compat.route_redistribute(_is_ragged, RaggedTensor.redistribute)
 compat.route_distribution(
     _is_ragged, distribute, lambda value: isinstance(value, RaggedTensor), fill
