@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp import compat
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.encoding import dtype_name
 from vescale_fsdp.checkpoint.files import size_of
@@ -499,15 +500,13 @@ def _tensor_of_type(make: Any, _kind: Any, args: Any, _attributes: Any) -> Any:
 
 
 _REBUILT = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(torch._utils._rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v2"): _Function(compat.rebuild_tensor),
     ("torch._utils", "_rebuild_parameter"): _Function(_tensor_alone),
     ("torch._utils", "_rebuild_parameter_with_state"): _Function(_tensor_alone),
     ("torch._tensor", "_rebuild_from_type_v2"): _Function(_tensor_of_type),
-    ("torch.serialization", "_get_layout"): _Function(torch.serialization._get_layout),
+    ("torch.serialization", "_get_layout"): _Function(compat.layout_of_name),
 }
-_MODULE: Any = types.ModuleType(
-    "vescale_fsdp_unpickler"
-)  # what torch.load takes its unpickler from
+_MODULE: Any = types.ModuleType("vescale_fsdp_unpickler")  # torch.load takes its unpickler from it
 _MODULE.Unpickler = _Unpickler
 
 
@@ -515,7 +514,7 @@ def _loaded(path: Path) -> Any:
     try:
         size_of(path)  # raises for a FIFO, on which torch would wait
         # By torch's reader: a file may be made so that `zipfile` finds other names in it.
-        names = torch._C.PyTorchFileReader(str(path)).get_all_records()
+        names = compat.archive_records(path)
         if any(name.endswith("constants.pkl") for name in names):
             raise ValueError("it is a TorchScript archive, which has code")
         # weights_only refuses files with DeepSpeed's classes. `_Unpickler` imports none of them.

@@ -34,8 +34,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import compat, repeated_blocks
@@ -141,7 +139,7 @@ def _loss(output: Any) -> torch.Tensor:
     return loss.sum() if loss.dim() else loss
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(compat.TorchDispatchMode):
     """Counts the bytes of storages that operators make, and notes the moments of a step.
 
     Args:
@@ -166,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         if is_read and args[0].untyped_storage()._cdata in self._all:
             return True
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in compat.pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
         if func is torch.ops.aten.all.default:

@@ -7,6 +7,7 @@ and 2.14: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import Store
+from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
@@ -20,7 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.serialization import _get_layout as layout_of_name
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from vescale_fsdp.compat.groups import (
     all_gather_many,
@@ -58,6 +61,7 @@ from vescale_fsdp.compat.patches import (
 )
 from vescale_fsdp.compat.versions import (
     TENSOR_DATA,
+    archive_records,
     concatenate_meshes,
     current_backward,
     current_node,
@@ -84,18 +88,18 @@ from vescale_fsdp.compat.versions import (
 __all__ = [
     "COMPOSABLE_STATE", "TENSOR_DATA", "AsyncCollectiveTensor", "DTensorSpec", "NormPartial",
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
-    "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "all_gather_many",
-    "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single", "allocates",
-    "axis_ranks", "broadcast",
-    "concatenate_meshes", "current_backward", "current_node", "default_store", "flattened",
-    "forget_meshes", "fqn_of", "gather_uneven", "group_over", "has_other_init_group", "init_group",
-    "is_fsdp2_collective", "is_transforming", "is_wrapper", "local_tensor", "members_of",
-    "mesh_group", "mesh_over", "new_gloo_group", "new_group", "outside_functorch",
-    "preserve_versions", "pytree", "queue_backward_callback", "recompute", "recorded",
-    "reduce_scatter_many",
-    "reduce_scatter_single", "register_first_step_post_hook", "replace_init_group",
-    "route_distribution", "route_from_local", "route_numbers", "route_redistribute",
-    "route_state_creation", "set_fsdp2_state", "set_versions", "storage_info", "storages_of",
-    "store_wait", "support_foreach", "symmetric_memory", "takes_functional_gradient",
-    "uses_symmetric_memory", "wish_of_backward", "without_torch_function",
+    "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
+    "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",
+    "allocates", "archive_records", "axis_ranks", "broadcast", "concatenate_meshes",
+    "current_backward", "current_node", "default_store", "flattened", "forget_meshes", "fqn_of",
+    "gather_uneven", "group_over", "has_other_init_group", "init_group", "is_fsdp2_collective",
+    "is_traceable_wrapper_subclass", "is_transforming", "is_wrapper", "layout_of_name",
+    "local_tensor", "members_of", "mesh_group", "mesh_over", "new_gloo_group", "new_group",
+    "outside_functorch", "preserve_versions", "pytree", "queue_backward_callback",
+    "rebuild_tensor", "recompute", "recorded", "reduce_scatter_many", "reduce_scatter_single",
+    "register_first_step_post_hook", "replace_init_group", "route_distribution",
+    "route_from_local", "route_numbers", "route_redistribute", "route_state_creation",
+    "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
+    "support_foreach", "symmetric_memory", "takes_functional_gradient", "uses_symmetric_memory",
+    "wish_of_backward", "without_torch_function",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -160,3 +161,9 @@ def storage_info(path: str, start: int, num_bytes: int) -> Any:
 def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
     """Call torch's own ``_init_group``, which fills the lists of tensors for a step's kernels."""
     return cast(Any, type(optimizer))._init_group(optimizer, group, *lists)
+
+
+def archive_records(path: Path) -> list[str]:
+    """Names of the files in an archive of ``torch.save``, as ``torch.load`` finds them."""
+    names: list[str] = torch._C.PyTorchFileReader(str(path)).get_all_records()
+    return names

@@ -34,7 +34,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vescale_fsdp import compat, devices
@@ -227,7 +226,7 @@ class Kept:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves. Returns what it is to hold instead."""
-        if is_traceable_wrapper_subclass(tensor):
+        if compat.is_traceable_wrapper_subclass(tensor):
             return _Wrapped(self, tensor)
         if tensor.device != self.device or type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
