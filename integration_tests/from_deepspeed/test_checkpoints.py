@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,25 @@ def test_universal_checkpoints_have_the_same_tensors(run: Any, tmp_path: Path) -
             other = torch.as_tensor(found["optimizer.0"]["state"][name][key]).float()
             assert torch.equal(other, torch.as_tensor(value).float()), (name, key)
     assert found["optimizer.0"]["param_groups"] == whole["optimizer.0"]["param_groups"]
+
+
+def test_the_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    script = str(HERE.parents[1] / "examples" / "continue_from_deepspeed.py")
+    said = []
+    for ranks, options in ((2, ["--deepspeed"]), (1, [])):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        small = ["--steps", "2", "--layers", "1", "--width", "32"]
+        done = subprocess.run(
+            [sys.executable, *launcher, script, *options, *small],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stdout)
+    (saved,) = re.findall(r"DeepSpeed has saved; validation loss (\S+)", said[0])
+    assert f"continued from step 2; validation loss {saved}" in said[1]
+    assert "after 2 more steps" in said[1]

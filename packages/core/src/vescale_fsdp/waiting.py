@@ -361,28 +361,36 @@ class _Watchdog:
 
     def __init__(self, seconds: float, doing: str, ranks: Sequence[int]) -> None:
         self._seconds, self._doing, self._ranks = seconds, doing, ranks
-        self._place = _place_of(ranks)
+        self._place, self._rank = _place_of(ranks), dist.get_rank()
         self._timer = threading.Timer(seconds, self._tell)
         self._timer.daemon = True
-        self._has_told = False
+        self._lock = threading.Lock()  # the note must not be written after it was erased
+        self._has_told = self._is_over = False
 
     def __enter__(self) -> None:
         self._timer.start()
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._timer.cancel()
+        with self._lock:
+            self._is_over = True
         if self._has_told and kind is None:  # the note of a wait that has failed stays
             _in_time(lambda: _write(self._place, ""))
 
     def _tell(self) -> None:
-        self._has_told = True
-        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        others = [rank for rank in self._ranks if rank != self._rank]
         notes: dict[int, str] = {}
-        _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
+        with self._lock:
+            if self._is_over:
+                return
+            self._has_told = True
+            _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
         _in_time(lambda: _read(self._place, others, notes))
+        if self._is_over:
+            return
         _log.warning(
             "rank %d has waited %g s for %s. %s The others: %s. It goes on waiting",
-            dist.get_rank(), self._seconds, self._doing, _last(), _known(others, notes),
+            self._rank, self._seconds, self._doing, _last(), _known(others, notes),
         )  # fmt: skip
 
 

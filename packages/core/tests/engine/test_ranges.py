@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import vescale_fsdp
 from vescale_fsdp import fully_shard
+from vescale_fsdp.engine import profiling
 from vescale_fsdp.engine.profiling import Report, Span, own_times
 from vescale_fsdp.testing import run_ranks
 
@@ -161,3 +162,37 @@ def profile_within_another() -> None:
 
 def test_a_profiler_that_does_not_start_is_not_stopped() -> None:
     run_ranks(profile_within_another, 1)
+
+
+def stops_in_a_step(model: nn.Module, folder: Path) -> None:
+    with vescale_fsdp.profile(model, folder, warmup=0) as profiler:
+        model(torch.ones(8, 64)).sum().backward()
+        profiler.step()
+        raise KeyError("the user's")
+
+
+def profile_with_work_after_the_last_step(folder: Path) -> list[int]:
+    """How many forwards of the unit are in the report of two steps."""
+    model = fully_shard(nn.Linear(64, 64))
+    found = []
+    make = mock.Mock(wraps=profiling.report_of)
+    with mock.patch.object(profiling, "report_of", make):
+        for num_evaluations in (0, 40):
+            with vescale_fsdp.profile(model, warmup=1, steps=5) as profiler:
+                for _ in range(3):
+                    model(torch.ones(8, 64)).sum().backward()
+                    profiler.step()
+                for _ in range(num_evaluations):
+                    model(torch.ones(8, 64))
+            spans = [span for thread in make.call_args.args[0] for span in thread]
+            found.append(sum(span.name.startswith("vescale::forward") for span in spans))
+            assert make.call_args.args[3] == 2
+        folder.write_text("not a folder")
+        with pytest.raises(KeyError, match="the user's"):
+            stops_in_a_step(model, folder)
+    return found
+
+
+def test_work_after_the_last_step_and_errors_do_not_count(tmp_path: Path) -> None:
+    found = run_ranks(profile_with_work_after_the_last_step, 1, tmp_path / "file")
+    assert found == [[2, 2]]

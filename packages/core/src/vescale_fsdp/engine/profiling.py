@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from vescale_fsdp.engine.unit import units_in
 
 _RANGE = re.compile(r"vescale::(\w+)\((.*?)(?: to .*)?\)")
 _OPTIMIZER = "Optimizer.step#"
+_STEP = "vescale::step"  # the end of each
 # The columns of the table, and the ranges whose times each one adds up.
 _COLUMNS = {
     "compute": ("forward", "backward"),
@@ -179,7 +180,7 @@ class profile(AbstractContextManager["profile"]):
         self._steps, self._warmup = steps, warmup
         self._num_steps = 0
         self._profiler: Any = None
-        self._started = 0.0
+        self._started = self._ended = 0.0  # of the steps that are profiled
         self.report: Report | None = None  # after the last step
 
     def __enter__(self) -> profile:
@@ -194,15 +195,20 @@ class profile(AbstractContextManager["profile"]):
         trace: TracebackType | None,
     ) -> None:
         if self._profiler is not None:  # the loop ended after fewer steps than `steps`
-            self._stop(self._num_steps - self._warmup)
+            with nullcontext() if error is None else suppress(OSError):  # the error is the user's
+                self._stop()
 
     def step(self) -> bool:
         """Call it after each step. Returns whether all steps have been profiled."""
         self._num_steps += 1
+        if self._profiler is not None:
+            self._ended = time.perf_counter()
+            with torch.profiler.record_function(_STEP):
+                pass
         if self._num_steps == self._warmup:
             self._start()
         elif self._num_steps == self._warmup + self._steps:
-            self._stop(self._steps)
+            self._stop()
         return self._num_steps >= self._warmup + self._steps
 
     def _start(self) -> None:
@@ -214,25 +220,27 @@ class profile(AbstractContextManager["profile"]):
         self._profiler = profiler
         self._started = time.perf_counter()
 
-    def _stop(self, num_steps: int) -> None:
-        seconds = time.perf_counter() - self._started
+    def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         rank = dist.get_rank() if dist.is_initialized() else 0
+        events = [each for each in profiler.events() if each.device_type.name == "CPU"]
+        steps = [each.time_range.start for each in events if each.name == _STEP]
+        if steps:  # without what ran after the last of them
+            seconds = self._ended - self._started
+            threads: dict[int, list[Span]] = defaultdict(list)
+            for event in events:
+                is_ours = _RANGE.fullmatch(event.name) or event.name.startswith(_OPTIMIZER)
+                if is_ours and event.time_range.start < steps[-1]:
+                    span = Span(event.name, event.time_range.start, event.time_range.end)
+                    threads[event.thread].append(span)
+            self.report = report_of(threads.values(), self._names, seconds * 1e3, len(steps))
+            if rank == 0:
+                sys.stdout.write(f"{self.report}\n")
+                sys.stdout.flush()
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{rank}.json"))
-        if num_steps < 1:
-            return
-        threads: dict[int, list[Span]] = defaultdict(list)
-        for event in profiler.events():
-            if _RANGE.fullmatch(event.name) or event.name.startswith(_OPTIMIZER):
-                span = Span(event.name, event.time_range.start, event.time_range.end)
-                threads[event.thread].append(span)
-        self.report = report_of(threads.values(), self._names, seconds * 1e3, num_steps)
-        if rank == 0:
-            sys.stdout.write(f"{self.report}\n")
-            sys.stdout.flush()
 
 
 def report_of(
