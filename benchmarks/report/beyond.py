@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import ablation, adapters, copies, gpu_single, scale, startup, streaming
+from benchmarks import (
+    ablation,
+    activations,
+    adapters,
+    copies,
+    gpu_single,
+    scale,
+    startup,
+    streaming,
+)
 from benchmarks.adapters import __main__ as adapters_command
 from benchmarks.cost_model import check, large
 from benchmarks.optimizers.results import read
@@ -95,6 +104,15 @@ def _parts() -> Iterator[Part]:
         "layers needed more than 180 rounds. With 64 processes our first step takes longer, "
         "compared with the second, than FSDP2's. The time that is not agreement is spent on "
         "communicators and memory.",
+    )
+    yield Part(
+        "Activations",
+        "Peak memory of a step on 2 ranks, beside the sharded parameters and AdamW's states, with "
+        '`activations="recompute"` and without. Planned by `vescale-fsdp plan` on meta tensors, '
+        "measured by the profiler of torch's CPU allocator. FSDP2 recomputes with the same torch "
+        "function; its figures differ by some MiB between runs.",
+        [read(activations.FILE)],
+        [activations.lines()],
     )
     yield Part(
         "Whole parameters",
