@@ -513,6 +513,11 @@ class Copies:
         made = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in sources]
         return cls(made, device, _copied(made, sources, device, "to the device"))
 
+    def given_up(self) -> list[torch.Tensor]:
+        """Return the copies. This object does not hold them any more."""
+        made, self.made = self.made, []
+        return made
+
     def wait(self) -> None:
         """Let the current stream wait for the copies."""
         wait_event(self._device, self._event)

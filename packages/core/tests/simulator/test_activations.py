@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -102,6 +104,48 @@ def test_the_device_holds_the_activations_of_two_units() -> None:
     for peaks in run_ranks(check_peak, 2):
         saved = peaks[None] - peaks["offload"]
         assert saved > (NUM_BLOCKS - 3) * block, (peaks, block)
+
+
+def check_what_lives_on() -> list[bool]:
+    """Whether parts are there after two forwards, and after a backward or without one."""
+    kept: list[weakref.ref[Any]] = []
+    begin = activations.Offload.begin
+
+    def noted(self: Any, *args: Any) -> Any:
+        found = begin(self, *args)
+        kept.append(weakref.ref(found))
+        return found
+
+    def has_parts() -> bool:
+        return any(found._parts for ref in kept if (found := ref()) is not None)
+
+    def run() -> list[bool]:
+        model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        for block in model:
+            fully_shard(block, activations="offload")
+        fully_shard(model)
+        seen = []
+        for has_backward in (True, False):
+            loss = model(torch.randn(NUM_ROWS, WIDTH)).square().mean()
+            seen.append(has_parts())
+            if has_backward:
+                loss.backward()
+            del loss
+            seen.append(has_parts())
+        return seen
+
+    gc.disable()
+    try:
+        with mock.patch.object(activations.Offload, "begin", noted):
+            found: list[bool] = on_simulator(run)[0]
+    finally:
+        gc.enable()
+    return found
+
+
+def test_all_is_freed_with_the_graph_and_not_by_the_collector_of_cycles() -> None:
+    for found in run_ranks(check_what_lives_on, 2):
+        assert found == [True, False, True, False]
 
 
 class Changes(nn.Module):

@@ -20,8 +20,9 @@ So the device holds the activations of two units. Copies run on streams of their
 nothing is moved: it is the host.
 
 Autograd refuses a backward through a tensor that was changed in place after it was saved. It cannot
-see that for tensors that a hook has taken, so `_Part` compares versions, and checksums in the first
-step, because the version of an operator's own output is hidden from hooks.
+see that for tensors that a hook has taken. So `_Part` compares versions at the end of the forward.
+In the first step it also compares checksums, because the version of an operator's own output is
+hidden from hooks.
 """
 
 from __future__ import annotations
@@ -132,23 +133,24 @@ class _Part:
         self.here: torch.Tensor | None = flat.set_(storage, 0, (storage.nbytes(),), (1,))
         self.there: torch.Tensor | None = None  # pinned
         self.dtype = tensor.dtype
-        self._source: torch.Tensor | None = tensor  # it shares the version of the variable
+        # It shares the version of the variable, and holds it, and so the graph, which holds this.
+        self._source: torch.Tensor | None = tensor
         self._version = tensor._version
         self._sum = _checksum(self.here) if checks else None
         self._others: list[torch.Tensor] = []  # later checksums
         self._has_changed = False
 
     def look(self) -> None:
-        """Find out whether other code has written to the storage. Call it while it is there."""
-        if self._source is None or self.here is None:
-            return
-        self._has_changed |= self._source._version != self._version
-        if self._sum is not None:
+        """Find out whether other code has written to the storage, which is still there."""
+        if self._source is not None:
+            self._has_changed |= self._source._version != self._version
+            self._source = None
+        if self._sum is not None and self.here is not None:
             self._others.append(_checksum(self.here))
 
     def free(self) -> None:
         """Drop the memory on the device."""
-        self.here = self._source = None
+        self.here = None
 
     def check(self, name: str) -> None:
         """Raise if it was changed after it was saved. The first backward waits for the device."""
@@ -242,6 +244,7 @@ class Kept:
     def end(self) -> None:
         """The forward has ended: copy to the host, and free what the unit before it has copied."""
         self._hooks.__exit__(None, None, None)
+        self._hooks = None  # they refer to this object
         before = self._offload.add(self)
         if before is not None:
             before._free()
@@ -252,7 +255,7 @@ class Kept:
         if parts:
             sources = [part.here for part in parts if part.here is not None]
             self._leaving = devices.Copies.to_host(sources)
-            for part, copied in zip(parts, self._leaving.made, strict=True):
+            for part, copied in zip(parts, self._leaving.given_up(), strict=True):
                 part.there = copied
 
     def _free(self) -> None:
@@ -268,8 +271,9 @@ class Kept:
 
     def prefetch(self) -> None:
         """The backward of the unit begins: bring back what it needs, and the unit before it."""
-        for part in list(self._parts.values()):
-            part.look()
+        if self._leaving is not None:  # nothing has been freed yet
+            for part in list(self._parts.values()):
+                part.look()
         self._fetch()
         before = None if self._before is None else self._before()
         if before is not None:
@@ -280,7 +284,7 @@ class Kept:
         hosts = [part.there for part in parts if part.there is not None]
         if hosts:
             self._coming = devices.Copies.to_device(hosts, self.device)
-            for part, made in zip(parts, self._coming.made, strict=True):
+            for part, made in zip(parts, self._coming.given_up(), strict=True):
                 part.here = made
 
     def bring(self, part: _Part) -> torch.Tensor:

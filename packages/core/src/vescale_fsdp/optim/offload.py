@@ -214,7 +214,7 @@ class _Streamed:
             device = _device_of(part.params[0])
             assert device is not None, "it has something on the host"
             part.coming = devices.Copies.to_device([each.host for each in part.holders], device)
-            for each, made in zip(part.holders, part.coming.made, strict=True):
+            for each, made in zip(part.holders, part.coming.given_up(), strict=True):
                 each.here = made
 
     def _send(self, optimizer: Optimizer, part: _Part) -> _Leaving | None:
