@@ -497,6 +497,11 @@ class Copies:
 
     def __init__(self, made: list[torch.Tensor], device: torch.device, event: Any) -> None:
         self.made, self._device, self._event = made, device, event
+        self._is_awaited = False
+
+    def __del__(self) -> None:
+        if not self._is_awaited:  # else their memory would be used again while they are made
+            self.wait()
 
     @classmethod
     def to_host(
@@ -520,6 +525,7 @@ class Copies:
 
     def wait(self) -> None:
         """Let the current stream wait for the copies."""
+        self._is_awaited = True
         wait_event(self._device, self._event)
 
     def synchronize(self) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.engine import activations
@@ -181,3 +182,90 @@ def check_changes(what: str, where: str) -> None:
 )
 def test_a_tensor_that_is_changed_after_it_was_saved_raises(what: str, where: str) -> None:
     run_ranks(check_changes, 2, what, where)
+
+
+class Twice(nn.Module):
+    """A unit in a user's checkpoint, which is called again outside of it."""
+
+    def __init__(self, wanted: Any) -> None:
+        super().__init__()
+        self.block = fully_shard(Block(), activations=wanted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def region(x: Tensor) -> Tensor:
+            return torch.sin(self.block(torch.sin(self.block(x) * 2)) * 2)
+
+        return checkpoint(region, x, use_reentrant=False) + self.block(x)  # type: ignore[no-any-return]
+
+
+class Odd(nn.Module):
+    """Saves conjugated, sparse, small, expanded and unused tensors."""
+
+    def __init__(self, wanted: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        fully_shard(self, activations=wanted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        z = torch.complex(x, x * 2)
+        y = ((z * 1).conj() * z.exp()).imag + x.mean(0, keepdim=True).expand_as(x).sin() * x
+        return y * x[:1, :1].sin()
+
+
+def gradients_of(make: Callable[[Any], nn.Module], wanted: Any) -> list[Tensor]:
+    """Those of a second step: of the input, and of the parameters."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(make(wanted)) if make is Twice else make(wanted)
+        for _ in range(2):
+            x = torch.linspace(-1, 1, NUM_ROWS * WIDTH).view(NUM_ROWS, WIDTH).requires_grad_()
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert x.grad is not None
+        return [x.grad, *(param.grad._local_tensor for param in model.parameters())]
+
+    found, simulator = on_simulator(run)
+    return [simulator.value(each) for each in found]
+
+
+def check_gradients(make: Callable[[Any], nn.Module]) -> None:
+    expected = gradients_of(make, None)
+    for wanted in ("offload", "recompute+offload"):
+        found = gradients_of(make, wanted)
+        for value, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [Twice, Odd])
+def test_gradients_are_those_of_a_unit_that_keeps_all(make: Callable[[Any], nn.Module]) -> None:
+    run_ranks(check_gradients, 1, make)
+
+
+def kept_alone() -> activations.Kept:
+    """As in a forward, of a unit on the CPU."""
+    return activations.Kept(activations.Offload(), torch.device("cpu"), "unit", set(), checks=True)
+
+
+def test_tensors_come_back_as_they_were() -> None:
+    w = torch.randn(4, 4, dtype=torch.complex64)
+    kept = kept_alone()
+    for tensor in (w.conj(), w.conj().imag, w.t(), w[1:, ::2], w.real.expand(3, 4, 4), w[:0]):
+        back = kept.pack(tensor).restore()
+        assert torch.equal(back, tensor)
+        assert (back.stride(), back.is_conj()) == (tensor.stride(), tensor.is_conj())
+    sparse = torch.eye(3).to_sparse()
+    assert kept.pack(sparse) is sparse
+    kept.leave()
+    assert kept.pack(w) is w
+
+
+def test_a_small_tensor_that_is_changed_raises_too() -> None:
+    x = torch.ones(4, requires_grad=True) * 1
+    kept = kept_alone()
+    y = x.sin()
+    x.add_(1)
+    kept.end()
+    with pytest.raises(RuntimeError, match="changed by an in-place operation"):
+        y.sum().backward()

@@ -34,7 +34,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vescale_fsdp import compat, devices
@@ -90,25 +89,29 @@ class Offload:
     def __init__(self) -> None:
         self._last: weakref.ref[Kept] | None = None  # of the forwards so far
         self._pass_number = -1
+        self.is_active = False  # on the CPU nothing is moved
         self._stays: set[int] = set()  # storages that the engine, or the model, frees itself
         self._is_checked: set[str] = set()  # units whose checksums were right in one step
 
-    def begin(self, unit: Unit, units: Sequence[Unit], pass_number: int) -> Kept:
-        """Start to collect what autograd saves, in a forward of ``unit``.
+    def begin(self, unit: Unit, units: Sequence[Unit], pass_number: int) -> Kept | None:
+        """Start to collect what autograd saves, in a forward of ``unit``. None on the CPU.
 
         Args:
             units: of the engine. Their parameters, sharded or not, and buffers are not moved.
         """
         if pass_number != self._pass_number:
-            self._pass_number, self._stays = pass_number, set()
+            self._pass_number, self._last, self._stays = pass_number, None, set()
             for each in units:
                 for group in each.groups:
                     self._stays |= group.gathered_storages()
             for module in units[0].modules():
                 for tensor in (*module.parameters(), *module.buffers()):
-                    if not isinstance(tensor, DTensor):
-                        self._stays.add(tensor.untyped_storage()._cdata)
-        device = next(group.pool.device for each in units for group in each.groups)
+                    if not compat.is_wrapper(local := compat.local_tensor(tensor)):
+                        self._stays.add(local.untyped_storage()._cdata)
+        device = next((group.pool.device for each in units for group in each.groups), None)
+        self.is_active = device is not None and devices.has_streams(device)
+        if device is None or not self.is_active:
+            return None
         checks = unit.fqn not in self._is_checked
         return Kept(self, device, unit.fqn, self._stays, checks=checks)
 
@@ -124,10 +127,14 @@ class Offload:
 
 
 class _Part:
-    """One storage that autograd has saved: on the device, on the host, or on both."""
+    """One storage that autograd has saved: on the device, on the host, or on both.
 
-    def __init__(self, kept: Kept, tensor: torch.Tensor, checks: bool) -> None:
-        self.kept = kept
+    Without ``kept`` it stays on the device, and so does one of a few bytes.
+    """
+
+    def __init__(self, kept: Kept | None, tensor: torch.Tensor, checks: bool) -> None:
+        self.kept, self.device = kept, tensor.device
+        self.moves = kept is not None and tensor.untyped_storage().nbytes() >= MIN_BYTES
         storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.here: torch.Tensor | None = flat.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -149,8 +156,9 @@ class _Part:
             self._others.append(_checksum(self.here))
 
     def free(self) -> None:
-        """Drop the memory on the device."""
-        self.here = None
+        """Drop the memory on the device, if it is a copy of what is on the host."""
+        if self.moves:
+            self.here = None
 
     def check(self, name: str) -> None:
         """Raise if it was changed after it was saved. The first backward waits for the device."""
@@ -158,28 +166,48 @@ class _Part:
             self._has_changed |= any(bool(other != self._sum) for other in self._others)
             self._sum, self._others = None, []
         if self._has_changed:
-            raise RuntimeError(
-                f"a tensor of dtype {self.dtype} that the backward of unit {name!r} needs was "
-                "changed by an in-place operation after autograd had saved it; use the operation "
-                'that is not in place. Without activations="offload", torch\'s own error says '
-                "which tensor it is"
-            )
+            raise _changed(self.dtype, name)
+
+
+def _changed(dtype: torch.dtype, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of dtype {dtype} that the backward of unit {name!r} needs was changed by an "
+        "in-place operation after autograd had saved it; use the operation that is not in place. "
+        'Without activations="offload", torch\'s own error says which tensor it is'
+    )
 
 
 class _Saved:
     """What the graph of autograd holds instead of a tensor: a view of a `_Part`."""
 
-    __slots__ = ("_dtype", "_offset", "_part", "_size", "_stride")
+    __slots__ = ("_dtype", "_is_conj", "_is_neg", "_offset", "_part", "_size", "_stride")
 
     def __init__(self, part: _Part, tensor: torch.Tensor) -> None:
         self._part, self._dtype = part, tensor.dtype
         self._offset, self._size = tensor.storage_offset(), tensor.size()
         self._stride = tensor.stride()
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
 
     def restore(self) -> torch.Tensor:
-        storage = self._part.kept.bring(self._part).untyped_storage()
-        view = torch.empty(0, dtype=self._dtype, device=self._part.kept.device)
-        return view.set_(storage, self._offset, self._size, self._stride)
+        part = self._part
+        whole = part.here if part.kept is None else part.kept.bring(part)
+        assert whole is not None, "parts of nobody stay"
+        view = torch.empty(0, dtype=self._dtype, device=part.device)
+        view.set_(whole.untyped_storage(), self._offset, self._size, self._stride)
+        view = view.conj() if self._is_conj else view
+        return torch._neg_view(view) if self._is_neg else view
+
+
+class _Unmoved:
+    """A parameter or buffer. It is checked as autograd checks what no hook has taken."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor, tensor._version, name
+
+    def restore(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise _changed(self._tensor.dtype, self._name)
+        return self._tensor
 
 
 class _Wrapped:
@@ -226,15 +254,23 @@ class Kept:
 
     # Forward
 
+    def leave(self) -> None:
+        """Collect no more. An interrupted forward needs no other end."""
+        hooks, self._hooks = self._hooks, None  # they refer to this object
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves. Returns what it is to hold instead."""
+        if self._hooks is None:  # after a KeyboardInterrupt
+            return tensor
         if compat.is_traceable_wrapper_subclass(tensor):
             return _Wrapped(self, tensor)
-        if tensor.device != self.device or type(tensor) not in (torch.Tensor, nn.Parameter):
+        if tensor.device != self.device or not _is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._stays:
-            return tensor
+        if storage._cdata in self._stays:
+            return _Unmoved(tensor, self._name)
         key = storage._cdata, tensor._version
         part = self._parts.get(key)
         if part is None:
@@ -243,15 +279,14 @@ class Kept:
 
     def end(self) -> None:
         """The forward has ended: copy to the host, and free what the unit before it has copied."""
-        self._hooks.__exit__(None, None, None)
-        self._hooks = None  # they refer to this object
+        self.leave()
         before = self._offload.add(self)
         if before is not None:
             before._free()
             self._before = weakref.ref(before)
-        parts = list(self._parts.values())
-        for part in parts:
+        for part in list(self._parts.values()):
             part.look()
+        parts = [part for part in list(self._parts.values()) if part.moves]
         if parts:
             sources = [part.here for part in parts if part.here is not None]
             self._leaving = devices.Copies.to_host(sources)
@@ -306,13 +341,38 @@ class Kept:
         """The backward of the unit has ended. Another one (``retain_graph``) fetches again."""
         if self._leaving is not None:
             self._free()
-        self._coming = None
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
         for part in list(self._parts.values()):
             part.free()
 
 
+def aside() -> Any:
+    """A context for a forward that a checkpoint around the unit runs again.
+
+    As in the first run, the checkpoint does not see what the unit saves.
+    """
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return _Saved(_Part(None, tensor, False), tensor) if _is_plain(tensor) else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def recomputes_itself(module: nn.Module) -> bool:
+    """Whether the forward that begins is the recomputation of the module's own checkpoint."""
+    state = compat.recompute.state(module)
+    return state is not None and not state.enable_hook
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
 def _unpack(saved: Any) -> torch.Tensor:
-    whole: torch.Tensor = saved.restore() if isinstance(saved, _Saved | _Wrapped) else saved
+    held = isinstance(saved, _Saved | _Wrapped | _Unmoved)
+    whole: torch.Tensor = saved.restore() if held else saved
     return whole
 
 

@@ -33,7 +33,7 @@ from torch import nn
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
-from vescale_fsdp.engine.activations import Kept
+from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
@@ -154,6 +154,8 @@ class _Call(boundary.Call):
         self._unit.enter_backward(self)
         if self.kept is not None:
             self.kept.prefetch()
+            if not self.takes_gradients:  # there will be no `post_backward`
+                compat.queue_backward_callback(self.kept.finish)
         with plain_tensors():
             self._engine.before_backward(self._unit)
         self._range = compat.recorded("backward", [self._unit.fqn])
@@ -204,6 +206,10 @@ def pre_forward(
         return _cast_inputs(unit, (args, kwargs))
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
         # An activation checkpoint runs the forward again.
+        moves = unit.offloads_activations and engine.activations.is_active
+        if moves and not recomputes_itself(module):
+            running.aside = aside()
+            running.aside.__enter__()
         unit.unshard()
         return _cast_inputs(unit, (args, kwargs))
     wants_gradients = torch.is_grad_enabled()
@@ -228,7 +234,7 @@ def pre_forward(
     call = running.call = _Call(unit, engine)
     args, kwargs = boundary.enter(call, (args, kwargs))
     unit.open_calls.add(call)
-    if unit.offloads_activations and unit.has_streams:
+    if unit.offloads_activations:
         call.kept = engine.activations.begin(unit, engine.units(), call.pass_number)
     return args, kwargs
 
@@ -243,6 +249,9 @@ def post_forward(unit: Unit, output: Any) -> Any:
         running.range.__exit__(None, None, None)
         running.range = None
     call, running.call = running.call, None
+    if running.aside is not None:
+        running.aside.__exit__(None, None, None)
+        running.aside = None
     if call is not None and call.kept is not None:
         call.kept.end()
     has_begun, running.has_begun = running.has_begun, False

@@ -59,6 +59,7 @@ class Running:
         has_begun: whether the engine knows of it.
         range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
+        aside: a context around one that a checkpoint runs again (`activations.aside`).
         modules_left: ids of modules of the unit that are still to run in this pass.
     """
 
@@ -67,6 +68,7 @@ class Running:
     has_begun: bool = False
     range: AbstractContextManager[object] | None = None
     call: Any = None
+    aside: Any = None
     modules_left: set[int] = field(default_factory=set)
 
 
@@ -365,6 +367,8 @@ class Unit(Residency):
     def forget_running(self) -> None:
         """Discard the state of a forward that KeyboardInterrupt has ended, which no hook sees."""
         self.running.depth, self.running.handled = 0, None
+        if self.running.call is not None and self.running.call.kept is not None:
+            self.running.call.kept.leave()
 
     def forget(self) -> None:
         """Discard the state of an interrupted step."""
