@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -126,6 +127,60 @@ def check_hooks_in_a_world() -> None:
 
 def test_hooks_and_the_closure_run_once_a_step() -> None:
     run_ranks(check_hooks_in_a_world, 1)
+
+
+class Counts(SGD):
+    """Counts the steps of a group, and has a state with two names."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+                for param in group["params"]:
+                    if param.grad is None:
+                        continue
+                    state = self.state[param]
+                    if not state:
+                        state["a"] = state["b"] = torch.zeros_like(param)
+                    state["a"].add_(param.grad)
+                    state["b"].mul_(0.5)
+                    param.sub_(state["a"], alpha=0.01 / group["k"])
+
+
+def odd_steps(on_host: bool, offloads: bool) -> tuple[dict[str, Tensor], int]:
+    """With a plain parameter on the CPU, and a penalty on sharded parameters."""
+    model = make(MLP, 3, WIDTH)
+    policy = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
+    shard_units(model, model.layers, mesh=mesh_on(DEVICE, (2,)), **policy)
+    extra = nn.Parameter(torch.ones(3))
+    seen = [weakref.ref(param) for param in model.parameters()]
+    optimizer: Optimizer = Counts([extra, *model.parameters()], 0.1)
+    if offloads:
+        offload_(optimizer, part_bytes=PART_BYTES)
+    for step in range(3):
+        for param in model.parameters():
+            (param * param).to_local().sum().backward()  # type: ignore[operator]
+        model(inputs_of(step, dist.get_rank(), WIDTH).to(DEVICE)).square().sum().backward()
+        extra.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(ref() is not None for ref in seen)
+    found = {key: value.cpu() for key, value in full_parameters(model).items()}
+    return {**found, "extra": extra.detach()}, optimizer.param_groups[0]["k"]
+
+
+def check_odd_steps() -> None:
+    with nccl_like_world("stand_in"), ALL_STATES:
+        expected, count = odd_steps(False, False)
+        assert count == 3
+        for on_host in (False, True):
+            found, count = odd_steps(on_host, True)
+            assert count == 3
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_counters_of_groups_shared_states_and_graphs_that_end_at_parameters() -> None:
+    run_ranks(check_odd_steps, 2)
 
 
 class Stops(AdamW):

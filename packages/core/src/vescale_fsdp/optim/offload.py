@@ -20,6 +20,7 @@ each optimizer skips parameters without a gradient. On the CPU nothing is moved.
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -125,6 +126,7 @@ class _Streamed:
         is_hooked = getattr(method, "hooked", False)  # by torch: hooks, and a profiler's range
         self._step: Callable[..., Any] = method.__wrapped__ if is_hooked else method  # type: ignore[attr-defined]
         self._moves_states, self._part_bytes = states, part_bytes
+        self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}  # of parameters on the host
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step once on each part. A ``closure`` is called once, before."""
@@ -152,33 +154,65 @@ class _Streamed:
         gradients: dict[torch.Tensor, torch.Tensor | None],
     ) -> None:
         leaving: _Leaving | None = None
+        groups = optimizer.param_groups
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         if parts:
             self._fetch(optimizer, parts[0], gradients)
-        for index, part in enumerate(parts):
-            if part.coming is not None:
-                part.coming.wait()
-            if index + 1 < len(parts):
-                self._fetch(optimizer, parts[index + 1], gradients)
-            try:
-                for holder in part.holders:
-                    holder.enter()
-                for param in part.params:
-                    if param.grad is None:
-                        param.grad = gradients[param]
-                self._step(optimizer)
-            finally:
-                for param in part.params:
-                    param.grad = None
-                if leaving is not None:
-                    leaving.copies.wait()  # its memory is free for what the stream does next
-                leaving = self._send(optimizer, part)
-        if leaving is not None:
-            leaving.copies.synchronize()
+        try:
+            for index, part in enumerate(parts):
+                if part.coming is not None:
+                    part.coming.wait()
+                if index + 1 < len(parts):
+                    self._fetch(optimizer, parts[index + 1], gradients)
+                for group, before in zip(groups, options, strict=True):
+                    params = group["params"]  # some optimizers count the steps of a group
+                    group.clear()
+                    group.update({**before, "params": params})
+                try:
+                    self._step_on_part(optimizer, part, gradients)
+                finally:
+                    if leaving is not None:
+                        leaving.copies.wait()  # its memory is free for what the stream does next
+                    leaving = self._send(optimizer, part)
+        finally:
+            if leaving is not None:
+                leaving.copies.synchronize()
+
+    def _step_on_part(
+        self,
+        optimizer: Optimizer,
+        part: _Part,
+        gradients: dict[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        """Step on one part. Parameters on the host are replaced by stand-ins on the device."""
+        device_params = {each.param: each for each in part.holders if isinstance(each, _Parameter)}
+        lists = [group["params"] for group in optimizer.param_groups]
+        try:
+            for holder in part.holders:
+                holder.enter(optimizer)
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                if device_params:
+                    group["params"] = [
+                        device_params[p].stand_in if p in device_params else p for p in params
+                    ]
+            for param in part.params:
+                if param not in device_params:
+                    param.grad = gradients[param]
+            self._step(optimizer)
+        finally:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+            for each in device_params.values():
+                each.take_states_back(optimizer)
+            for param in part.params:
+                param.grad = None
 
     def _parts(self, params: Sequence[torch.Tensor]) -> list[_Part]:
         """Split by sizes that are the same on all ranks."""
         parts = [_Part()]
         for param in params:
+            if parts[-1].params and _device_of(param) != _device_of(parts[-1].params[-1]):
+                parts.append(_Part())
             num_ranks = param.device_mesh.size() if isinstance(param, DTensor) else 1
             num_bytes = param.numel() * param.element_size() / num_ranks
             if parts[-1].params and parts[-1].num_bytes + num_bytes > self._part_bytes:
@@ -202,13 +236,10 @@ class _Streamed:
             gradient = gradients[param]
             assert gradient is not None, "only those with a gradient are stepped on"
             if _is_on_host(_local(param), device):
-                holders += [_Parameter(param), _Gradient(param, gradient)]
-            states = optimizer.state.get(param, {})
-            holders += [
-                _State(states, name)
-                for name, value in states.items()
-                if isinstance(value, torch.Tensor) and _is_moved(value, device, from_host=True)
-            ]
+                stand_in = self._stand_ins.setdefault(param, _stand_in_of(param))
+                own = _Parameter(param, stand_in)
+                holders += [own, _Gradient(own, gradient)]
+            holders += _moved_states(optimizer.state.get(param, {}), device, from_host=True)
         part.holders = holders
         if part.holders:
             device = _device_of(part.params[0])
@@ -219,17 +250,16 @@ class _Streamed:
 
     def _send(self, optimizer: Optimizer, part: _Part) -> _Leaving | None:
         """Start to copy what was changed to the host, also states that the step has made."""
-        known = {id(each.states): each for each in part.holders if isinstance(each, _State)}
         holders = [each for each in part.holders if not isinstance(each, _Gradient)]
+        for each in part.holders:
+            each.leave(stays=not self._moves_states)
         if not self._moves_states:
             holders = [each for each in holders if not isinstance(each, _State)]
         else:
             for param in part.params:
-                states, device = optimizer.state.get(param, {}), _device_of(param)
-                if id(states) not in known and device is not None:
-                    holders += _new_states(states, device)
-        for each in part.holders:
-            each.leave(stays=isinstance(each, _State) and not self._moves_states)
+                device = _device_of(param)
+                if device is not None:
+                    holders += _new_states(optimizer.state.get(param, {}), device)
         part.holders, part.coming = [], None
         return _Leaving.of(holders) if holders else None
 
@@ -250,11 +280,11 @@ class _Holder:
     host: torch.Tensor
     here: torch.Tensor  # the same on the device, during the step
 
-    def enter(self) -> None:
+    def enter(self, optimizer: Optimizer) -> None:
         """Put the tensor on the device in the place."""
 
     def leave(self, *, stays: bool) -> None:
-        """Take it from the place, after the step, or let it stay."""
+        """Take it from the place, after the step. ``stays``: states remain on the device."""
 
     def settle(self) -> None:
         """Put the one on the host in the place, if it is a new one."""
@@ -265,7 +295,7 @@ class _State(_Holder):
         self.states, self._name = states, name
         self.host = _local(states[name])
 
-    def enter(self) -> None:
+    def enter(self, optimizer: Optimizer) -> None:
         self.states[self._name] = _with_local(self.states[self._name], self.here)
 
     def leave(self, *, stays: bool) -> None:
@@ -278,39 +308,65 @@ class _State(_Holder):
 
 
 class _Parameter(_Holder):
-    def __init__(self, param: torch.Tensor) -> None:
-        self._param, self.host = param, _local(param)
-        self._other: torch.Tensor | None = None  # what the parameter's object was, or is to be
+    """A parameter on the host. The optimizer gets ``stand_in`` instead, with its states.
 
-    def enter(self) -> None:
-        self._other = nn.Parameter(_with_local(self._param, self.here), self._param.requires_grad)
-        vars(self._other).update(vars(self._param))  # such as factors of its learning rate
-        torch.utils.swap_tensors(self._param, self._other)
+    The parameter itself is not touched: others may have weak references to it, or a graph.
+    """
+
+    def __init__(self, param: torch.Tensor, stand_in: nn.Parameter) -> None:
+        self.param, self.stand_in, self.host = param, stand_in, _local(param)
+
+    def enter(self, optimizer: Optimizer) -> None:
+        self._fill(self.here)
+        vars(self.stand_in).update(vars(self.param))  # such as factors of its learning rate
+        if self.param in optimizer.state:
+            optimizer.state[self.stand_in] = optimizer.state.pop(self.param)
+
+    def take_states_back(self, optimizer: Optimizer) -> None:
+        """After the step, or where it has failed."""
+        if self.stand_in in optimizer.state:
+            optimizer.state[self.param] = optimizer.state.pop(self.stand_in)
+        self.stand_in.grad = None
 
     def leave(self, *, stays: bool) -> None:
-        if self._other is not None:
-            torch.utils.swap_tensors(self._param, self._other)
-            self._other = None
+        self._fill(self.host)  # it must not hold the memory on the device
+
+    def _fill(self, local: torch.Tensor) -> None:
+        fresh = nn.Parameter(_with_local(self.param.detach(), local), self.param.requires_grad)
+        torch.utils.swap_tensors(self.stand_in, fresh)
 
 
 class _Gradient(_Holder):
-    def __init__(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._param, self._gradient, self.host = param, gradient, _local(gradient)
+    def __init__(self, own: _Parameter, gradient: torch.Tensor) -> None:
+        self._own, self._gradient, self.host = own, gradient, _local(gradient)
 
-    def enter(self) -> None:
-        self._param.grad = _with_local(self._gradient, self.here)
+    def enter(self, optimizer: Optimizer) -> None:
+        self._own.stand_in.grad = _with_local(self._gradient, self.here)
+
+
+def _stand_in_of(param: torch.Tensor) -> nn.Parameter:
+    """An object that stands for a parameter in each step. Optimizers may know it by its id."""
+    return nn.Parameter(_with_local(param.detach(), _local(param)), param.requires_grad)
+
+
+def _moved_states(states: dict[str, Any], device: torch.device, *, from_host: bool) -> list[_State]:
+    """Return holders for the states on one side that move. One that has two names stays."""
+    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+    names = Counter(map(id, tensors.values()))
+    return [
+        _State(states, name)
+        for name, value in tensors.items()
+        if names[id(value)] == 1 and _is_moved(value, device, from_host=from_host)
+    ]
 
 
 def _new_states(states: dict[str, Any], device: torch.device) -> list[_Holder]:
     """Return holders for states on the device that have no place on the host yet."""
-    found: list[_Holder] = []
-    for name, value in states.items():
-        if isinstance(value, torch.Tensor) and _is_moved(value, device, from_host=False):
-            holder = _State(states, name)
-            holder.here = holder.host
-            holder.host = devices.empty_pinned(holder.here.shape, holder.here.dtype)
-            found.append(holder)
-    return found
+    found = _moved_states(states, device, from_host=False)
+    for holder in found:
+        holder.here = holder.host
+        holder.host = devices.empty_pinned(holder.here.shape, holder.here.dtype)
+    return list(found)
 
 
 def _device_of(param: torch.Tensor) -> torch.device | None:
