@@ -167,3 +167,9 @@ def archive_records(path: Path) -> list[str]:
     """Names of the files in an archive of ``torch.save``, as ``torch.load`` finds them."""
     names: list[str] = torch._C.PyTorchFileReader(str(path)).get_all_records()
     return names
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose elements are the negated ones, as of the imaginary part of a conjugate."""
+    found: torch.Tensor = torch._neg_view(tensor)
+    return found

@@ -195,7 +195,7 @@ class _Saved:
         view = torch.empty(0, dtype=self._dtype, device=part.device)
         view.set_(whole.untyped_storage(), self._offset, self._size, self._stride)
         view = view.conj() if self._is_conj else view
-        return torch._neg_view(view) if self._is_neg else view
+        return compat.neg_view(view) if self._is_neg else view
 
 
 class _Unmoved:
