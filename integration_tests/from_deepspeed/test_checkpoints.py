@@ -163,7 +163,7 @@ def test_the_example_goes_on_with_another_number_of_processes(tmp_path: Path) ->
     said = []
     for ranks, options in ((2, ["--deepspeed"]), (1, [])):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        small = ["--steps", "2", "--layers", "1", "--width", "32"]
+        small = ["--steps", "2", "--layers", "1", "--width", "48"]
         done = subprocess.run(
             [sys.executable, *launcher, script, *options, *small],
             cwd=tmp_path,
