@@ -25,10 +25,10 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.cli.model import parse_dtype
 from vescale_fsdp.cli.modules import model_of_module
 from vescale_fsdp.cli.report import make_report
-from vescale_fsdp.cli.settings import Activations, Settings
+from vescale_fsdp.cli.settings import Settings, parse_dtype
+from vescale_fsdp.costs import Activations
 from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
 FILE = Path(__file__).parent / "results" / "activations.json"

@@ -56,7 +56,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from vescale_fsdp.cli.layouts import fsdp2_shard_size
+from vescale_fsdp.costs.layouts import fsdp2_shard_size
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.planner import TensorSpec, lay_out
 

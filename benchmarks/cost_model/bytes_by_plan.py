@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.cli.layouts import fsdp2_shard_size
+from vescale_fsdp.costs.layouts import fsdp2_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
 
 __all__ = ["UnitBytes", "of_fsdp2", "of_ours"]

@@ -14,7 +14,8 @@ the figures, are:
   experts
 * copies read and write at ``--memory-gbytes-per-s``, without overlap with computation; our engine
   copies gradients once, FSDP2 also copies parameters from each all-gather, with padding
-* weights are sent in bf16, gradients in fp32; overlap is that of `timing`; the optimizer, the host
+* weights are sent in bf16, gradients in fp32; overlap is that of
+  `vescale_fsdp.costs.timing`; the optimizer, the host
   and stragglers take no time
 * everything is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the
   reduced shards between replicas; whether it fits in memory is not checked
@@ -39,9 +40,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model.bytes_by_plan import UnitBytes, of_fsdp2, of_ours
-from benchmarks.cost_model.timing import Link, Step, UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
+from vescale_fsdp.costs import Link
+from vescale_fsdp.costs.timing import Step, UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
 __all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "with_replicas"]

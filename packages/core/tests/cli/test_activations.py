@@ -18,11 +18,10 @@ from torch.distributed._composable import checkpoint as recompute
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.cli import main
 from vescale_fsdp.cli.activations import trace_of
-from vescale_fsdp.cli.estimate import Figures
-from vescale_fsdp.cli.model import Event, Trace, parse_dtype
 from vescale_fsdp.cli.modules import model_of_module
 from vescale_fsdp.cli.report import make_report
-from vescale_fsdp.cli.settings import Activations, Settings
+from vescale_fsdp.cli.settings import Settings, parse_dtype
+from vescale_fsdp.costs import Activations, Event, Figures, Trace
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce
-from vescale_fsdp.cli.estimate import Figures, figures_of
-from vescale_fsdp.cli.layouts import lay_out_model
-from vescale_fsdp.cli.model import parse_dtype
 from vescale_fsdp.cli.modules import model_of_module
-from vescale_fsdp.cli.settings import Backend, BlockRules, Code, Codes, Settings
+from vescale_fsdp.cli.settings import BlockRules, Settings, parse_dtype
+from vescale_fsdp.costs import Backend, Code, Codes, Figures, figures_of, lay_out_model
 from vescale_fsdp.testing import run_ranks
 
 from .training import (
@@ -66,7 +64,7 @@ def figures(case: Case) -> Figures:
     with torch.device("meta"):
         model = model_of_module(case.make(), "gpt", None)
     rules = BlockRules([] if case.options else [f"rows:{case.rows}"])
-    planned = lay_out_model(model, settings.num_shards, rules, "auto", codes=settings.codes)
+    planned = lay_out_model(model, settings.num_shards, rules.block, "auto", codes=settings.codes)
     return figures_of(model, planned, settings)
 
 

@@ -6,9 +6,10 @@ import pytest
 from torch import nn
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.cli.model import Model, parse_dtype
 from vescale_fsdp.cli.modules import model_of_module, reason
+from vescale_fsdp.cli.settings import parse_dtype
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import Model
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 

@@ -448,7 +448,7 @@ def test_a_shapes_file_is_planned_without_torch(tmp_path: Path) -> None:
         "import sys; from vescale_fsdp.cli import main\n"
         "assert not {'torch', 'typer', 'rich'} & set(sys.modules)\n"
         "main(['plan', '--help'])\n"
-        "assert not {'torch', 'vescale_fsdp.planner'} & set(sys.modules)\n"
+        "assert 'torch' not in sys.modules\n"
         f"assert main(['plan', {shapes_file(tmp_path)!r}, '--ranks', '10240']) == 0\n"
         "assert 'torch' not in sys.modules"
     )

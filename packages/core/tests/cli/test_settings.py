@@ -1,9 +1,9 @@
 import pytest
 
 from vescale_fsdp import Granularity
-from vescale_fsdp.cli.model import Tensor, parse_dtype
-from vescale_fsdp.cli.settings import BlockRules, Settings, parse_bandwidth
+from vescale_fsdp.cli.settings import BlockRules, Settings, parse_bandwidth, parse_dtype
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import Tensor
 
 MATRIX, VECTOR = Tensor("mlp.experts.3.up", (64, 32)), Tensor("mlp.experts.3.bias", (64,))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vescale_fsdp.cli.layouts import fsdp2_shard_size, megatron_shard_size
+from vescale_fsdp.costs.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec
 
 from .shapes import gpt_oss_hf_layer

@@ -2,8 +2,8 @@
 
 `app` collects the commands, also those of plug-ins.
 
-* `plan`: `sources` and `modules` make the `model`, and `settings` parses the options. `layouts`
-  calls the planner, `estimate` and `timeline` count bytes. `report` holds all of this, suggests
+* `plan`: `sources` and `modules` make the model, and `settings` parses the options.
+  `vescale_fsdp.costs` calls the planner and counts bytes. `report` holds all of this, suggests
   options with less padding, and converts it to JSON; `tables` and `picture` show it.
 * `checkpoint`: its tables are in `checkpoint_contents`.
 * `doctor` shows the results of `checkup`, and tests two ranks.

@@ -37,10 +37,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import compat, repeated_blocks
-from vescale_fsdp.cli.model import Event, Model, Moment, Trace
 from vescale_fsdp.cli.modules import call, owners, reason
-from vescale_fsdp.cli.settings import Activations, Settings
+from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import Activations, Event, Model, Moment, Trace
 from vescale_fsdp.engine import (
     MIN_OFFLOADED_BYTES,
     BoundaryCall,

@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from vescale_fsdp import repeated_blocks
-from vescale_fsdp.cli.model import Dtype, Group, Model, Tensor, make_model
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import Dtype, Group, Model, Tensor, make_model
 from vescale_fsdp.engine import Roles
 
 _ROOT = -1  # stands for the root where others have the index of a block

@@ -16,8 +16,8 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from vescale_fsdp.cli.model import kinds
 from vescale_fsdp.cli.text import count, percent, several
+from vescale_fsdp.costs import kinds
 
 _MOST_GROUPS = 16  # limit for the groups to draw
 _MOST_KINDS = 24  # limit for the lines of a legend

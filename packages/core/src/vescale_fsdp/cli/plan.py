@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vescale_fsdp.cli.model import parse_dtype
 from vescale_fsdp.cli.settings import (
     BlockRules,
-    Code,
-    Codes,
     Settings,
     parse_bandwidth,
     parse_batch,
     parse_code,
+    parse_dtype,
 )
 from vescale_fsdp.cli.text import InputError, console, plain, track
+from vescale_fsdp.costs import Code, Codes
 
 if TYPE_CHECKING:
     from vescale_fsdp.cli.report import Report

@@ -16,11 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.cli.estimate import Figures, figures_of, figures_of_others
-from vescale_fsdp.cli.layouts import PlannedGroup, Track, lay_out_model
-from vescale_fsdp.cli.model import Model, kinds
-from vescale_fsdp.cli.settings import Activations, BlockRules, Settings
+from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import (
+    Activations,
+    Figures,
+    Model,
+    PlannedGroup,
+    Track,
+    figures_of,
+    figures_of_others,
+    kinds,
+    lay_out_model,
+)
+from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner import Advice
 
 # How many numbers of ranks are tried, from the largest that the advice for each group allows.
@@ -85,7 +94,7 @@ def _fewer_ranks(
     divisors = [size for size in range(min(sizes), 1, -1) if settings.num_shards % size == 0]
     for size in divisors[:_MAX_SIZES]:
         planned = lay_out_model(
-            model, size, BlockRules(rules), settings.order, codes=settings.codes
+            model, size, BlockRules(rules).block, settings.order, codes=settings.codes
         )
         if not any(each.is_forced for each in planned):
             replicas = settings.num_ranks // size
@@ -115,9 +124,9 @@ def _smaller_blocks(
         blocks = BlockRules([*rules, *added])
         try:
             planned = lay_out_model(
-                model, settings.num_shards, blocks, settings.order, codes=settings.codes
+                model, settings.num_shards, blocks.block, settings.order, codes=settings.codes
             )
-        except InputError:  # they would split blocks that are sent in 8 bits
+        except PlanError:  # they would split blocks that are sent in 8 bits
             return None
     return Alternative(
         tuple(part for rule in added for part in ("--granularity", rule)),
@@ -170,7 +179,7 @@ def make_report(model: Model, settings: Settings, rules: Sequence[str], track: T
     """
     blocks = BlockRules(rules)
     planned = lay_out_model(
-        model, settings.num_shards, blocks, settings.order, track, settings.codes
+        model, settings.num_shards, blocks.block, settings.order, track, settings.codes
     )
     model = _with_trace(model, settings, settings.activations)
     figures = {

@@ -11,21 +11,13 @@ the codes, then the block, rows x columns of a tile or consecutive elements.
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
-from vescale_fsdp.cli.model import BF16, FP32, Dtype, Group, Tensor
+from vescale_fsdp import costs
 from vescale_fsdp.cli.text import InputError
-
-if TYPE_CHECKING:
-    from vescale_fsdp.dbuffer import Coding
-    from vescale_fsdp.planner import TensorSpec
-
-Backend = Literal["nccl", "gloo"]
-Activations = Literal["keep", "recompute", "offload", "recompute+offload"]
+from vescale_fsdp.costs import DTYPES, Activations, Code, Dtype, Tensor
 
 _MOST_RANKS = 1 << 20  # a limit, because states are counted for each rank
 _CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
@@ -36,89 +28,9 @@ _Block = Callable[[Sequence[int]], int]  # from the shape to the block, in eleme
 
 
 @dataclass(frozen=True)
-class Code:
-    """The dtype of the codes, and the block of elements that share a scale."""
-
-    dtype: Literal["int8", "e4m3"]
-    block: int | tuple[int, int]
-
-    def __str__(self) -> str:
-        size = f"{self.block[0]}x{self.block[1]}" if isinstance(self.block, tuple) else self.block
-        return f"{self.dtype}:{size}"
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has at least as many elements as a block."""
-        numel = math.prod(self.block) if isinstance(self.block, tuple) else self.block
-        return tensor.numel >= numel
-
-
-@dataclass(frozen=True)
-class Codes:
-    """The 8-bit codes of weights (gather) and gradients (reduce). None: not encoded."""
-
-    gather: Code | None = None
-    reduce: Code | None = None
-
-    def of(self, tensor: Tensor, group: Group) -> tuple[Coding | None, Coding | None]:
-        """Return the coding of one tensor in all-gather and in reduce-scatter, as in the engine."""
-        if (self.gather is None and self.reduce is None) or not group.dtype.floating:
-            return None, None
-        from vescale_fsdp.dbuffer import Coding  # loads torch
-        from vescale_fsdp.engine import is_matrix
-        from vescale_fsdp.ragged import Blocks
-
-        def coding(code: Code | None, is_chosen: bool) -> Coding | None:
-            if code is None or not is_chosen or not code.fits(tensor):
-                return None
-            return Coding(code.dtype, Blocks(code.block, tensor.shape))
-
-        return coding(self.gather, tensor.is_hidden), coding(self.reduce, is_matrix(tensor.shape))
-
-    def spec(self, tensor: Tensor, group: Group, asked: int | None) -> TensorSpec:
-        """Return a tensor for the planner. Its block does not split blocks of its codes.
-
-        Args:
-            asked: the block of ``--granularity``. None: it has no rule for this tensor.
-
-        Raises:
-            InputError: ``--granularity`` allows splits within blocks of the codes.
-        """
-        from vescale_fsdp.planner import TensorSpec  # here, so that --help is fast
-
-        gather, reduce = self.of(tensor, group)
-        if gather is None and reduce is None:
-            return TensorSpec(tensor.name, tensor.shape, 1 if asked is None else asked)
-        from vescale_fsdp.engine import checked_block
-
-        try:
-            block = checked_block(tensor.name, tensor.shape, asked, gather, reduce)
-        except ValueError as error:
-            raise InputError(
-                f"--granularity allows splits between any two blocks of {asked} elements of "
-                f"{tensor.name!r}, of shape {list(tensor.shape)}, but it is sent as "
-                f"{gather or reduce}; leave the option out for this tensor to use its blocks"
-            ) from error
-        return TensorSpec(tensor.name, tensor.shape, block)
-
-
-AS_THEY_ARE = Codes()
-
-
-@dataclass(frozen=True)
-class Settings:
+class Settings(costs.Settings):
     """The options of one plan."""
 
-    num_ranks: int
-    num_replicas: int = 1  # HSDP: num_ranks / num_replicas ranks shard one copy of the model
-    compute_dtype: Dtype = BF16  # of unsharded parameters and of gradients
-    reduce_dtype: Dtype = FP32  # in which gradients are summed
-    optimizer: str = "adamw"
-    reshard: bool | None = None  # reshard_after_forward of all units; None: all but the root
-    backend: Backend = "nccl"
-    bandwidth_bytes_per_s: float = 50e9
-    order: str = "auto"
-    in_flight: int = 2
-    codes: Codes = AS_THEY_ARE
     batch: tuple[int, int] | None = None  # sequences and tokens of each, on one rank
     inputs: str | None = None  # module:function that returns the arguments of forward
     activations: Activations = "keep"
@@ -142,11 +54,6 @@ class Settings:
     def has_inputs(self) -> bool:
         """Whether a step is run to count its activations."""
         return self.batch is not None or self.inputs is not None
-
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks that one copy of the model is sharded over."""
-        return self.num_ranks // self.num_replicas
 
 
 class BlockRules:
@@ -197,6 +104,14 @@ def _block(spec: str, rule: str) -> _Block:
     except ValueError as error:
         raise InputError(f"--granularity {rule!r}: {error}") from error
     return Granularity.whole().block
+
+
+def parse_dtype(text: str, option: str) -> Dtype:
+    """Parse ``fp32``, ``bf16``, ... or torch's name of a dtype. Raises InputError."""
+    for short, dtype in DTYPES.items():
+        if text.removeprefix("torch.") in (short, dtype.name):
+            return dtype
+    raise InputError(f"{option} is {text!r}, expected one of {', '.join(DTYPES)}")
 
 
 def parse_code(

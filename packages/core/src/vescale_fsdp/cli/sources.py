@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.cli.model import Dtype, Group, Model, Tensor, make_model, parse_dtype
+from vescale_fsdp.cli.settings import parse_dtype
 from vescale_fsdp.cli.text import InputError
+from vescale_fsdp.costs import Dtype, Group, Model, Tensor, make_model
 
 _KINDS = (
     "a shapes file, a transformers config.json, its folder, an architecture, or module:function"
@@ -153,16 +155,17 @@ def _tensor(item: Any, where: str, is_root: bool) -> Tensor:
     shape = tuple(_integer(dim, 0, f"{where}: a dimension of {name!r}") for dim in dims)
     if math.prod(shape) >= 1 << 62:
         raise InputError(f"{where}: tensor {name!r} of shape {shape} is larger than any memory")
-    return Tensor(name, shape, _is_hidden(name, shape, is_root))
+    tensor = Tensor(name, shape)
+    return replace(tensor, is_hidden=_is_hidden(tensor, is_root))
 
 
-def _is_hidden(name: str, shape: tuple[int, ...], is_root: bool) -> bool:
+def _is_hidden(tensor: Tensor, is_root: bool) -> bool:
     """Whether it is a matrix of a hidden layer, by its name. (The engine also sees the module.)"""
-    parts = name.lower().split(".")
+    parts = tensor.name.lower().split(".")
     words = [word for part in parts for word in part.split("_")]
     is_head = is_root and not HEADS.isdisjoint(parts)
     is_other = any(word.startswith(_OTHERS) or word in ("wte", "wpe") for word in words)
-    return sum(extent > 1 for extent in shape) > 1 and not (is_head or is_other)
+    return tensor.is_matrix and not (is_head or is_other)
 
 
 def _integer(value: Any, least: int, what: str) -> int:

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from vescale_fsdp.cli.estimate import Figures
-from vescale_fsdp.cli.layouts import ALIGNMENT_BYTES, PlannedGroup
-from vescale_fsdp.cli.model import Dtype, kinds
 from vescale_fsdp.cli.report import FSDP2, OURS, Report, Suggestion
-from vescale_fsdp.cli.settings import Code
 from vescale_fsdp.cli.text import (
     binary,
     bits_per_s,
@@ -24,7 +20,15 @@ from vescale_fsdp.cli.text import (
     several,
     table,
 )
-from vescale_fsdp.cli.timeline import KINDS
+from vescale_fsdp.costs import (
+    ALIGNMENT_BYTES,
+    KINDS,
+    Code,
+    Dtype,
+    Figures,
+    PlannedGroup,
+    kinds,
+)
 
 _MOST_LINES = 4  # limit for lines of one kind
 

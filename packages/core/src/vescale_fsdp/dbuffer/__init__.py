@@ -21,6 +21,7 @@ from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.eight_bits import (
     CodeDtype,
     Coding,
+    checked_block,
     decode_blocks,
     encode_blocks,
     is_offered,
@@ -60,6 +61,7 @@ __all__ = [
     "SharedReduce",
     "SlabPool",
     "ThenCopy",
+    "checked_block",
     "choose_reduction",
     "decode_blocks",
     "encode_blocks",

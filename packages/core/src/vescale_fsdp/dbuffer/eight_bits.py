@@ -16,7 +16,7 @@ the bits are the same wherever IEEE 754 holds. Codes lie in the order of the ele
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,40 @@ class Coding:
     def size(self) -> BlockSize:
         """Of a block, as this tensor has them."""
         return self.blocks.tile or self.blocks.numel
+
+
+def checked_block(
+    fqn: str,
+    shape: Sequence[int],
+    block: int | None,
+    gather: Coding | None,
+    reduce: Coding | None,
+) -> int:
+    """Return the planner's block of a parameter, in elements. It splits none of its blocks.
+
+    Args:
+        shape: of the data to shard.
+        block: of the user's granularity. None: there is none.
+
+    Raises:
+        ValueError: the user's granularity allows splits within a block.
+    """
+    numel = math.prod(shape)
+    for option, coding in (("QuantizedGather", gather), ("QuantizedReduce", reduce)):
+        unit = 1 if coding is None else coding.blocks.unit
+        if block is not None and block < numel and block % unit:
+            assert coding is not None, "1 divides everything"
+            raise ValueError(
+                f"fully_shard: the granularity of {fqn!r}, of shape {tuple(shape)}, allows splits "
+                f"between any two blocks of {block} elements, but it is sent as {coding}, whose "
+                f"blocks end at multiples of {unit} elements. Join the two: granularity=combine("
+                f"yours, {option}.granularity()); or leave out granularity=, which then follows "
+                "from the codec"
+            )
+    if block is not None:
+        return block
+    units = [coding.blocks.unit for coding in (gather, reduce) if coding is not None]
+    return min(math.lcm(*units), max(numel, 1))
 
 
 def encode(

@@ -56,7 +56,6 @@ from vescale_fsdp.engine.quantized import (
     ErrorFeedback,
     QuantizedGather,
     QuantizedReduce,
-    checked_block,
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.store import init_process_group, store_for
@@ -84,7 +83,6 @@ __all__ = [
     "UnshardHandle",
     "blank_tensors",
     "check_gradients",
-    "checked_block",
     "clip_grad_norm_",
     "combine",
     "enter_boundary",

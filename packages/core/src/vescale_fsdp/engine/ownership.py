@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dbuffer import checked_block
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.placement import local_data, placement_of
-from vescale_fsdp.engine.quantized import Choice, checked_block
+from vescale_fsdp.engine.quantized import Choice
 from vescale_fsdp.engine.slot import ParamToShard, Site
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.ragged import RaggedTensor

@@ -29,8 +29,6 @@ from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
 
-_ADVICE = "Join the two: granularity=combine(yours, {option}.granularity())"
-
 
 @dataclass(frozen=True)
 class QuantizedGather:
@@ -235,39 +233,6 @@ class Choice:
             return param.is_floating_point() and is_matrix(param.shape)
         owners = (module for ref, _ in sites if (module := ref()) is not None)
         return self._roles.is_hidden(fqn, param, owners)
-
-
-def checked_block(
-    fqn: str,
-    shape: Sequence[int],
-    block: int | None,
-    gather: Coding | None,
-    reduce: Coding | None,
-) -> int:
-    """Return the planner's block of a parameter, in elements. It splits none of its blocks.
-
-    Args:
-        shape: of the data to shard.
-        block: of the user's granularity. None: there is none.
-
-    Raises:
-        ValueError: the user's granularity allows splits within a block.
-    """
-    numel = math.prod(shape)
-    for option, coding in (("QuantizedGather", gather), ("QuantizedReduce", reduce)):
-        unit = 1 if coding is None else coding.blocks.unit
-        if block is not None and block < numel and block % unit:
-            assert coding is not None, "1 divides everything"
-            raise ValueError(
-                f"fully_shard: the granularity of {fqn!r}, of shape {tuple(shape)}, allows splits "
-                f"between any two blocks of {block} elements, but it is sent as {coding}, whose "
-                f"blocks end at multiples of {unit} elements. {_ADVICE.format(option=option)}; or "
-                "leave out granularity=, which then follows from the codec"
-            )
-    if block is not None:
-        return block
-    units = [coding.blocks.unit for coding in (gather, reduce) if coding is not None]
-    return min(math.lcm(*units), max(numel, 1))
 
 
 def _granularity(option: _Option) -> GranularityPolicy:

@@ -1,6 +1,4 @@
-from vescale_fsdp.cli.model import Group, Tensor, joined, kinds, make_model, parse_dtype
-
-FP32 = parse_dtype("fp32", "")
+from vescale_fsdp.costs import FP32, Group, Tensor, joined, kinds, make_model
 
 
 def group(*sizes: int) -> Group:

@@ -20,10 +20,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.cli.layouts import PlannedGroup
-from vescale_fsdp.cli.model import Group, Model, Tensor, Unit
-from vescale_fsdp.cli.settings import Settings
-from vescale_fsdp.cli.timeline import GroupMemory, Peak, Step, UnitMemory, run_step
+from vescale_fsdp.costs.layouts import PlannedGroup
+from vescale_fsdp.costs.model import Group, Model, Tensor, Unit
+from vescale_fsdp.costs.settings import Settings
+from vescale_fsdp.costs.timeline import GroupMemory, Peak, Step, UnitMemory, run_step
 
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
 _LEAST_CODED = 4096  # elements; states of smaller tensors are not encoded

@@ -41,7 +41,7 @@ Shards and optimizer states exist all the time. A root's tensors that run before
 embedding) get their gradients last. The simulation does not know which tensors these are, and
 counts all of M_r from the start, so the peak is a little too high if it is in a block's backward.
 
-With a `Trace` (`activations`) the events are those of the model's own step, in its order, and its
+With a `Trace` the events are those of the model's own step, in its order, and its
 activations are added at each of them. Without it they are not counted.
 
 Not counted: temporary memory of the optimizer, memory that an allocator or a
@@ -56,8 +56,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.cli.model import Dtype, Event, Trace
-from vescale_fsdp.cli.settings import Backend
+from vescale_fsdp.costs.machine import Backend
+from vescale_fsdp.costs.model import Dtype, Event, Trace
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
 GATHERED = "unsharded parameters"

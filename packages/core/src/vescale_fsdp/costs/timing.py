@@ -18,32 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.passes import Passes
-from vescale_fsdp.program.predict import Names
-from vescale_fsdp.program.record import Record
-from vescale_fsdp.program.reductions import Reduction
-from vescale_fsdp.program.residency import Residency
-from vescale_fsdp.program.window import Policy
-
-__all__ = ["Link", "Span", "Step", "UnitCost", "run_step", "trace_of"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A network as one rank sees it.
-
-    Attributes:
-        bytes_per_s: that it sends.
-        latency_s: of a collective, whatever its size.
-    """
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a collective in which a rank sends ``num_bytes``; 0 for none."""
-        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+from vescale_fsdp.costs.machine import Link
+from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 
 
 @dataclass(frozen=True)
@@ -192,7 +168,7 @@ class _Model(Executor):
         self.units = [_Unit(str(number), each, clock) for number, each in enumerate(costs)]
         self.units[0].is_root = True
         names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
-        policy = Policy(1, 1, 1, 0, alternates)
+        policy = policy_of(2, [], has_streams=not alternates)
         kinds = ["Unit"] * len(names)
         self.passes = Passes(
             self.units, Names(names, kinds), self, policy, can_settle=True, trusts=True

@@ -17,8 +17,6 @@ from enum import Enum, auto
 from itertools import groupby
 from typing import Any
 
-from vescale_fsdp.cli.text import InputError
-
 
 @dataclass(frozen=True)
 class Dtype:
@@ -30,20 +28,12 @@ class Dtype:
 
 
 BF16, FP32 = Dtype("bfloat16", 2), Dtype("float32", 4)
-_DTYPES = {
+DTYPES = {  # by short name
     "fp64": Dtype("float64", 8),
     "fp32": FP32,
     "bf16": BF16,
     "fp16": Dtype("float16", 2),
 }
-
-
-def parse_dtype(text: str, option: str) -> Dtype:
-    """Parse ``fp32``, ``bf16``, ... or torch's name of a dtype. Raises InputError."""
-    for short, dtype in _DTYPES.items():
-        if text.removeprefix("torch.") in (short, dtype.name):
-            return dtype
-    raise InputError(f"{option} is {text!r}, expected one of {', '.join(_DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,11 @@ class Tensor:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether at least two dimensions have more than one element."""
+        return sum(extent > 1 for extent in self.shape) > 1
 
 
 @dataclass(frozen=True)
@@ -136,6 +131,7 @@ class Model:
     name: str
     units: tuple[Unit, ...]  # the different units, in order of first appearance; the root first
     order: tuple[int, ...]  # indices into units, in the order in which forward runs them
+    names: tuple[str, ...] = ()  # of the module of each of these; of the root it is empty
     trace: Trace | None = None  # of a step, with activations; None: not run
     module: Any = field(default=None, compare=False)  # on the meta device; None: of a shapes file
 
@@ -160,18 +156,18 @@ def make_model(
         root: groups of the root; may be empty.
         others: name and groups of each other unit, in forward order.
     """
+    keyed = [(unit_name, tuple(groups)) for unit_name, groups in others]
     names: dict[tuple[Group, ...], list[str]] = {}
-    keys = []
-    for unit_name, groups in others:
-        keys.append(tuple(groups))
-        names.setdefault(keys[-1], []).append(unit_name)
+    for unit_name, key in keyed:
+        names.setdefault(key, []).append(unit_name)
     units = [Unit("root", tuple(root), is_root=True, count=1)]
     units += [
         Unit(joined(members), groups, is_root=False, count=len(members))
         for groups, members in names.items()
     ]
     index = {key: 1 + i for i, key in enumerate(names)}
-    return Model(name, tuple(units), (0, *(index[key] for key in keys)))
+    order = (0, *(index[key] for _, key in keyed))
+    return Model(name, tuple(units), order, ("", *(unit_name for unit_name, _ in keyed)))
 
 
 def joined(names: Sequence[str]) -> str:

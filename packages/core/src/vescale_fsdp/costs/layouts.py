@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_fsdp.cli.model import Dtype, Group, Model, Unit
-from vescale_fsdp.cli.settings import AS_THEY_ARE, BlockRules, Codes
+from vescale_fsdp.costs.model import Dtype, Group, Model, Tensor, Unit
+from vescale_fsdp.costs.settings import AS_THEY_ARE, Codes
 from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
 from vescale_fsdp.planner.api import PADDING_LIMIT, is_forced
 from vescale_fsdp.planner.layout import TensorSpec
 
 ALIGNMENT_BYTES = 16  # of tensors, in the narrowest dtype that is sent; the same in the engine
 
+BlockOf = Callable[[Tensor], int | None]
 Track = Callable[[list[tuple[Unit, Group]]], Iterable[tuple[Unit, Group]]]
 
 
@@ -93,8 +94,8 @@ class PlannedGroup:
 def lay_out_model(
     model: Model,
     num_shards: int,
-    rules: BlockRules,
-    order: str,
+    block_of: BlockOf,
+    order: str = "auto",
     track: Track = iter,
     codes: Codes = AS_THEY_ARE,
 ) -> list[PlannedGroup]:
@@ -103,7 +104,7 @@ def lay_out_model(
     Args:
         model: the model to plan.
         num_shards: number of ranks that one copy of the model is sharded over.
-        rules: give the blocks.
+        block_of: the block of a tensor in elements, which is not split. None: no such wish.
         order: "auto" or "definition", for the planner.
         track: wraps the iterator over the groups, for example to show a progress bar.
         codes: what is sent in 8 bits.
@@ -111,12 +112,12 @@ def lay_out_model(
     Cost: up to 0.05 s for a group of hundreds of tensors.
 
     Raises:
-        InputError: ``rules`` allow splits within blocks of ``codes``.
+        PlanError: ``block_of`` allows splits within blocks of ``codes``.
     """
     work = [(unit, group) for unit in model.units for group in unit.groups]
     planned = []
     for unit, group in track(work):
-        specs = [codes.spec(tensor, group, rules.block(tensor)) for tensor in group.tensors]
+        specs = [codes.spec(tensor, group, block_of(tensor)) for tensor in group.tensors]
         alignment = ALIGNMENT_BYTES // min(2, group.dtype.itemsize)
         layout = lay_out(specs, num_shards, alignment=alignment, order=order)
         planned.append(PlannedGroup(unit, group, layout, order, codes))

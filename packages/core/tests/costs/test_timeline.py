@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.cli import timeline
-from vescale_fsdp.cli.model import parse_dtype
-from vescale_fsdp.cli.settings import Backend
-from vescale_fsdp.cli.timeline import GroupMemory, UnitMemory, run_step
+from vescale_fsdp.costs import BF16, FP32, Backend, timeline
+from vescale_fsdp.costs.timeline import GroupMemory, UnitMemory, run_step
 from vescale_fsdp.dbuffer import transport
 
-FP32, BF16 = parse_dtype("fp32", ""), parse_dtype("bf16", "")
 NUM_SHARDS = 10
 
 

@@ -1,0 +1,95 @@
+"""Costs of a step, computed before training: memory, bytes sent, and seconds. Loads no torch.
+
+* `model` describes a model by its shapes, its units and a trace of its activations. `layouts` calls
+  the planner for its groups. `settings` and `machine` are those of the job.
+* `timeline` simulates the memory of a step, and `timing` its time, with the engine's own scheduler
+  (`vescale_fsdp.program`). `estimate` has the figures of one layout.
+* `problem` has what the tuner is asked and answers.
+
+Formulas and their errors: docs/design/costs.md.
+"""
+
+from vescale_fsdp.costs.estimate import Figures, Traffic, figures_of, figures_of_others
+from vescale_fsdp.costs.layouts import (
+    ALIGNMENT_BYTES,
+    BlockOf,
+    PlannedGroup,
+    Track,
+    fsdp2_shard_size,
+    lay_out_model,
+    megatron_shard_size,
+)
+from vescale_fsdp.costs.machine import Backend, Link, Machine
+from vescale_fsdp.costs.model import (
+    BF16,
+    DTYPES,
+    FP32,
+    Dtype,
+    Event,
+    Group,
+    Model,
+    Moment,
+    Tensor,
+    Trace,
+    Unit,
+    joined,
+    kinds,
+    make_model,
+)
+from vescale_fsdp.costs.problem import (
+    BlockTimes,
+    Candidate,
+    Division,
+    Extra,
+    Prediction,
+    Problem,
+    Sharding,
+    Tuning,
+)
+from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
+from vescale_fsdp.costs.timeline import KINDS, Peak
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BF16",
+    "DTYPES",
+    "FP32",
+    "KINDS",
+    "Activations",
+    "Backend",
+    "BlockOf",
+    "BlockTimes",
+    "Candidate",
+    "Code",
+    "Codes",
+    "Division",
+    "Dtype",
+    "Event",
+    "Extra",
+    "Figures",
+    "Group",
+    "Link",
+    "Machine",
+    "Model",
+    "Moment",
+    "Peak",
+    "PlannedGroup",
+    "Prediction",
+    "Problem",
+    "Settings",
+    "Sharding",
+    "Tensor",
+    "Trace",
+    "Track",
+    "Traffic",
+    "Tuning",
+    "Unit",
+    "figures_of",
+    "figures_of_others",
+    "fsdp2_shard_size",
+    "joined",
+    "kinds",
+    "lay_out_model",
+    "make_model",
+    "megatron_shard_size",
+]
