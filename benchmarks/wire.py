@@ -17,8 +17,9 @@ from vescale_fsdp.dbuffer import BlockCodec, Coding
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.planner import ShardLayout
 
-__all__ = ["Collective", "Recorder", "Replay", "bytes_by_layout"]
+__all__ = ["Collective", "Recorder", "Replay", "bytes_by_layout", "gap_bytes"]
 
+_GAP_BYTES = 16
 IN_FLIGHT = 2  # per communicator, in a replay: gloo has two threads for each
 
 
@@ -110,9 +111,11 @@ def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
     """Compute the bytes that one rank sends in a step of ours, without headers.
 
     A unit is gathered in forward in the compute dtype, and again in backward, except for the root
-    and the last ``in_flight - 2`` units, which stay unsharded. Gradients are sent once in the same
-    dtype. Each time a rank sends its part to all others: ``(num_ranks - 1) * shard_size`` elements,
-    or a message of its codec.
+    and the last ``in_flight - 2`` units, which stay unsharded, and the rows of the table that keep
+    parameters. Gradients are sent once in the same dtype. Each time a rank sends its part to all
+    others: ``(num_ranks - 1) * shard_size`` elements, or a message of its codec. With
+    ``sharding="ddp"`` nothing is gathered, and gradients are all-reduced, in a ring. The gaps of
+    `gap_bytes` are not included.
     """
     total = 0
     units = list(units_in(model).values())
@@ -123,11 +126,28 @@ def bytes_by_layout(model: nn.Module, num_ranks: int) -> int:
         num_gathers = 2 if unit in twice else 1
         for group in unit.groups:
             layout, compute_dtype = group.layout, group.buffer.full_dtype
+            if group.axes.shard is None:
+                whole = layout.shard_size * group.gradients.sum_dtype.itemsize
+                total += group.trainable * 2 * whole * (num_ranks - 1) // num_ranks
+                continue
             gathers, reductions = zip(*group.codings, strict=True)
             gathered = _part_bytes(layout, gathers, compute_dtype, compute_dtype)
             reduced = _part_bytes(layout, reductions, compute_dtype, group.gradients.sum_dtype)
             total += (num_ranks - 1) * (num_gathers * gathered + group.trainable * reduced)
     return total
+
+
+def gap_bytes(model: nn.Module) -> int:
+    """Compute the most bytes of gaps that one rank sends in a step of ours.
+
+    On the CPU the parts of small groups are sent in one message (`vescale_fsdp.dbuffer.message`).
+    In it each part of an all-gather is followed by less than 16 bytes, each part of a reduction by
+    at most 16, which no plan contains.
+    """
+    groups = [group for unit in units_in(model).values() for group in unit.groups]
+    sharded = [group for group in groups if group.axes.shard is not None]
+    messages = 3  # two all-gathers, one reduction
+    return sum(messages * _GAP_BYTES * (group.axes.num_shards - 1) for group in sharded)
 
 
 def _part_bytes(

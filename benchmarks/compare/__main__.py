@@ -34,7 +34,7 @@ from benchmarks.compare.targets import verdicts
 from benchmarks.engines import ENGINES, missing
 from benchmarks.models import PRESETS
 from benchmarks.slow_network import why_not
-from benchmarks.zero3 import VARIANTS
+from benchmarks.zero import VARIANTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -12,6 +12,7 @@ from benchmarks import (
     adapters,
     copies,
     gpu_single,
+    rows,
     scale,
     startup,
     streaming,
@@ -60,6 +61,17 @@ def sections(shown: Mapping[str, str]) -> Iterator[str]:
 
 
 def _parts() -> Iterator[Part]:
+    yield Part(
+        "Rows of ZeRO's table",
+        "Speeds are divided by DDP's within a round, with quartiles. Memory in MB is the peak of "
+        "tensors on a rank in a step, without activations: DDP's peak minus four copies of the "
+        "model. Beside it is what the row holds by the table of ZeRO's stages (arXiv 1910.02054, "
+        "Figure 1), which contains no unsharded units or messages. Ours reduces gradients as they "
+        "appear, so zero1 holds less than that. DeepSpeed's stages keep a second copy of their "
+        "part of the parameters.",
+        [read(path) for path in sorted(rows.FOLDER.glob("*.json"))],
+        [rows.speed_lines(), rows.memory_lines()],
+    )
     first = next(iter(sorted(scale.FOLDER.glob("*.json"))), None)
     yield Part(
         "Rank 0 of many",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks import copies, gpu_single, scale
+from benchmarks import copies, gpu_single, rows, scale
 from benchmarks.compare import record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.targets import Verdict
@@ -21,8 +21,8 @@ QUANTIZED = record.FOLDER.parent / "quantized_speed"
 
 
 def goals() -> list[Verdict]:
-    """Return verdicts for memory in large worlds, copies, optimizers and 8-bit communication."""
-    return [*_peaks(), *_copies(), *_optimizers(), *_quantized(), *_gpu()]
+    """Return verdicts for rows of ZeRO's table, large worlds, copies, optimizers and 8 bits."""
+    return [*rows.verdicts(), *_peaks(), *_copies(), *_optimizers(), *_quantized(), *_gpu()]
 
 
 def _peaks() -> Iterator[Verdict]:

@@ -1,10 +1,14 @@
-"""The training step with DeepSpeed ZeRO-3, on CPU over gloo.
+"""The training step with DeepSpeed's ZeRO, on CPU over gloo.
 
-DeepSpeed has no units. It gathers the parameters of each layer, prefetches up to the size of a
+DeepSpeed has no units. ZeRO-3 gathers the parameters of each layer, prefetches up to the size of a
 bucket, and reduces gradients in buckets. Its sizes are in elements, and the defaults are for models
 with billions of parameters; a small model would never be resharded. `settings` scales them to the
 model's blocks, so that each block is gathered twice, as with the other engines. `VARIANTS` has the
 other settings that were tried; benchmarks/README.md compares them.
+
+Stages 1 and 2 have the same scaled buckets for gradients and for updated parameters. They do not
+compute the norm of the gradients, because no other engine here does. In fp32 they keep a second
+copy of the parameters that a rank updates.
 """
 
 from __future__ import annotations
@@ -46,7 +50,21 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "deepspeed-linear": lambda block: {"memory_efficient_linear": True},  # the default
     "deepspeed-no-overlap": lambda block: {"overlap_comm": False},
     "deepspeed-persistent": lambda block: {"stage3_param_persistence_threshold": 10_000},
-}
+    "deepspeed-1": lambda block: {"stage": 1, "compute_grad_norm": False},
+    "deepspeed-2": lambda block: {"stage": 2, "compute_grad_norm": False},
+    "deepspeed-1-large": lambda block: {
+        "stage": 1, "compute_grad_norm": False, "reduce_bucket_size": 20 * block
+    },
+    "deepspeed-1-no-overlap": lambda block: {
+        "stage": 1, "compute_grad_norm": False, "overlap_comm": False
+    },
+    "deepspeed-2-large": lambda block: {
+        "stage": 2, "compute_grad_norm": False, "reduce_bucket_size": 20 * block
+    },
+    "deepspeed-2-no-overlap": lambda block: {
+        "stage": 2, "compute_grad_norm": False, "overlap_comm": False
+    },
+}  # fmt: skip
 
 
 def settings(block: int, precision: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -57,12 +75,14 @@ def settings(block: int, precision: str, changes: dict[str, Any]) -> dict[str, A
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": precision == "bf16"},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # the default of DeepSpeed 0.19 is 1.0
         "zero_optimization": {
             "stage": 3,
             "overlap_comm": True,
             "contiguous_gradients": True,
             "memory_efficient_linear": False,
             "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": bucket + block,
             "stage3_max_reuse_distance": block,
@@ -83,7 +103,8 @@ class ZeroTraining(Training):
         block = sum(param.numel() for param in blocks[0].parameters())
         changes = VARIANTS[name](block)
         # DeepSpeed 0.19.8 fails on a Sequential of norms as a leaf.
-        if changes.pop(LEAVES, type(blocks[0]) is not nn.Sequential):
+        is_sharded = changes.get("stage", 3) == 3
+        if changes.pop(LEAVES, is_sharded and type(blocks[0]) is not nn.Sequential):
             deepspeed.utils.set_z3_leaf_modules(model, [type(blocks[0])])
         self.engine, *_ = deepspeed.initialize(
             model=model,
