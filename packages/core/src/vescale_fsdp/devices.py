@@ -74,6 +74,14 @@ def free_bytes(device: torch.device) -> int:
     return int(available) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
+def total_bytes(device: torch.device) -> int:
+    """The memory of an accelerator. For a CPU: `free_bytes`."""
+    if device.type == "cpu":
+        return free_bytes(device)
+    total: int = torch.get_device_module(device).mem_get_info(device)[1]
+    return total
+
+
 def module_of(device: torch.device) -> Any:
     """Torch's module for a device with streams, for example ``torch.cuda``; else None."""
     found = _STAND_INS.get(device.type)
@@ -199,6 +207,13 @@ def current_stream(device: torch.device) -> Any:
     """The stream on which this thread queues work now; None on a device without streams."""
     module = module_of(device)
     return None if module is None else module.current_stream(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the current stream. Does nothing on a device without streams."""
+    stream = current_stream(device)
+    if stream is not None:
+        stream.record_event().synchronize()
 
 
 def wait_event(device: torch.device, event: Any) -> None:

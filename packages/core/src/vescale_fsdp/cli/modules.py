@@ -6,14 +6,12 @@ and nothing is downloaded.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from vescale_fsdp import repeated_blocks
 from vescale_fsdp.cli.text import InputError
-from vescale_fsdp.costs import Dtype, Group, Model, Tensor, make_model
-from vescale_fsdp.engine import Roles
-
-_ROOT = -1  # stands for the root where others have the index of a block
+from vescale_fsdp.costs import Dtype, Model
+from vescale_fsdp.engine import describe
+from vescale_fsdp.errors import PlanError
 
 _MOST_LETTERS = 320  # of the message of an exception
 
@@ -116,70 +112,10 @@ def model_of_module(module: nn.Module, name: str, param_dtype: Dtype | None) -> 
     Raises:
         InputError: there are no parameters, or one has no shape yet.
     """
-    blocks = repeated_blocks(module)
-    owner = owners(module, blocks)
-    names = {id(child): child_name for child_name, child in module.named_modules()}
-
-    def groups_of(unit: nn.Module, index: int) -> list[Group]:
-        roles = Roles([unit], has_blocks=unit is module and bool(blocks))
-        owners: dict[int, list[nn.Module]] = {}
-        for child in unit.modules():
-            for param in child._parameters.values():
-                owners.setdefault(id(param), []).append(child)
-        return _groups(
-            (
-                (name, param, roles.is_hidden(name, param, owners[id(param)]))
-                for name, param in unit.named_parameters()
-                if owner[id(param)] == index
-            ),
-            param_dtype,
-        )
-
-    others = [(names[id(block)], groups_of(block, i)) for i, block in enumerate(blocks)]
-    model = make_model(name, groups_of(module, _ROOT), others)
-    if not model.num_parameters:
-        raise InputError(f"{name} has no parameters to shard")
-    return dataclasses.replace(model, module=module)
-
-
-def owners(module: nn.Module, blocks: list[nn.Module]) -> dict[int, int]:
-    """Return for each ``id(param)`` the index of its block; `_ROOT` if in none or several."""
-    homes: dict[int, set[int]] = {}  # blocks of each module; a shared module is in several
-    for index, block in enumerate(blocks):
-        for child in block.modules():
-            homes.setdefault(id(child), set()).add(index)
-    found: dict[int, set[int]] = {}
-    for child_name, child in module.named_modules():
-        for name, param in child._parameters.items():
-            if param is None:
-                continue
-            if is_lazy(param):
-                full = f"{child_name}.{name}".lstrip(".")
-                raise InputError(f"parameter {full} is lazy, it has no shape yet")
-            found.setdefault(id(param), set()).update(homes.get(id(child), {_ROOT}))
-    return {
-        key: next(iter(found_in)) if len(found_in) == 1 else _ROOT
-        for key, found_in in found.items()
-    }
-
-
-def _groups(
-    params: Iterable[tuple[str, nn.Parameter, bool]], param_dtype: Dtype | None
-) -> list[Group]:
-    """Return one group for each dtype and ``requires_grad``, in order of first appearance.
-
-    Args:
-        params: for each its name, the parameter, and whether it is a matrix of a hidden layer.
-    """
-    found: dict[tuple[Dtype, bool], list[Tensor]] = {}
-    for name, param, is_hidden in params:
-        own = param.dtype
-        dtype = Dtype(str(own).removeprefix("torch."), own.itemsize, floating=own.is_floating_point)
-        if param_dtype is not None and dtype.floating:
-            dtype = param_dtype
-        key = (dtype, param.requires_grad)
-        found.setdefault(key, []).append(Tensor(name, tuple(param.shape), is_hidden))
-    return [Group(tuple(tensors), *key) for key, tensors in found.items()]
+    try:
+        return describe(module, repeated_blocks(module), name, param_dtype)
+    except PlanError as error:
+        raise InputError(str(error)) from error
 
 
 def model_of_architecture(name: str, dtype: Dtype) -> Model:

@@ -29,13 +29,17 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.activations import MIN_BYTES as MIN_OFFLOADED_BYTES
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
-from vescale_fsdp.engine.boundary import Call as BoundaryCall
-from vescale_fsdp.engine.boundary import enter as enter_boundary
-from vescale_fsdp.engine.boundary import leave as leave_boundary
 from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.budget import (
+    Budget,
+    TrialJob,
+    arguments_of,
+    cast_parameters,
+    describe,
+    trace_of_trial,
+)
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.generation import generating
@@ -65,8 +69,7 @@ from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 __all__ = [
     "HEADS",
     "LONG_TIMEOUT_S",
-    "MIN_OFFLOADED_BYTES",
-    "BoundaryCall",
+    "Budget",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "ErrorFeedback",
@@ -80,17 +83,19 @@ __all__ = [
     "QuantizedWeight",
     "Residuals",
     "Roles",
+    "TrialJob",
     "UnshardHandle",
+    "arguments_of",
     "blank_tensors",
+    "cast_parameters",
     "check_gradients",
     "clip_grad_norm_",
     "combine",
-    "enter_boundary",
+    "describe",
     "fully_shard",
     "generating",
     "init_process_group",
     "is_matrix",
-    "leave_boundary",
     "map_tensors",
     "mark_blank",
     "may_be_hidden",
@@ -100,5 +105,6 @@ __all__ = [
     "share_comm_ctx",
     "store_for",
     "stream_parameters",
+    "trace_of_trial",
     "unsharded",
 ]

@@ -1,0 +1,24 @@
+"""``fully_shard(model, budget=...)``: the fastest settings that fit the memory.
+
+* `request` is what the user asks for.
+* `twins` copies modules. `describe` describes them for `vescale_fsdp.costs`. `trace` runs a step of
+  a copy with a `recorder` of its activations; on meta with `attention`, and `stowing` for offload.
+* `units` are the modules that may be units. `blocks` times them, and `trials` does all of it.
+* `rates` and `overhead` measure the `machine`.
+* `apply` shards with a candidate.
+"""
+
+from vescale_fsdp.engine.budget.describe import describe
+from vescale_fsdp.engine.budget.request import Budget, arguments_of
+from vescale_fsdp.engine.budget.trace import Job as TrialJob
+from vescale_fsdp.engine.budget.trace import trace_of as trace_of_trial
+from vescale_fsdp.engine.budget.twins import cast_parameters
+
+__all__ = [
+    "Budget",
+    "TrialJob",
+    "arguments_of",
+    "cast_parameters",
+    "describe",
+    "trace_of_trial",
+]

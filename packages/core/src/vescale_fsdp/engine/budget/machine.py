@@ -1,0 +1,64 @@
+"""The machine of a job, measured on all of its ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_fsdp import devices
+from vescale_fsdp.backends import backend_name
+from vescale_fsdp.costs import Link, Machine
+from vescale_fsdp.engine.axes import Axes, comm_for
+from vescale_fsdp.engine.budget import rates
+from vescale_fsdp.engine.budget.apply import Shard
+from vescale_fsdp.engine.budget.overhead import engine_times
+
+_ALONE = Link(1e15)  # of one rank, which sends nothing
+
+
+def measured_machine(
+    mesh: DeviceMesh, shard: Shard, dtype: torch.dtype, memory_bytes: int
+) -> Machine:
+    """Measure the machine with the process groups of the mesh. Collective.
+
+    With two axes, the inner one is the network inside of a node, and the outer one that between.
+
+    Args:
+        mesh: of one or two axes.
+        shard: ``fully_shard``.
+        dtype: of the shards, for the optimizer.
+
+    Cost: about a second. Each rank has its own figures.
+    """
+    device = devices.current_device(mesh.device_type)
+    axes = Axes.of(mesh)
+    comm = comm_for(axes)
+    inside = outside = _ALONE
+    sending_s = 0.0
+    if axes.num_shards > 1:
+        points = rates.link_times(comm, device)
+        inside = outside = rates.link_of(points)
+        if device.type == "cpu":
+            sending_s = rates.sending_s_per_byte(points)
+    if axes.num_replicas > 1:
+        outside = rates.link_of(rates.replica_times(comm, device))
+    times = engine_times(partial(shard, mesh=mesh), device)
+    has_host = devices.has_streams(device)
+    return Machine(
+        name=f"measured on {mesh.size()} ranks",
+        backend="gloo" if backend_name(axes.groups[0], device) == "gloo" else "nccl",
+        memory_bytes=memory_bytes,
+        ranks_per_node=axes.num_shards,
+        inside=inside,
+        between=outside,
+        copy_bytes_per_s=rates.copy_bytes_per_s(device),
+        optimizer_elements_per_s=rates.optimizer_elements_per_s(device, dtype),
+        unit_s=times.unit_s,
+        collective_s=times.collective_s,
+        parameter_s=times.parameter_s,
+        sending_s_per_byte=sending_s,
+        host_bytes_per_s=rates.host_bytes_per_s(device) if has_host else 1e15,
+        host_elements_per_s=rates.optimizer_elements_per_s(torch.device("cpu"), dtype),
+    )

@@ -1,0 +1,88 @@
+"""Measures the engine's own time on the processor, with small models that it trains.
+
+The time of a step, without that of the same model unsharded, is linear in the numbers of forwards
+and backwards of units, of collectives, and of gradients of parameters. Three models give the three
+rates::
+
+    4 units of 2 parameters    8 passes   12 collectives    8 gradients
+    4 units of 16 parameters   8 passes   12 collectives   64 gradients
+    4 units of 2, unsharded    8 passes    8 collectives    8 gradients
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vescale_fsdp import devices
+
+_UNITS, _FEW, _MANY = 4, 2, 16
+_ELEMENTS = 1 << 15  # of a unit: more than what small units share a message for
+_WARMUPS, _RUNS = 4, 12
+
+
+class EngineTimes(NamedTuple):
+    """Seconds of the processor: see `vescale_fsdp.costs.Machine`."""
+
+    unit_s: float
+    collective_s: float
+    parameter_s: float
+
+
+class _Product(nn.Module):
+    def __init__(self, num_parameters: int, device: torch.device) -> None:
+        super().__init__()
+        size = _ELEMENTS // num_parameters
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.ones(size, device=device)) for _ in range(num_parameters)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [1] -> [1]
+        for weight in self.weights:
+            x = x + weight[:1]
+        return x
+
+
+def engine_times(shard: Callable[..., Any], device: torch.device) -> EngineTimes:
+    """Measure. Collective.
+
+    Args:
+        shard: ``fully_shard`` on the job's mesh.
+    """
+
+    def own_s(num_parameters: int, **settings: Any) -> float:
+        plain = _model(num_parameters, device)
+        sharded = _model(num_parameters, device)
+        for unit in sharded:
+            shard(unit, **settings)
+        shard(sharded)
+        return _step_s(sharded, device) - _step_s(plain, device)
+
+    few, many = own_s(_FEW), own_s(_MANY)
+    kept = own_s(_FEW, reshard_after_forward=False)
+    parameter_s = max(many - few, 0.0) / (_UNITS * (_MANY - _FEW))
+    collective_s = max(few - kept, 0.0) / _UNITS
+    unit_s = max(few / _UNITS - 3 * collective_s - _FEW * parameter_s, 0.0) / 2
+    return EngineTimes(unit_s, collective_s, parameter_s)
+
+
+def _model(num_parameters: int, device: torch.device) -> nn.Sequential:
+    return nn.Sequential(*(_Product(num_parameters, device) for _ in range(_UNITS)))
+
+
+def _step_s(model: nn.Module, device: torch.device) -> float:
+    """Return the seconds of a forward and backward: of this thread, or until all is queued."""
+    clock = time.perf_counter if devices.has_streams(device) else time.thread_time
+    x = torch.ones(1, device=device, requires_grad=True)
+    times = []
+    for _ in range(_WARMUPS + _RUNS):
+        start = clock()
+        model(x).sum().backward()
+        times.append(clock() - start)
+        model.zero_grad(set_to_none=True)
+        devices.synchronize(device)
+    return min(times[_WARMUPS:])

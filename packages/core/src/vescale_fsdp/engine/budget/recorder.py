@@ -1,0 +1,75 @@
+"""Follows the memory of activations in a step, and notes its moments.
+
+A dispatch mode sees the storage of each tensor that an operator makes, and a finalizer its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_fsdp import compat
+from vescale_fsdp.costs import Event, Moment
+from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.budget.twins import tensors_of
+
+
+class Recorder(compat.TorchDispatchMode):
+    """Counts the bytes of storages that operators make, and notes the moments of a step.
+
+    Args:
+        inputs: of the step. They are counted as long as they exist.
+        module: its tensors are not counted.
+    """
+
+    def __init__(self, inputs: Any, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: list[Moment] = []
+        self.stays = {tensor.untyped_storage()._cdata for tensor in tensors_of(module)}
+        self._sizes: dict[int, int] = {}  # bytes of each storage
+        # Of the results of ``tensor.all()``, which count as True: no padding, nothing packed.
+        self._all: set[int] = set()
+        self._live = self._highest = 0
+        map_tensors(self._see, inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if is_read and args[0].untyped_storage()._cdata in self._all:
+            return True
+        result = func(*args, **(kwargs or {}))
+        for leaf in compat.pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        if func is torch.ops.aten.all.default:
+            self._all.add(result.untyped_storage()._cdata)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes and key not in self.stays:
+            self._sizes[key] = storage.nbytes()
+            self._live += storage.nbytes()
+            self._highest = max(self._highest, self._live)
+            weakref.finalize(storage, self._end, key).atexit = False
+        return tensor
+
+    def _end(self, key: int) -> None:
+        self._live -= self._sizes.pop(key)
+        self._all.discard(key)
+
+    def hand_over(self, gradient: torch.Tensor) -> None:
+        """Do not count a gradient any more: it is complete, and the engine's."""
+        key = gradient.untyped_storage()._cdata
+        taken = min(gradient.nbytes, self._sizes.get(key, 0))
+        if taken:
+            self._sizes[key] -= taken
+            self._live -= taken
+
+    def note(self, event: Event, unit: int = 0, call: int = 0, **more: Any) -> None:
+        """Add a moment."""
+        self.moments.append(Moment(event, self._highest, self._live, unit, call, **more))
+        self._highest = self._live

@@ -1,0 +1,222 @@
+"""Tries a model on copies: its activations by traces, and the times of its units.
+
+::
+
+    copy on meta         traces of all kinds of activations, shapes of what blocks return
+    copy of the root     its times, inputs of blocks
+    copies of blocks     times, one block of each kind
+
+If the forward needs values, or the root does not run with stand-ins, all is measured on a copy of
+the whole model on the device. That needs the memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp import compat, devices
+from vescale_fsdp.costs import Activations, BlockTimes, Division, Model, Trace
+from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, Times, kind_of
+from vescale_fsdp.engine.budget.describe import describe
+from vescale_fsdp.engine.budget.request import Budget, arguments_of
+from vescale_fsdp.engine.budget.trace import Job, loss_of, seconds_of, trace_of
+from vescale_fsdp.engine.budget.twins import (
+    Values,
+    cast_parameters,
+    limit_of_integers,
+    meta_twin,
+    real_twin,
+    tensors_of,
+    untouched_generators,
+)
+from vescale_fsdp.errors import PlanError
+
+NOTHING = BlockTimes(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to try.
+
+    Attributes:
+        module: the user's; it does not change.
+        device: of compute.
+        policy: dtypes.
+        budget: has the inputs.
+        ignored: parameters that are not sharded.
+    """
+
+    module: nn.Module
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    budget: Budget
+    ignored: Collection[nn.Parameter] = ()
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """That inputs of units are cast to."""
+        return self.policy.param_dtype if self.policy.cast_forward_inputs else None
+
+    def names_of(self, blocks: Sequence[nn.Module]) -> list[str]:
+        """Return the names of modules in the model."""
+        names = {id(child): name for name, child in self.module.named_modules()}
+        return [names[id(block)] for block in blocks]
+
+    def described(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Model:
+        """Describe a copy of the model."""
+        ignored = {name for name, param in self._named_parameters() if param in self.ignored}
+        ids = {id(p) for name, p in module.named_parameters() if name in ignored}
+        return describe(module, blocks, type(self.module).__name__, ignored=frozenset(ids))
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters())
+
+
+def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
+    """Try the model with these modules as units. Neither it nor random generators change.
+
+    Args:
+        blocks: in forward order.
+
+    Raises:
+        PlanError: it does not run. The message says why.
+    """
+    twin = meta_twin(subject.module)
+    twins = [twin.get_submodule(name) for name in subject.names_of(blocks)]
+    model = subject.described(twin, twins)
+    if subject.budget.inputs is None:
+        return Division(model, (NOTHING,) * len(model.units))
+    with untouched_generators(subject.device):
+        try:
+            outputs, traces = _traced(subject, twin, twins, model)
+            seconds = _timed(subject, blocks, outputs)
+        except Exception as error:  # it is the user's code
+            if any(tensor.is_meta for tensor in tensors_of(subject.module)):
+                raise PlanError(
+                    f"{model.name} does not run on a copy without values, where tensors have "
+                    f"shapes only: {type(error).__name__}: {error}; leave Budget(inputs=) out, or "
+                    "make the model on a device, where a whole copy of it can be tried"
+                ) from error
+            traces, seconds = _on_device(subject, blocks)
+    return Division(model, _of_units(model, seconds), traces)
+
+
+def _modes(subject: Subject, blocks: Sequence[nn.Module]) -> list[Activations]:
+    modes: list[Activations] = ["keep"]
+    recomputes = any(compat.recompute.state(block) is not None for block in blocks)
+    if blocks and not recomputes:
+        modes.append("recompute")
+        if "offload" in subject.budget.allow and devices.has_streams(subject.device):
+            modes += ["offload", "recompute+offload"]
+    return modes
+
+
+def _job(subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], values: Values) -> Job:
+    device = next(twin.parameters()).device
+    model = subject.described(twin, blocks)
+    cast_parameters(twin, subject.policy.param_dtype)
+    args, kwargs = _arguments(subject, device, values)
+    return Job(
+        twin,
+        blocks,
+        model,
+        args,
+        kwargs,
+        subject.input_dtype,
+        subject.policy.output_dtype,
+        subject.budget.loss or loss_of,
+    )
+
+
+def _arguments(subject: Subject, device: torch.device, values: Values) -> Any:
+    placed: dict[int, torch.Tensor] = {}  # the same tensor may be there twice
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in placed:
+            needs_values = tensor.is_meta and device.type != "meta"
+            made = torch.empty_like(tensor, device=device) if needs_values else tensor.detach()
+            made = values.fill(made) if needs_values else made.to(device)
+            placed[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return placed[id(tensor)]
+
+    return map_tensors(place, arguments_of(subject.budget.inputs))
+
+
+def _traced(
+    subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], model: Model
+) -> tuple[list[list[Outputs]], dict[Activations, Trace]]:
+    job = _job(subject, twin, blocks, Values(1))
+    outputs: list[list[Outputs]] = [[] for _ in blocks]
+
+    def see(index: int, output: Any) -> None:
+        outputs[index].append(Outputs(output))
+
+    has_host = devices.has_streams(subject.device)
+    traces: dict[Activations, Trace] = {"keep": trace_of(job, has_host=has_host, sees=see)}
+    for mode in _modes(subject, blocks)[1:]:
+        traces[mode] = trace_of(job, mode, has_host=has_host)
+    return outputs, traces
+
+
+def _timed(
+    subject: Subject, blocks: Sequence[nn.Module], outputs: Sequence[Sequence[Outputs]]
+) -> list[Times]:
+    """Return the times of the root and of each block, by parts."""
+    values = Values(limit_of_integers(subject.module))
+    bench = Bench(subject.device, subject.policy, values)
+    given = Inputs(*_arguments(subject, subject.device, values))
+    loss = subject.budget.loss or loss_of
+    root, inputs = bench.root(subject.module, blocks, outputs, given, loss)
+    known: dict[Hashable, Times] = {}
+    found = [root]
+    for block, calls, called_with in zip(blocks, outputs, inputs, strict=True):
+        if called_with is None:
+            found.append(Times(0.0, 0.0))
+            continue
+        key = kind_of(block), called_with.kind
+        if key not in known:
+            known[key] = bench.block(block, called_with)
+        found.append(known[key].times(len(calls)))
+    return found
+
+
+def _on_device(
+    subject: Subject, blocks: Sequence[nn.Module]
+) -> tuple[dict[Activations, Trace], list[Times]]:
+    """Run a copy of the whole model."""
+    values = Values(limit_of_integers(subject.module))
+    twin = real_twin(subject.module, subject.device, values)
+    twins = [twin.get_submodule(name) for name in subject.names_of(blocks)]
+    try:
+        job = _job(subject, twin, twins, values)
+        has_host = devices.has_streams(subject.device)
+        traces = {mode: trace_of(job, mode, has_host=has_host) for mode in _modes(subject, blocks)}
+        seconds = seconds_of(job)
+    except Exception as error:  # it is the user's code, or memory
+        raise PlanError(
+            f"a step of a copy of {type(subject.module).__name__} on {subject.device} with the "
+            f"inputs of the budget failed: {type(error).__name__}: {error}; pass the arguments of "
+            "one forward as Budget(inputs=...), or leave them out"
+        ) from error
+    return traces, [Times(*each) for each in seconds]
+
+
+def _of_units(model: Model, seconds: Sequence[Times]) -> tuple[BlockTimes, ...]:
+    """Return the mean times of each different unit."""
+    members: Mapping[int, list[Times]] = {index: [] for index in range(len(model.units))}
+    for index, each in zip(model.order, seconds, strict=True):
+        members[index].append(each)
+    return tuple(
+        BlockTimes(
+            sum(each.forward_s for each in found) / len(found),
+            sum(each.backward_s for each in found) / len(found),
+        )
+        for found in members.values()
+    )

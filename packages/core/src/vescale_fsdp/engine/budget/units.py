@@ -1,0 +1,43 @@
+"""The modules that may become units: the repeated blocks, or smaller ones if these are large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from vescale_fsdp.engine.granularity import repeated_blocks
+
+# Of a budget: two units are unsharded at a time, with gradients and a reduction under way.
+_LARGE = 1 / 16
+
+
+def divisions_to_try(module: nn.Module, budget_bytes: int, itemsize: int) -> list[list[nn.Module]]:
+    """Return lists of units, without the root. The usual one first: the repeated blocks.
+
+    Args:
+        budget_bytes: of a rank. If a block takes a large part of it, its children are tried too.
+        itemsize: of parameters in compute, in bytes.
+    """
+    blocks = repeated_blocks(module)
+    largest = max((_numel(block) for block in blocks), default=0)
+    outside = _numel(module) - sum(_numel(block) for block in blocks)
+    if max(largest, outside) * itemsize < _LARGE * budget_bytes:
+        return [blocks]
+    smaller = [child for block in blocks or [module] for child in _children(block)]
+    return [blocks, smaller] if len(smaller) > len(blocks) else [blocks]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules right below that have parameters and a forward, in containers too."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())

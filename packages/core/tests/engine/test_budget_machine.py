@@ -1,0 +1,55 @@
+"""The machine as ranks measure it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_fsdp import fully_shard
+from vescale_fsdp.costs import Link, Machine
+from vescale_fsdp.engine.budget.machine import measured_machine
+from vescale_fsdp.engine.budget.rates import Sent, link_of, sending_s_per_byte
+from vescale_fsdp.testing import run_ranks
+
+
+def measured(sizes: tuple[int, ...]) -> Machine:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return measured_machine(mesh, fully_shard, torch.float32, 1 << 30)
+
+
+def test_two_ranks() -> None:
+    for machine in run_ranks(measured, 2, (2,)):
+        assert (machine.backend, machine.ranks_per_node) == ("gloo", 2)
+        assert 1e7 < machine.inside.bytes_per_s < 1e11
+        assert 0 < machine.inside.latency_s < 0.1
+        assert machine.link(2) == machine.inside
+        assert 1e8 < machine.copy_bytes_per_s < 1e12
+        assert 1e6 < machine.optimizer_elements_per_s < 1e11
+        assert machine.sending_s_per_byte > 0
+        assert 0 < machine.unit_s + machine.collective_s < 0.1
+
+
+def test_replicas_are_between_nodes() -> None:
+    machine = run_ranks(measured, 4, (2, 2))[0]
+    assert machine.ranks_per_node == 2
+    assert machine.link(2) == machine.inside
+    assert machine.link(2, 2) == machine.between
+
+
+def test_one_rank_sends_nothing() -> None:
+    machine = run_ranks(measured, 1, (1,))[0]
+    assert machine.sending_s_per_byte == 0
+    assert machine.inside.seconds(1 << 30) < 1e-5
+
+
+def test_latency_and_bandwidth_are_those_of_a_line() -> None:
+    points = [Sent(num_bytes, 1e-3 + num_bytes / 1e9, 0.0) for num_bytes in (1000, 500_000, 10**6)]
+    link = link_of(points)
+    assert abs(link.bytes_per_s / 1e9 - 1) < 1e-6
+    assert abs(link.latency_s - 1e-3) < 1e-9
+    assert link.seconds(0) == 0
+    assert link == Link(link.bytes_per_s, link.latency_s)
+
+
+def test_the_processor_sends_the_largest_messages() -> None:
+    assert sending_s_per_byte([Sent(10, 1.0, 1.0), Sent(100, 1.0, 2.0)]) == 0.02

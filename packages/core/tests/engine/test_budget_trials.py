@@ -1,0 +1,166 @@
+"""Trials of a model for a budget: on copies, without a change to the model or to generators."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp import repeated_blocks
+from vescale_fsdp.costs import Division
+from vescale_fsdp.engine.budget import Budget
+from vescale_fsdp.engine.budget.blocks import kind_of
+from vescale_fsdp.engine.budget.trials import Subject, divide
+from vescale_fsdp.engine.budget.twins import meta_twin
+from vescale_fsdp.engine.budget.units import divisions_to_try
+from vescale_fsdp.errors import PlanError
+
+from .budget_models import LM, WIDTH, Asking, Block, Caching, batch
+
+CPU = torch.device("cpu")
+
+
+def tried(
+    model: nn.Module, inputs: Any, policy: MixedPrecisionPolicy | None = None, **more: Any
+) -> Division:
+    subject = Subject(model, CPU, policy or MixedPrecisionPolicy(), Budget(inputs=inputs, **more))
+    return divide(subject, repeated_blocks(model))
+
+
+def on_meta(make: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = make()
+    return model
+
+
+@pytest.mark.parametrize("make", [LM, Asking])
+def test_nothing_changes(make: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    model = make().eval()
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    before = copy.deepcopy(model.state_dict())
+    tensors = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    hooks = [len(each._forward_hooks) for each in model.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    tried(model, batch())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()} == tensors
+    assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
+    assert all(param.grad is None for param in model.parameters())
+    assert [len(each._forward_hooks) for each in model.modules()] == hooks
+    assert not model.training
+    assert "forward" not in vars(model.blocks[0])
+
+
+@pytest.mark.parametrize("make", [LM, lambda: on_meta(LM), Asking])
+def test_units_times_and_activations(make: Any) -> None:
+    division = tried(make(), batch())
+    assert [(unit.title, unit.count) for unit in division.model.units] == [
+        ("root", 1),
+        ("blocks.0-3", 4),
+    ]
+    assert all(each.forward_s > 0 and each.backward_s > 0 for each in division.times)
+    peaks = {mode: trace.highest_bytes for mode, trace in division.traces.items()}
+    assert peaks["recompute"] < peaks["keep"]
+
+
+def test_a_trace_on_a_device_is_that_on_meta() -> None:
+    on_device, without = tried(Asking(), batch()), tried(LM(), batch())
+    # The comparison of labels has made a few bytes.
+    for mode, trace in without.traces.items():
+        assert abs(on_device.traces[mode].highest_bytes - trace.highest_bytes) < 1 << 10
+
+
+def test_without_inputs_there_are_only_parameters() -> None:
+    division = tried(LM(), None)
+    assert division.traces == {}
+    assert {each.forward_s for each in division.times} == {0.0}
+
+
+def test_a_forward_that_needs_values_has_to_be_on_a_device() -> None:
+    with pytest.raises(PlanError, match=r"Asking does not run on a copy without values.*make the"):
+        tried(on_meta(Asking), batch())
+
+
+def test_wrong_inputs_are_named() -> None:
+    with pytest.raises(PlanError, match=r"LM on cpu.*unexpected keyword argument 'tokens'"):
+        tried(LM(), {"tokens": batch()["ids"]})
+
+
+def test_a_cache_is_as_in_the_first_run() -> None:
+    division = tried(Caching(), torch.randn(1, WIDTH))
+    assert division.times[1].forward_s > 0
+
+
+def test_frozen_blocks_have_no_backward() -> None:
+    model = LM().requires_grad_(False)
+    model.blocks[3].requires_grad_(True)
+    division = tried(model, batch())
+    titles = [unit.title for unit in division.model.units]
+    assert titles == ["root", "blocks.0-2", "blocks.3"]
+    assert division.times[1].backward_s < 0.1 * division.times[2].backward_s
+
+
+def test_the_dtype_of_compute_counts() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    wide = tried(model, torch.randn(64, WIDTH)).traces["keep"].highest_bytes
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    narrow = tried(model, torch.randn(64, WIDTH), policy).traces["keep"].highest_bytes
+    assert narrow < 0.8 * wide
+
+
+def test_a_loss_of_the_user() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    seen = []
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.device.type)
+        return output.square().mean()
+
+    tried(model, torch.randn(2, WIDTH), loss=loss)
+    assert set(seen) == {"meta", "cpu"}
+
+
+def test_a_twin_shares_nothing_and_keeps_ties() -> None:
+    model = LM()
+    twin = meta_twin(model)
+    assert isinstance(twin, LM)
+    assert twin.head.weight is twin.embed.weight
+    assert twin.scale.is_meta
+    assert all(tensor.is_meta for tensor in twin.state_dict(keep_vars=True).values())
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = LM()
+    model.lines = (line for line in ())  # generators cannot be copied
+    with pytest.raises(ValueError, match=r"copy\.deepcopy of LM raised TypeError: cannot pickle"):
+        tried(model, batch())
+
+
+def test_kinds_of_blocks() -> None:
+    one, other = Block(), Block()
+    assert kind_of(one) == kind_of(other)
+    other.drop.p = 0.0
+    assert kind_of(one) != kind_of(other)
+    assert kind_of(one) != kind_of(Block(2 * WIDTH))
+
+
+def test_large_blocks_are_divided_too() -> None:
+    model = LM()
+    names = {id(child): name for name, child in model.named_modules()}
+    (usual,) = divisions_to_try(model, 1 << 30, 4)
+    assert [names[id(unit)] for unit in usual] == [f"blocks.{i}" for i in range(4)]
+    _, smaller = divisions_to_try(model, 1 << 16, 4)
+    assert [names[id(unit)] for unit in smaller[:3]] == [
+        "blocks.0.norm",
+        "blocks.0.up",
+        "blocks.0.down",
+    ]
