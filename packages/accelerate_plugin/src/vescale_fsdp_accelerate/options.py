@@ -62,7 +62,7 @@ class Options:
         granularity: the blocks that must not be split: ``rows:32``, ``elements:256``,
             ``tile:32x32``, ``whole``. None: those that the optimizer needs.
         sharding: which of parameters, gradients and optimizer states are sharded; a row of
-            `vescale_fsdp.engine.axes`. None: ``zero3``, and ``hsdp`` with replicas.
+            `vescale_fsdp.program.zero_table`. None: ``zero3``, and ``hsdp`` with replicas.
         accumulate: how gradients accumulate, as in ``vescale_fsdp.fully_shard``.
         replicas: groups that each hold the whole model; sharded within a group (HSDP).
         ep_size: expert parallelism: over how many processes the experts are spread. A multiple of

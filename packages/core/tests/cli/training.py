@@ -207,6 +207,7 @@ def measure(
     rows: int,
     num_replicas: int,
     options: dict[str, Any],
+    micro_batches: int = 1,
 ) -> dict[str, int]:
     """Train two steps with AdamW on this rank; what the second one took, in bytes."""
     ledger = Ledger()
@@ -214,8 +215,10 @@ def measure(
     names = ("replicate", "shard") if num_replicas > 1 else ("shard",)
     sizes = (num_replicas, num_ranks // num_replicas)[-len(names) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    if not options:
-        options = {"granularity": lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None}
+    if not {"gather_codec", "reduce_codec"} & options.keys():
+        options = options | {
+            "granularity": lambda _, p: Granularity.rows(rows) if p.dim() > 1 else None
+        }
     # "native": as where NCCL is the backend, whose gathers and reductions take no turns.
     is_native = os.environ["VESCALE_FSDP_REDUCE"] == "native"
     takes_turns = mock.patch.object(Window, "_alternates", return_value=False)
@@ -243,7 +246,9 @@ def measure(
             optimizer.zero_grad()
             assert ledger.now == 0, f"{ledger.now} bytes are left of the step before"
             ledger.peak = ledger.sent = 0
-            model(tokens).float().square().mean().backward()
+            for number in range(micro_batches):
+                model.set_requires_gradient_sync(number == micro_batches - 1)
+                model(tokens).float().square().mean().backward()
             gradients_bytes = storage_bytes([p.grad for p in parameters])
             optimizer.step()
         return {

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from vescale_fsdp.costs import BF16, FP32, Backend, timeline
-from vescale_fsdp.costs.timeline import GroupMemory, UnitMemory, run_step
+from vescale_fsdp.costs.timeline import run_step
+from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 from vescale_fsdp.dbuffer import transport
 
 NUM_SHARDS = 10
@@ -17,16 +18,16 @@ NUM_SHARDS = 10
 
 def unit(
     elements: int, *, root: bool = False, keeps: bool | None = None, trainable: bool = True
-) -> UnitMemory:
+) -> UnitCosts:
     """One group; with 10 shards, F = M = G = R = 20 x elements bytes and g = 4 x elements."""
-    group = GroupMemory(elements, NUM_SHARDS, (elements * NUM_SHARDS,), FP32, BF16, FP32, trainable)
+    group = GroupCosts(elements, NUM_SHARDS, (elements * NUM_SHARDS,), FP32, BF16, FP32, trainable)
     groups = (group,) if elements else ()
     name = "r" if root else "b"
-    return UnitMemory(name, groups, root, root if keeps is None else keeps)
+    return UnitCosts(name, groups, root, root if keeps is None else keeps)
 
 
-def peak(*units: UnitMemory, backend: Backend = "gloo", in_flight: int = 2) -> int:
-    return run_step(units, backend, in_flight=in_flight).peak.num_bytes
+def peak(*units: UnitCosts, backend: Backend = "gloo", in_flight: int = 2) -> int:
+    return run_step(units, How(backend, in_flight=in_flight)).peak.num_bytes
 
 
 def test_peak_of_many_blocks_is_two_gathered_and_three_times_the_gradients() -> None:
@@ -37,8 +38,8 @@ def test_peak_of_many_blocks_is_two_gathered_and_three_times_the_gradients() -> 
 
 
 def test_gathers_and_reductions_take_turns_in_a_block() -> None:
-    group = GroupMemory(1, NUM_SHARDS, (2, 3, 1, 4), FP32, BF16, FP32, trainable=True)
-    blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
+    group = GroupCosts(1, NUM_SHARDS, (2, 3, 1, 4), FP32, BF16, FP32, trainable=True)
+    blocks = [UnitCosts("b", (group,), is_root=False, keeps=False)] * 12
     # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for
     # each reduced gradient and the sum. Later there are two F and M, which is less. In the last
     # block, where nothing is left to gather, F, G, R and M; ten gradients have been reduced.
@@ -50,7 +51,7 @@ def test_gathers_and_reductions_take_turns_in_a_block() -> None:
 
 def test_peak_of_a_large_root_is_at_the_end() -> None:
     blocks = [unit(1)] * 4
-    step = run_step([unit(100, root=True), *blocks], "gloo")
+    step = run_step([unit(100, root=True), *blocks], How("gloo"))
     # G_r R_r and the root's sum; the four blocks have left their reduced gradients.
     assert step.peak.num_bytes == 2 * 2000 + 400 + 4 * 4
     assert step.peak.when == "the end of the backward"
@@ -64,8 +65,8 @@ def test_on_nccl_gradients_are_collected_in_the_reduce_dtype() -> None:
 
 
 def test_nccl_reduces_in_place_where_no_cast_is_needed() -> None:
-    group = GroupMemory(1, NUM_SHARDS, (NUM_SHARDS,), BF16, BF16, BF16, trainable=True)
-    blocks = [UnitMemory("b", (group,), is_root=False, keeps=False)] * 12
+    group = GroupCosts(1, NUM_SHARDS, (NUM_SHARDS,), BF16, BF16, BF16, trainable=True)
+    blocks = [UnitCosts("b", (group,), is_root=False, keeps=False)] * 12
     assert peak(unit(0, root=True), *blocks, backend="nccl") == 20 * 4 + 2 * 10
 
 
@@ -77,13 +78,13 @@ def test_one_in_flight_gathers_nothing_ahead_and_waits_for_each_reduction() -> N
 
 def test_without_training_there_are_two_gathered_blocks() -> None:
     blocks = [unit(1, trainable=False)] * 4
-    step = run_step([unit(3, root=True, trainable=False), *blocks], "gloo")
+    step = run_step([unit(3, root=True, trainable=False), *blocks], How("gloo"))
     assert step.peak.num_bytes == 20 * (3 + 2)
     assert step.backward_gathers == []
 
 
 def test_each_unit_is_gathered_once_in_forward_and_released_ones_again_in_backward() -> None:
-    step = run_step([unit(1, root=True), unit(1), unit(1, keeps=True), unit(1)], "gloo")
+    step = run_step([unit(1, root=True), unit(1), unit(1, keeps=True), unit(1)], How("gloo"))
     assert step.forward_gathers == [0, 1, 2, 3]
     assert step.backward_gathers == [3, 1]
 
@@ -92,28 +93,28 @@ def test_each_unit_is_gathered_once_in_forward_and_released_ones_again_in_backwa
 def test_with_more_in_flight_the_last_units_stay_for_the_backward(
     in_flight: int, again: list[int]
 ) -> None:
-    step = run_step([unit(1, root=True), *[unit(1)] * 3], "gloo", in_flight=in_flight)
+    step = run_step([unit(1, root=True), *[unit(1)] * 3], How("gloo", in_flight=in_flight))
     assert (step.forward_gathers, step.backward_gathers) == ([0, 1, 2, 3], again)
 
 
 def test_a_root_that_is_released_is_gathered_again() -> None:
-    step = run_step([unit(1, root=True, keeps=False), unit(1)], "gloo")
+    step = run_step([unit(1, root=True, keeps=False), unit(1)], How("gloo"))
     assert step.backward_gathers == [0, 1]
 
 
 def test_backward_ends_at_the_first_trained_block() -> None:
     frozen, trained = unit(1, trainable=False), unit(1)
     root = unit(1, root=True, trainable=False)
-    step = run_step([root, frozen, frozen, frozen, trained, trained], "gloo")
+    step = run_step([root, frozen, frozen, frozen, trained, trained], How("gloo"))
     assert step.backward_gathers == [5, 4]
 
 
 def test_parts_of_the_peak_sum_to_it() -> None:
-    found = run_step([unit(7, root=True), unit(2), unit(5)], "nccl").peak
+    found = run_step([unit(7, root=True), unit(2), unit(5)], How("nccl")).peak
     assert sum(found.parts.values()) == found.num_bytes
 
 
-def lines_run(units: list[UnitMemory]) -> int:
+def lines_run(units: list[UnitCosts]) -> int:
     """How many lines of Python a step of these units takes."""
     number = 0
 
@@ -125,7 +126,7 @@ def lines_run(units: list[UnitMemory]) -> int:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        run_step(units, "nccl")
+        run_step(units, How("nccl"))
     finally:
         sys.settrace(before)
     return number
@@ -141,14 +142,14 @@ def test_twice_the_units_are_twice_the_work(keeps: bool) -> None:
 
 
 def test_many_units_are_gathered_in_order() -> None:
-    step = run_step([unit(1, root=True), *[unit(1)] * 1000], "nccl")
+    step = run_step([unit(1, root=True), *[unit(1)] * 1000], How("nccl"))
     assert step.backward_gathers == list(range(1000, 0, -1))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_one_rank_needs_no_scratch(backend: Backend) -> None:
-    group = GroupMemory(10, 1, (10,), FP32, BF16, FP32, trainable=True)
-    root = UnitMemory("r", (group,), is_root=True, keeps=True)
+    group = GroupCosts(10, 1, (10,), FP32, BF16, FP32, trainable=True)
+    root = UnitCosts("r", (group,), is_root=True, keeps=True)
     # gloo: G and the sum. An accelerator collects in the dtype of the sum: M and that.
     assert peak(root, backend=backend) == 20 + 40
 
@@ -159,8 +160,8 @@ def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
 
 def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> None:
     # Frozen, of 100 elements of bf16 over 10 ranks that send 7 bytes each.
-    group = GroupMemory(10, NUM_SHARDS, (100,), FP32, BF16, FP32, False, gather_message=7)
-    block = UnitMemory("b", (group,), is_root=False, keeps=False)
-    step = run_step([unit(0, root=True), block], "gloo")
+    group = GroupCosts(10, NUM_SHARDS, (100,), FP32, BF16, FP32, False, gather_message=7)
+    block = UnitCosts("b", (group,), is_root=False, keeps=False)
+    step = run_step([unit(0, root=True), block], How("gloo"))
     assert step.peak.num_bytes == 200 + 70 + 7  # the last ones stay, to be sent again
     assert step.peak.parts == {timeline.GATHERED: 270, timeline.KEPT: 7}

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import check_gradients, clip_grad_norm_, fully_shard, unsharded
-from vescale_fsdp.engine.axes import ZERO_TABLE, row_of
+from vescale_fsdp.engine.axes import row_of
+from vescale_fsdp.program import ZERO_TABLE
 from vescale_fsdp.ragged import RaggedShard
 from vescale_fsdp.testing import run_ranks
 

@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, checkpoint, fully_shard
-from vescale_fsdp.engine.axes import ZERO_TABLE
 from vescale_fsdp.optim import Muon, muon
 from vescale_fsdp.optim.muon import Plan
+from vescale_fsdp.program import ZERO_TABLE
 from vescale_fsdp.testing import run_ranks
 
 from .preconditioning import Twins, assert_same, randn, random_cut, sharded

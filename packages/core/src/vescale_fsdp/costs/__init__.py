@@ -9,6 +9,7 @@
 Formulas and their errors: docs/design/costs.md.
 """
 
+from vescale_fsdp.costs.account import KINDS, Peak
 from vescale_fsdp.costs.estimate import Figures, Traffic, figures_of, figures_of_others
 from vescale_fsdp.costs.layouts import (
     ALIGNMENT_BYTES,
@@ -47,7 +48,6 @@ from vescale_fsdp.costs.problem import (
     Tuning,
 )
 from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
-from vescale_fsdp.costs.timeline import KINDS, Peak
 
 __all__ = [
     "ALIGNMENT_BYTES",

@@ -17,13 +17,16 @@ Seconds are bytes divided by bandwidth, without latency and without overlap with
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vescale_fsdp.costs.account import Peak
 from vescale_fsdp.costs.layouts import PlannedGroup
 from vescale_fsdp.costs.model import Group, Model, Tensor, Unit
 from vescale_fsdp.costs.settings import Settings
-from vescale_fsdp.costs.timeline import GroupMemory, Peak, Step, UnitMemory, run_step
+from vescale_fsdp.costs.timeline import Step, run_step
+from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
 _LEAST_CODED = 4096  # elements; states of smaller tensors are not encoded
@@ -93,16 +96,20 @@ def state_bytes(tensor: Tensor, group: Group, unit: Unit, optimizer: str, num_el
 
 def figures_of(model: Model, planned: Sequence[PlannedGroup], settings: Settings) -> Figures:
     """Return the figures of our layouts."""
-    by_rank = [0] * settings.num_shards
+    memory = [group_costs(each, settings) for each in planned]
+    return _figures(model, planned, settings, memory, states_of(planned, settings.optimizer))
+
+
+def states_of(planned: Sequence[PlannedGroup], optimizer: str) -> int:
+    """Return the bytes of optimizer states of the rank that has most of them."""
+    by_rank = Counter[int]()
     for each in planned:
         for index, tensor in enumerate(each.group.tensors):
             for rank, start, stop in each.layout.shard_ranges(index):
                 by_rank[rank] += each.unit.count * state_bytes(
-                    tensor, each.group, each.unit, settings.optimizer, stop - start
+                    tensor, each.group, each.unit, optimizer, stop - start
                 )
-    memory = [_group_memory(each, each.layout.shard_size, settings) for each in planned]
-    memory = [_with_codes(own, each) for own, each in zip(memory, planned, strict=True)]
-    return _figures(model, planned, settings, memory, max(by_rank))
+    return max(by_rank.values(), default=0)
 
 
 def figures_of_others(
@@ -124,7 +131,7 @@ def figures_of_others(
         )
         share = whole * shard_elements(each) / max(each.group.numel, 1)
         optimizer_bytes += each.unit.count * round(share)
-    memory = [_group_memory(each, shard_elements(each), settings) for each in planned]
+    memory = [_plain_costs(each, shard_elements(each), settings) for each in planned]
     return _figures(model, planned, settings, memory, optimizer_bytes)
 
 
@@ -132,14 +139,14 @@ def _figures(
     model: Model,
     planned: Sequence[PlannedGroup],
     settings: Settings,
-    memory: Sequence[GroupMemory],
+    memory: Sequence[GroupCosts],
     optimizer_bytes: int,
 ) -> Figures:
-    by_unit: dict[int, list[GroupMemory]] = {}
+    by_unit: dict[int, list[GroupCosts]] = {}
     for each, own in zip(planned, memory, strict=True):
         by_unit.setdefault(id(each.unit), []).append(own)
     kinds = [
-        UnitMemory(
+        UnitCosts(
             unit.title, tuple(by_unit.get(id(unit), ())), unit.is_root, _keeps(unit, settings)
         )
         for unit in model.units
@@ -147,14 +154,8 @@ def _figures(
     units = [kinds[index] for index in model.order]
     groups = [group for unit in units for group in unit.groups]
     num_elements = sum(group.shard_elements for group in groups)
-    padding = num_elements * settings.num_shards - model.num_parameters
-    step = run_step(
-        units,
-        settings.backend,
-        num_replicas=settings.num_replicas,
-        in_flight=settings.in_flight,
-        trace=model.trace,
-    )
+    padding = num_elements * settings.num_resting_shards - model.num_parameters
+    step = run_step(units, how_of(settings), model.trace)
     traffic = _traffic(units, step, settings)
     return Figures(
         shard_elements=num_elements,
@@ -169,14 +170,28 @@ def _figures(
     )
 
 
+def how_of(settings: Settings) -> How:
+    """Return the settings that a simulated step depends on."""
+    return How(
+        settings.backend,
+        settings.row,
+        settings.num_summed,
+        settings.in_flight,
+        settings.micro_batches,
+        settings.offload,
+    )
+
+
 def _keeps(unit: Unit, settings: Settings) -> bool:
     """Whether the unit stays unsharded from forward to backward."""
+    if not settings.row.cuts_parameters:
+        return True
     return unit.is_root if settings.reshard is None else not settings.reshard
 
 
-def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -> GroupMemory:
+def _plain_costs(each: PlannedGroup, shard_elements: int, settings: Settings) -> GroupCosts:
     dtype = each.group.dtype
-    return GroupMemory(
+    return GroupCosts(
         shard_elements=shard_elements,
         num_shards=settings.num_shards,
         tensors=tuple(tensor.numel for tensor in each.group.tensors),
@@ -184,37 +199,53 @@ def _group_memory(each: PlannedGroup, shard_elements: int, settings: Settings) -
         compute_dtype=settings.compute_dtype if dtype.floating else dtype,
         reduce_dtype=settings.reduce_dtype if dtype.floating else dtype,
         trainable=each.group.trainable,
+        num_outer=settings.num_outer,
     )
 
 
-def _with_codes(memory: GroupMemory, each: PlannedGroup) -> GroupMemory:
-    """Return the same group with the sizes of its 8-bit messages. One rank sends no gradients."""
-    reduces = each.group.trainable and memory.num_shards > 1
+def group_costs(each: PlannedGroup, settings: Settings) -> GroupCosts:
+    """Return the sizes of a group, with those of its 8-bit messages. One rank sends no gradients.
+
+    With shards over the replicas too, an inner shard has as many messages as there are replicas.
+    """
+    costs = _plain_costs(each, each.layout.shard_size, settings)
+    gather = each.message_bytes(costs.compute_dtype, reduces=False)
+    reduces = each.group.trainable and costs.num_shards > 1
+    reduce = each.message_bytes(costs.reduce_dtype, reduces=True) if reduces else None
     return dataclasses.replace(
-        memory,
-        gather_message=each.message_bytes(memory.compute_dtype, reduces=False),
-        reduce_message=(each.message_bytes(memory.reduce_dtype, reduces=True) if reduces else None),
+        costs,
+        gather_message=None if gather is None else gather * settings.num_outer,
+        reduce_message=None if reduce is None else reduce * settings.num_outer,
     )
 
 
-def _traffic(units: Sequence[UnitMemory], step: Step, settings: Settings) -> Traffic:
-    others, replicas = settings.num_shards - 1, settings.num_replicas
+def _traffic(units: Sequence[UnitCosts], step: Step, settings: Settings) -> Traffic:
+    others, replicas = settings.num_shards - 1, settings.num_summed
     trained = [group for unit in units for group in unit.groups if group.trainable]
 
     def gathers(which: Sequence[int]) -> int:
         groups = (group for index in which for group in units[index].groups)
         return others * sum(group.gathered_message for group in groups)
 
-    def sent(group: GroupMemory) -> int:
+    def sent(group: GroupCosts) -> int:
         if group.reduce_message is not None:
             return others * group.reduce_message
-        dtype = group.compute_dtype if settings.backend == "gloo" else group.reduce_dtype
-        return others * group.shard_elements * dtype.itemsize
+        is_narrow = settings.backend == "gloo" and not is_summed
+        dtype = group.compute_dtype if is_narrow else group.reduce_dtype
+        return others * group.inner_elements * dtype.itemsize
 
-    sums = sum(group.shard_elements * group.reduce_dtype.itemsize for group in trained)
+    def replicated(group: GroupCosts) -> int:
+        sums = group.inner_elements * group.reduce_dtype.itemsize
+        if settings.num_outer == 1:
+            return reductions * (2 * (replicas - 1) * sums // replicas)
+        weights = group.shard_elements * group.compute_dtype.itemsize
+        return (replicas - 1) * (reductions * sums // replicas + weights)
+
+    reductions = settings.micro_batches if settings.row.cuts_gradients else 1
+    is_summed = settings.micro_batches > 1 and not settings.row.cuts_gradients
     return Traffic(
         gather_forward_bytes=gathers(step.forward_gathers),
         gather_backward_bytes=gathers(step.backward_gathers),
-        reduce_bytes=sum(sent(group) for group in trained),
-        replicate_bytes=2 * (replicas - 1) * sums // replicas,
+        reduce_bytes=reductions * sum(sent(group) for group in trained),
+        replicate_bytes=sum(replicated(group) for group in trained),
     )

@@ -10,6 +10,7 @@ from vescale_fsdp.costs.machine import Backend
 from vescale_fsdp.costs.model import BF16, FP32, Dtype, Group, Tensor
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner import TensorSpec
+from vescale_fsdp.program import ZERO_TABLE, Row
 
 if TYPE_CHECKING:
     from vescale_fsdp.dbuffer import Coding
@@ -98,8 +99,31 @@ class Settings:
     order: str = "auto"
     in_flight: int = 2
     codes: Codes = AS_THEY_ARE
+    sharding: str | None = None  # None: "zero3", or "hsdp" with replicas
+    micro_batches: int = 1
+    offload: bool = False  # shards, gradients and optimizer states are in the host's memory
+
+    @property
+    def row(self) -> Row:
+        """The row of the table of ZeRO's stages."""
+        return ZERO_TABLE[self.sharding or ("hsdp" if self.num_replicas > 1 else "zero3")]
+
+    @property
+    def num_summed(self) -> int:
+        """Number of ranks that have the same shard, and sum its gradients."""
+        return self.num_replicas if self.row.cuts_states else self.num_ranks
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that one copy of the model is sharded over."""
-        return self.num_ranks // self.num_replicas
+        """Number of ranks of an all-gather."""
+        return self.num_ranks // self.num_summed
+
+    @property
+    def num_outer(self) -> int:
+        """Number of replicas that optimizer states are sharded over too."""
+        return self.num_replicas if self.row.cuts_states_outside else 1
+
+    @property
+    def num_resting_shards(self) -> int:
+        """Number of ranks that one copy of the model is sharded over between steps."""
+        return self.num_shards * self.num_outer

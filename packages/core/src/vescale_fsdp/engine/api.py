@@ -93,7 +93,7 @@ def fully_shard(
         dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. ``mesh`` then has all axes of the job, and
             the parameters are DTensors on it. This argument names the axes to shard over and those
             to replicate over. Without axes to shard over, the parameters are not sharded (DDP).
-        sharding: a row of the table of ZeRO's stages (`vescale_fsdp.engine.axes`): "ddp",
+        sharding: a row of the table of ZeRO's stages (`vescale_fsdp.program.zero_table`): "ddp",
             "zero1", "zero2", "zero3" on one axis; "hsdp", "hsdp_zero1" on two. None is "zero3" on
             one axis and "hsdp" on two. The first three do not reshard after forward.
         accumulate: how a backward accumulates gradients while synchronization is off

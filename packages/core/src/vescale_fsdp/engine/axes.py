@@ -9,41 +9,16 @@ shards, and the outer one has replicas of the same shards. Four ranks as 2 x 2::
 
 The communicators of the axes are made once, and shared by all models on the mesh.
 
-``sharding`` says what is sharded over which axis, and when:
-
-========== ============================ ============================ ============================
-sharding   parameters, from forward     gradients, between micro-    optimizer states, and the
-           to backward                  batches                      parameters between steps
-========== ============================ ============================ ============================
-ddp        replicated                   local sums                   replicated
-zero1      replicated                   local sums                   sharded
-zero2      replicated                   sharded                      sharded
-zero3      sharded                      local sums *                 sharded
-hsdp       sharded over the inner axis  local sums *                 sharded over the inner axis
-hsdp_zero1 sharded over the inner axis  local sums *                 sharded over both axes
-========== ============================ ============================ ============================
-
-Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
-one shards. Micro-batches are those before the last of a step: backwards for which the user has
-switched synchronization off. After the last one gradients are sharded as the optimizer states are.
-
+What is sharded over which axis, and when, is a row of `vescale_fsdp.program.zero_table`.
 Without ``sharding`` it is zero3 on one axis, and hsdp on two, as in FSDP2.
-
-(*) With ``accumulate="sharded"`` gradients between micro-batches are sharded over the axis that
-shards, and local sums over the other.
-
-Source: ZeRO, arXiv 1910.02054, section 5; hsdp_zero1 is what Megatron calls a distributed optimizer
-over the outer axis.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import cached_property
-from types import MappingProxyType
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat
 from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
+from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
 
 
 @dataclass(frozen=True)
@@ -242,59 +218,6 @@ def comm_for(axes: Axes) -> Comm:
     return comm
 
 
-class _Kept(Enum):
-    CUT = auto()  # each rank holds its part
-    COPIED = auto()  # each rank holds the same
-    OWN_SUM = auto()  # each rank holds a term of the sum
-
-
-_CUT, _COPIED, _OWN_SUM = _Kept.CUT, _Kept.COPIED, _Kept.OWN_SUM
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table. A column has one entry per axis, the outer one first."""
-
-    parameters: tuple[_Kept, ...]
-    gradients: tuple[_Kept, ...]
-    optimizer: tuple[_Kept, ...]
-
-    @property
-    def num_axes(self) -> int:
-        return len(self.parameters)
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """Whether parameters are resharded between forward and backward."""
-        return self.parameters[-1] is _CUT
-
-    @property
-    def cuts_gradients(self) -> bool:
-        """Whether each backward reduces gradients, also those of micro-batches."""
-        return self.gradients[-1] is _CUT
-
-    @property
-    def cuts_states(self) -> bool:
-        """Whether optimizer states are sharded."""
-        return self.optimizer[-1] is _CUT
-
-    @property
-    def cuts_states_outside(self) -> bool:
-        """Whether optimizer states are sharded over the outer axis too."""
-        return self.num_axes == 2 and self.optimizer[0] is _CUT
-
-
-ZERO_TABLE: Mapping[str, Row] = MappingProxyType(
-    {
-        "ddp": Row((_COPIED,), (_OWN_SUM,), (_COPIED,)),
-        "zero1": Row((_COPIED,), (_OWN_SUM,), (_CUT,)),
-        "zero2": Row((_COPIED,), (_CUT,), (_CUT,)),
-        "zero3": Row((_CUT,), (_OWN_SUM,), (_CUT,)),
-        "hsdp": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_COPIED, _CUT)),
-        "hsdp_zero1": Row((_COPIED, _CUT), (_OWN_SUM, _OWN_SUM), (_CUT, _CUT)),
-    }
-)
-
 _DEFAULTS = {1: "zero3", 2: "hsdp"}  # by the number of axes: FSDP2's
 
 
@@ -342,4 +265,4 @@ def row_of(
             f"fully_shard: sharding={sharding!r} does not accumulate {accumulate} gradients; "
             + other.get(sharding, "nothing is sharded there")
         )
-    return replace(row, gradients=(*row.gradients[:-1], _CUT))
+    return replace(row, gradients=(*row.gradients[:-1], Kept.CUT))

@@ -18,11 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
-from vescale_fsdp.engine.axes import Row, comm_for
+from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program.residency import Lease, Residency
+from vescale_fsdp.program.zero_table import Row
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 

@@ -4,23 +4,31 @@
 message. `predict` makes the sequence before a first run. `record` holds what ranks exchange to
 correct it. `residency` tracks why a unit is unsharded, `window` limits prefetch, `reductions`
 orders the reductions. `walking` makes a rank follow a program, `passes` handles the events of a
-pass, and an `executor` carries out the decisions (docs/design/engine.md).
+pass, and an `executor` carries out the decisions (docs/design/engine.md). `zero_table` has what is
+sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
 from vescale_fsdp.program.window import policy_of
+from vescale_fsdp.program.zero_table import ZERO_TABLE, Row
 
 __all__ = [
+    "ZERO_TABLE",
+    "Bundles",
     "Executor",
     "Names",
+    "Parcel",
     "Passes",
+    "Program",
     "Record",
     "Reduction",
     "Residency",
+    "Row",
     "policy_of",
 ]

@@ -1,0 +1,165 @@
+"""What a simulated step is made of: units and groups with their sizes and times, and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from vescale_fsdp.costs.machine import Backend
+from vescale_fsdp.costs.model import Dtype
+from vescale_fsdp.program import ZERO_TABLE, Row
+
+
+@dataclass(frozen=True)
+class GroupSeconds:
+    """The time of one group.
+
+    Attributes:
+        latency_s, gather_s, reduce_s: of a collective among the ranks that shard: for each, and
+            what its bytes take.
+        wide_reduce_s: as ``reduce_s``, of sums of several micro-batches.
+        collective_s, gather_cpu_s, reduce_cpu_s: the same, of the processor.
+        cast_s: copying the own shard to where it is sent from; with streams in ``gather_s``.
+        decode_s: after an all-gather in 8 bits.
+        copy_s: of its gradients to the buffer that is sent.
+        sum_s: after a reduction.
+        replica_s, replica_gather_s: over the replicas, latency included.
+        host_s: of gradients to the host's memory.
+    """
+
+    latency_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    wide_reduce_s: float = 0.0
+    collective_s: float = 0.0
+    gather_cpu_s: float = 0.0
+    reduce_cpu_s: float = 0.0
+    cast_s: float = 0.0
+    decode_s: float = 0.0
+    copy_s: float = 0.0
+    sum_s: float = 0.0
+    replica_s: float = 0.0
+    replica_gather_s: float = 0.0
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupCosts:
+    """Sizes, dtypes and times of one group on one rank."""
+
+    shard_elements: int  # of what a rank has between steps
+    num_shards: int  # ranks of an all-gather
+    tensors: tuple[int, ...]  # elements of each tensor, in the order of definition
+    shard_dtype: Dtype
+    compute_dtype: Dtype
+    reduce_dtype: Dtype
+    trainable: bool
+    gather_message: int | None = None  # bytes that a rank sends in 8 bits; None: not encoded
+    reduce_message: int | None = None  # the same for gradients, to each rank
+    num_outer: int = 1  # replicas that optimizer states are sharded over too
+    seconds: GroupSeconds = GroupSeconds()
+
+    @property
+    def inner_elements(self) -> int:
+        """Elements that a rank contributes to an all-gather."""
+        return self.shard_elements * self.num_outer
+
+    @property
+    def gathered_message(self) -> int:
+        """Bytes that a rank contributes to an all-gather."""
+        if self.gather_message is not None:
+            return self.gather_message
+        return self.inner_elements * self.compute_dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Elements of its tensors, without padding."""
+        return sum(self.tensors)
+
+    @property
+    def full_elements(self) -> int:
+        """Elements of the unsharded parameters, with padding."""
+        return self.inner_elements * self.num_shards
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unsharded parameters."""
+        return self.full_elements * self.compute_dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the shard, and also of its gradient."""
+        return self.shard_elements * self.shard_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """One unit at its position in forward order.
+
+    Attributes:
+        keeps: it stays unsharded from forward to backward.
+        forward_s, backward_s, recompute_s: of compute.
+        engine_s: of the engine, in a forward and in a backward; with streams, what it is longer
+            than compute.
+    """
+
+    title: str
+    groups: tuple[GroupCosts, ...]
+    is_root: bool
+    keeps: bool
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    engine_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return any(group.trainable for group in self.groups)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each of its tensors."""
+        return [size for group in self.groups for size in group.tensors]
+
+    @cached_property
+    def gradients(self) -> list[tuple[int, int, int]]:
+        """Index of a group, number of elements, and of the largest, in the order of gradients.
+
+        Those of a group that come next to each other are one, but for the one at half of the unit:
+        between them nothing happens.
+        """
+        half, found = sum(self.sizes) / 2, [(0, 0, 0)]
+        seen = 0
+        for place, group in reversed([*enumerate(self.groups)]):
+            for elements in reversed(group.tensors) if group.trainable else ():
+                is_apart = found[-1][0] != place or seen >= half > seen - found[-1][1]
+                if is_apart:
+                    found.append((place, elements, elements))
+                else:
+                    found[-1] = (place, found[-1][1] + elements, max(found[-1][2], elements))
+                seen += elements
+        return [each for each in found if each[1]]
+
+
+@dataclass(frozen=True)
+class How:
+    """The settings of the engine that a step depends on.
+
+    Attributes:
+        backend: "gloo" reduces by all-to-all, "nccl" by reduce-scatter.
+        row: of the table of ZeRO's stages.
+        num_replicas: of HSDP, or of "ddp". Reduced gradients are summed over them.
+        in_flight: as in ``fully_shard``.
+        micro_batches: of a step. Two at most are simulated that do not synchronize.
+        offload: shards, gradients and states are in the host's memory.
+        small_bytes: without streams, neighbours of at most so much for each rank share messages.
+    """
+
+    backend: Backend
+    row: Row = ZERO_TABLE["zero3"]
+    num_replicas: int = 1
+    in_flight: int = 2
+    micro_batches: int = 1
+    offload: bool = False
+    small_bytes: int = 0
