@@ -37,6 +37,7 @@ from vescale_fsdp.costs.model import (
     kinds,
     make_model,
 )
+from vescale_fsdp.costs.predicting import Predictor, predict
 from vescale_fsdp.costs.problem import (
     BlockTimes,
     Candidate,
@@ -47,6 +48,7 @@ from vescale_fsdp.costs.problem import (
     Sharding,
     Tuning,
 )
+from vescale_fsdp.costs.search import candidates, tune
 from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "Peak",
     "PlannedGroup",
     "Prediction",
+    "Predictor",
     "Problem",
     "Settings",
     "Sharding",
@@ -84,6 +87,7 @@ __all__ = [
     "Traffic",
     "Tuning",
     "Unit",
+    "candidates",
     "figures_of",
     "figures_of_others",
     "fsdp2_shard_size",
@@ -92,4 +96,6 @@ __all__ = [
     "lay_out_model",
     "make_model",
     "megatron_shard_size",
+    "predict",
+    "tune",
 ]

@@ -156,7 +156,7 @@ def _figures(
     num_elements = sum(group.shard_elements for group in groups)
     padding = num_elements * settings.num_resting_shards - model.num_parameters
     step = run_step(units, how_of(settings), model.trace)
-    traffic = _traffic(units, step, settings)
+    traffic = traffic_of(units, step, settings)
     return Figures(
         shard_elements=num_elements,
         padding_elements=padding,
@@ -219,7 +219,8 @@ def group_costs(each: PlannedGroup, settings: Settings) -> GroupCosts:
     )
 
 
-def _traffic(units: Sequence[UnitCosts], step: Step, settings: Settings) -> Traffic:
+def traffic_of(units: Sequence[UnitCosts], step: Step, settings: Settings) -> Traffic:
+    """Return the bytes that a rank sends in a step."""
     others, replicas = settings.num_shards - 1, settings.num_summed
     trained = [group for unit in units for group in unit.groups if group.trainable]
 

@@ -131,7 +131,7 @@ class Model:
     name: str
     units: tuple[Unit, ...]  # the different units, in order of first appearance; the root first
     order: tuple[int, ...]  # indices into units, in the order in which forward runs them
-    names: tuple[str, ...] = ()  # of the module of each of these; of the root it is empty
+    modules: tuple[tuple[str, ...], ...] = ()  # names of those of each; none of the root
     trace: Trace | None = None  # of a step, with activations; None: not run
     module: Any = field(default=None, compare=False)  # on the meta device; None: of a shapes file
 
@@ -167,7 +167,8 @@ def make_model(
     ]
     index = {key: 1 + i for i, key in enumerate(names)}
     order = (0, *(index[key] for _, key in keyed))
-    return Model(name, tuple(units), order, ("", *(unit_name for unit_name, _ in keyed)))
+    modules = ((), *((unit_name,) for unit_name, _ in keyed))
+    return Model(name, tuple(units), order, modules)
 
 
 def joined(names: Sequence[str]) -> str:

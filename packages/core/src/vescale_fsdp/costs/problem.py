@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vescale_fsdp.costs.estimate import Traffic
 from vescale_fsdp.costs.layouts import BlockOf
 from vescale_fsdp.costs.machine import Machine
 from vescale_fsdp.costs.model import BF16, FP32, Dtype, Model, Tensor, Trace
@@ -122,7 +123,7 @@ class Prediction:
         memory: its parts at that moment, by kind. They sum to ``peak_bytes``.
         when: that moment, such as "the backward of blocks.0-11".
         host_bytes: in the host's memory.
-        sent_bytes: by a rank in a step.
+        traffic: bytes that a rank sends in a step.
         why: it was not chosen, in a few words; empty for the one that was.
     """
 
@@ -133,7 +134,7 @@ class Prediction:
     memory: Mapping[str, int]
     when: str
     host_bytes: int
-    sent_bytes: int
+    traffic: Traffic
     why: str = ""
 
     def fits(self, budget_bytes: int) -> bool:
