@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_fsdp.costs import Link
+from vescale_fsdp.costs import Link, Machine
 from vescale_fsdp.costs.timing import UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
@@ -79,21 +79,23 @@ def test_large_counts_what_a_token_uses() -> None:
     assert _used(TensorSpec("mlp.shared_experts.up_proj.weight", (8, 4), 1), 1 / 32) == 32
     layer = {"name": "layer", "count": 3, "tensors": [["w", [1000, 1000]]]}
     root = {"name": "root", "count": 1, "tensors": [["head", [1000, 1000]]]}
-    assumed = Assumptions(
-        1e9, 0.0, "tree", tflops=1.0, mfu=0.5, memory_gbytes_per_s=1e9, tokens=100
-    )
+    fast = Link(1e18)
+    machine = Machine("fast", "nccl", 1, 8, fast, fast, 1e18, 1e18, flops_per_s=0.5e12)
+    assumed = Assumptions(machine, 0.5, tokens=100)
     step = predict([read_layers(layer, 1.0)], read_layers(root, 1.0), 8, "vescale", assumed)
     # 6 operations, 4 million parameters, 100 tokens at half of 1e12 a second.
     assert step.step_s == pytest.approx(6 * 4e6 * 100 / 0.5e12, rel=1e-3)
 
 
 def test_replicas_add_an_all_reduce_of_the_shard() -> None:
-    from benchmarks.cost_model.bytes_by_plan import UnitBytes
-    from benchmarks.cost_model.large import with_replicas
+    from benchmarks.cost_model.large import Assumptions
 
-    sent = UnitBytes(gather=350, reduce=700, copied_out=0, copied_in=400)  # 8 shards of 100 bytes
-    assert with_replicas(sent, 8, 1) == sent
-    assert with_replicas(sent, 8, 4) == UnitBytes(350, 700 + 150, 0, 400)
+    # 4 nodes of 8, each with a replica: inside 80 bytes a second, 10 on a GPU's own card.
+    machine = Machine("nodes", "nccl", 1, 8, Link(80.0), Link(10.0), 1.0, 1.0)
+    assumed = Assumptions(machine, 1.0, tokens=1)
+    assert assumed.replica_bytes(100, 8, 1) == 0
+    # 2 * 3 / 4 of the shard take 15 s, in which a ring of a node sends 1,200 bytes.
+    assert assumed.replica_bytes(100, 8, 4) == 1200
 
 
 def test_padding_without_a_planner() -> None:

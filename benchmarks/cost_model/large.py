@@ -6,23 +6,22 @@ A file has a model's groups in the form of `vescale-fsdp plan`: the tensors of o
 number of such layers. The group named root is gathered once. The assumptions, which are stored with
 the figures, are:
 
-* each GPU sends ``--gbytes-per-s`` over the network, also if all do, over any distance
-* a collective has a latency: ``--hop-us`` for each of the m - 1 hops of a ring, or for each of
-  the log2(m) steps of a tree (``--latency tree``)
-* compute runs at ``--mfu`` of ``--tflops``; 6 operations for each parameter that a token uses,
-  attention's products and recomputation are not counted; each token uses the model's share of the
-  experts
-* copies read and write at ``--memory-gbytes-per-s``, without overlap with computation; our engine
-  copies gradients once, FSDP2 also copies parameters from each all-gather, with padding
-* weights are sent in bf16, gradients in fp32; overlap is that of
-  `vescale_fsdp.costs.timing`; the optimizer, the host
-  and stragglers take no time
+* rates are published ones times the shares that `vescale_fsdp.costs.hardware` explains: network and
+  NVLink, memory, and operations. A collective of several nodes uses all cards of a node, at most
+  with the rate of NVLink; an all-reduce of replicas has one card for each GPU. The latency is that
+  of a ring
+* compute: 6 operations for each parameter that a token uses; attention's products and recomputation
+  are not counted; each token uses the model's share of the experts
+* copies are not overlapped with computation; our engine copies gradients once, FSDP2 also copies
+  parameters from each all-gather, with padding
+* weights are sent in bf16, gradients in fp32; overlap is that of `vescale_fsdp.costs.timing`; the
+  optimizer, the host and stragglers take no time
 * everything is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the
   reduced shards between replicas; whether it fits in memory is not checked
 * FSDP2 shards dimension 0, as by default. Other dimensions must divide evenly, which those of
   GPT-OSS's experts do not from 256 shards on; its 128 experts fit 128 shards
 
-`check` measures the error of the same model on a small scale. None of the rates here is measured.
+`check` measures the error of the same model on a small scale. None of the rates is measured here.
 ``hidden from`` is the number of tokens per GPU and step from which compute takes longer than the
 network, if memory holds their activations.
 """
@@ -31,22 +30,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost_model.bytes_by_plan import UnitBytes, of_fsdp2, of_ours
+from benchmarks.cost_model.bytes_by_plan import of_fsdp2, of_ours
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import Link
+from vescale_fsdp.costs import Link, Machine
+from vescale_fsdp.costs.hardware import (
+    COMPUTE_SHARE,
+    HARDWARE,
+    MEMORY_SHARE,
+    NETWORK_SHARE,
+    published,
+)
 from vescale_fsdp.costs.timing import Step, UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
-__all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "with_replicas"]
+__all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "read_model"]
 
 FILE = ROOT / "benchmarks" / "results" / "cost_model" / "large.json"
 ENGINES = {"vescale": of_ours, "fsdp2": of_fsdp2}
@@ -57,32 +62,38 @@ PARAM_BYTES, REDUCE_BYTES = 2, 4
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The assumptions; the module's docstring explains them."""
+    """The assumptions; the module's docstring explains them.
 
-    gbytes_per_s: float
-    hop_us: float
-    latency: str
-    tflops: float
-    mfu: float
-    memory_gbytes_per_s: float
+    Attributes:
+        machine: what a GPU and its networks reach.
+        share: of the published operations that ``machine`` reaches.
+        tokens: of a GPU in a step.
+    """
+
+    machine: Machine
+    share: float
     tokens: int
 
-    def latency_s(self, num_ranks: int) -> float:
-        """Return the latency of an all-gather or reduce-scatter over ``num_ranks`` GPUs."""
-        hops = num_ranks - 1 if self.latency == "ring" else math.ceil(math.log2(num_ranks))
-        return 1e-6 * self.hop_us * hops
-
     def link(self, num_ranks: int) -> Link:
-        """Return the network of ``num_ranks`` GPUs."""
-        return Link(1e9 * self.gbytes_per_s, self.latency_s(num_ranks))
+        """Return the network of ``num_ranks`` GPUs, with the latency of a collective among them."""
+        link = self.machine.link(num_ranks)
+        return Link(link.bytes_per_s, link.latency_s + link.hop_s * (num_ranks - 1))
+
+    def replica_bytes(self, shard_bytes: float, num_shards: int, num_replicas: int) -> float:
+        """Return an all-reduce of a shard over replicas, as bytes of the network of shards."""
+        if num_replicas == 1:
+            return 0.0
+        sent = 2 * (num_replicas - 1) * shard_bytes / num_replicas
+        seconds = self.machine.link(num_replicas, num_shards).seconds(sent, num_replicas)
+        return seconds * self.link(num_shards).bytes_per_s
 
     def forward_s(self, num_used: float) -> float:
         """Return the seconds of forward for parameters that each token uses."""
-        return 2 * num_used * self.tokens / (1e12 * self.tflops * self.mfu)
+        return 2 * num_used * self.tokens / self.machine.flops_per_s
 
     def copy_s(self, written: int, read_bytes: int) -> float:
         """Return the seconds of a copy, which memory limits."""
-        return (written + read_bytes) / (1e9 * self.memory_gbytes_per_s)
+        return (written + read_bytes) / self.machine.copy_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -127,37 +138,23 @@ def predict(
     """Compute one step on ``num_ranks`` GPUs, sharded over all or over ``num_shards`` of them."""
     num_shards = num_shards or num_ranks
     num_replicas = num_ranks // num_shards
-    sized = [(k, _bytes(k, num_shards, num_replicas, engine)) for k in (root, *layers)]
-    # An all-reduce is a reduction and a gather: its latency, as the bytes that would take as long.
-    again = 2 * 1e9 * assumed.gbytes_per_s * assumed.latency_s(num_replicas)
-    costs = [_cost(kind, sent, again, assumed) for kind, sent in sized]
-    units = [
-        cost
-        for (kind, _), cost in zip(sized[1:], costs[1:], strict=True)
-        for _ in range(kind.count)
-    ]
+    costs = [_cost(kind, num_shards, num_replicas, engine, assumed) for kind in (root, *layers)]
+    units = [cost for kind, cost in zip(layers, costs[1:], strict=True) for _ in range(kind.count)]
     return run_step(costs[0], units, assumed.link(num_shards))
 
 
-def _bytes(kind: Layers, num_shards: int, num_replicas: int, engine: str) -> UnitBytes:
+def _cost(
+    kind: Layers, num_shards: int, num_replicas: int, engine: str, assumed: Assumptions
+) -> UnitCost:
     bytes_of = ENGINES[engine]
     sent = bytes_of(kind.specs, num_shards, param_bytes=PARAM_BYTES, reduce_bytes=REDUCE_BYTES)
-    return with_replicas(sent, num_shards, num_replicas)
-
-
-def with_replicas(sent: UnitBytes, num_shards: int, num_replicas: int) -> UnitBytes:
-    """Return the same with a ring all-reduce of the reduced shard over the replicas."""
-    shard = sent.reduce // (num_shards - 1)
-    return replace(sent, reduce=sent.reduce + 2 * (num_replicas - 1) * shard // num_replicas)
-
-
-def _cost(kind: Layers, sent: UnitBytes, again: float, assumed: Assumptions) -> UnitCost:
+    shard_bytes = sent.reduce / (num_shards - 1)
     forward_s = assumed.forward_s(kind.num_used)
     return UnitCost(
         forward_s,
         2 * forward_s,
         sent.gather,
-        sent.reduce + again,
+        sent.reduce + assumed.replica_bytes(shard_bytes, num_shards, num_replicas),
         assumed.copy_s(sent.copied_out, sent.copied_out),
         assumed.copy_s(sent.copied_in, sent.copied_in * PARAM_BYTES // REDUCE_BYTES),
     )
@@ -174,7 +171,7 @@ def entries(
             continue
         for engine in ENGINES:
             step = predict(layers, root, num_ranks, engine, assumed, num_shards)
-            useful_s = 3 * assumed.forward_s(num_used) * assumed.mfu
+            useful_s = 3 * assumed.forward_s(num_used) * assumed.share
             yield {
                 "model": name,
                 "ranks": num_ranks,
@@ -234,17 +231,13 @@ def main() -> int:
         default=[0, 128],
         help="GPUs that one replica is sharded over; 0: all",
     )
-    parser.add_argument("--gbytes-per-s", type=float, default=50.0, help="network rate of a GPU")
-    parser.add_argument("--hop-us", type=float, default=2.0)
-    parser.add_argument("--latency", choices=["ring", "tree"], default="ring")
-    parser.add_argument("--tflops", type=float, default=989.0, help="peak of a GPU in dense bf16")
-    parser.add_argument("--mfu", type=float, default=0.5, help="utilization while computing")
-    parser.add_argument("--memory-gbytes-per-s", type=float, default=2500.0)
+    parser.add_argument("--hardware", default="h100", choices=HARDWARE)
+    parser.add_argument("--share", type=float, default=COMPUTE_SHARE, help="of its operations")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU and step")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args()
-    given = vars(args)
-    assumed = Assumptions(**{key: given[key] for key in Assumptions.__dataclass_fields__})
+    machine = published(args.hardware).machine(compute_share=args.share)
+    assumed = Assumptions(machine, args.share, args.tokens)
     figures = {}
     for path, num_shards in product(args.shapes, args.shards):
         for each in entries(path, args.ranks, num_shards, assumed):
@@ -252,10 +245,15 @@ def main() -> int:
     # Only names of files are stored, not their paths on this machine.
     told = circumstances() | {"command": _command(args.shapes)}
     kept = {"circumstances": told, "kind": "computed, not measured"}
-    write(args.out, kept | {"assumptions": asdict(assumed), "figures": figures})
+    told_of = {"hardware": args.hardware, "share of its operations": args.share}
+    told_of |= {
+        "shares of network and memory": [NETWORK_SHARE, MEMORY_SHARE],
+        "tokens": args.tokens,
+    }
+    write(args.out, kept | {"assumptions": told_of, "figures": figures})
     head, rows = lines(args.out)
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    print("computed, not measured; assumed:", asdict(assumed))
+    print("computed, not measured; assumed:", told_of)
     for row in (head, *rows):
         print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
     return 0

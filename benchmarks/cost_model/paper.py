@@ -42,10 +42,10 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost_model.large import Layers, read_model
+from benchmarks.cost_model.large import Assumptions, Layers, read_model
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import Link, Machine, fsdp2_shard_size, megatron_shard_size
+from vescale_fsdp.costs import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.costs.hardware import COMPUTE_SHARE, MEMORY_SHARE, NETWORK_SHARE, published
 from vescale_fsdp.costs.timing import UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -139,18 +139,16 @@ def step_of(
     layers: Sequence[Layers], root: Layers, system: str, shards: int, replicas: int, tokens: int
 ) -> dict[str, Any]:
     """Compute one step of a system."""
-    machine = published(HARDWARE).machine()
-    link = machine.link(shards)
-    whole = Link(link.bytes_per_s, link.seconds(1, shards))  # with the latency of this many ranks
+    assumed = Assumptions(published(HARDWARE).machine(), COMPUTE_SHARE, tokens)
     handle = SYSTEMS[system]
     kinds = [(kind, handle(kind.specs, shards)) for kind in (root, *layers)]
-    costs = [_cost(kind, each, machine, whole, shards, replicas, tokens) for kind, each in kinds]
+    costs = [_cost(kind, each, assumed, shards, replicas) for kind, each in kinds]
     units = [
         cost
         for (kind, _), cost in zip(kinds[1:], costs[1:], strict=True)
         for _ in range(kind.count)
     ]
-    step = run_step(costs[0], units, whole)
+    step = run_step(costs[0], units, assumed.link(shards))
     stored = sum(kind.count * each.shard * shards for kind, each in kinds)
     real = sum(kind.count * _numel(kind.specs) for kind, _ in kinds)
     collectives = sum(
@@ -169,30 +167,20 @@ def step_of(
 
 
 def _cost(
-    kind: Layers,
-    each: Handling,
-    machine: Machine,
-    link: Link,
-    shards: int,
-    replicas: int,
-    tokens: int,
+    kind: Layers, each: Handling, assumed: Assumptions, shards: int, replicas: int
 ) -> UnitCost:
-    forward_s = 2 * kind.num_used * tokens / machine.flops_per_s
+    forward_s, link = assumed.forward_s(kind.num_used), assumed.link(shards)
     sent = (shards - 1) * each.shard
     # More collectives of the same bytes, as bytes that take as long as their latencies.
     again = link.latency_s * link.bytes_per_s
-    reduced = sent * REDUCE_BYTES + (each.reductions - 1) * again
-    if replicas > 1:  # an all-reduce of the reduced shard, over each GPU's own card
-        outer = machine.link(replicas, stride=shards)
-        between = 2 * (replicas - 1) * each.shard * REDUCE_BYTES / replicas
-        reduced += outer.seconds(between, replicas) * link.bytes_per_s
+    between = assumed.replica_bytes(each.shard * REDUCE_BYTES, shards, replicas)
     return UnitCost(
         forward_s,
         3 * forward_s,  # with recomputation
         sent * PARAM_BYTES + (each.gathers - 1) * again,
-        reduced,
-        each.copied_out / machine.copy_bytes_per_s,
-        each.copied_in / machine.copy_bytes_per_s,
+        sent * REDUCE_BYTES + (each.reductions - 1) * again + between,
+        assumed.copy_s(each.copied_out, 0),
+        assumed.copy_s(each.copied_in, 0),
     )
 
 

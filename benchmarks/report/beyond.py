@@ -94,10 +94,11 @@ def _parts() -> Iterator[Part]:
         [check.lines()],
     )
     assumed = read(large.FILE)
+    told = ", ".join(f"{what}: {each}" for what, each in assumed.get("assumptions", {}).items())
     yield Part(
         "Computed, not measured: 64 to 10,240 GPUs",
         "These are step times of the same model. `benchmarks/cost_model/large.py` lists its "
-        f"assumptions; here they are {assumed.get('assumptions')}. FSDP2 shards dimension 0, its "
+        f"assumptions. Here they are: {told}. FSDP2 shards dimension 0, its "
         "default, and pads experts if there are more shards than experts. With replicas there "
         "are fewer shards and no such padding, so the table has two numbers of shards.",
         [assumed],
