@@ -10,6 +10,8 @@ Formulas and their errors: docs/design/costs.md.
 """
 
 from vescale_fsdp.costs.account import KINDS, Peak
+from vescale_fsdp.costs.choice_file import Choice, choice_of, read_choice, write_choice
+from vescale_fsdp.costs.divisions import grouped
 from vescale_fsdp.costs.estimate import Figures, Traffic, figures_of, figures_of_others
 from vescale_fsdp.costs.layouts import (
     ALIGNMENT_BYTES,
@@ -50,6 +52,7 @@ from vescale_fsdp.costs.problem import (
 )
 from vescale_fsdp.costs.search import candidates, tune
 from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
+from vescale_fsdp.costs.words import described
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -62,6 +65,7 @@ __all__ = [
     "BlockOf",
     "BlockTimes",
     "Candidate",
+    "Choice",
     "Code",
     "Codes",
     "Division",
@@ -88,14 +92,19 @@ __all__ = [
     "Tuning",
     "Unit",
     "candidates",
+    "choice_of",
+    "described",
     "figures_of",
     "figures_of_others",
     "fsdp2_shard_size",
+    "grouped",
     "joined",
     "kinds",
     "lay_out_model",
     "make_model",
     "megatron_shard_size",
     "predict",
+    "read_choice",
     "tune",
+    "write_choice",
 ]

@@ -74,3 +74,11 @@ def gib(num_bytes: float) -> str:
             value = num_bytes / scale
             return f"{value:,.{1 if value < 100 else 0}f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: "1.24 s", "31.2 ms", "8.0 us"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
