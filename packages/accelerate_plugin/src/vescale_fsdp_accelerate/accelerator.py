@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
+from vescale_fsdp_accelerate.budgets import budget_for
 from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import (
@@ -84,7 +86,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(*args, fsdp_plugin=plugin, **kwargs)
         self._become_fsdp(plugin)
         self._models = _Models()
-        self._waiting: list[Optimizer] = []  # passed to `prepare` with the models being sharded
+        # Passed to `prepare` with the models being sharded.
+        self._waiting: list[Optimizer] = []
+        self._loaders: list[DataLoader[Any]] = []
         self._switch = Switch()
         check_sizes(self.parallelism_config, self.state.fsdp_plugin, dist.get_world_size())
         self._sharder = Sharder(self.state.fsdp_plugin, self.device, *self._given_meshes())
@@ -170,12 +174,13 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                 "objects"
             )
         self._waiting = [each for each in args if isinstance(each, Optimizer)]
+        self._loaders = [each for each in args if isinstance(each, DataLoader)]
         try:
             models = {
                 id(each): self.prepare_model(each) for each in args if isinstance(each, nn.Module)
             }
         finally:
-            self._waiting = []
+            self._waiting, self._loaders = [], []
         result = []
         for each, placement in zip(args, placements, strict=True):
             if isinstance(each, nn.Module):
@@ -217,7 +222,14 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.fsdp_plugin
         by_name = granularity_for(plugin.optimizer, plugin.optimizer_args or {})
         needs += [] if by_name is None else [by_name]
-        for _ in self._sharder.shard(model, needs):
+        budget = budget_for(
+            plugin.budget,
+            model,
+            [*self._loaders, *self._dataloaders],
+            self.num_processes if self.split_batches else 1,
+            self.gradient_accumulation_steps,
+        )
+        for _ in self._sharder.shard(model, needs, budget):
             self._switch.record(model, last)
             self._switch.move(optimizers)
         model._is_accelerate_prepared = True  # type: ignore[assignment]

@@ -45,6 +45,17 @@ _HELP = (
     "vescale-fsdp-accelerate and unset TORCH_DEVICE_BACKEND_AUTOLOAD, or launch with -m "
     "vescale_fsdp_accelerate.run train.py"
 )
+# What a budget chooses, or cannot have beside it.
+_CHOSEN_BY_BUDGET = (
+    "sharding",
+    "accumulate",
+    "ep_size",
+    "in_flight",
+    "activations",
+    "offload",
+    "gather_codec",
+    "reduce_codec",
+)
 _GRANULARITY = re.compile(r"elements:[1-9]\d*|rows:[1-9]\d*|tile:[1-9]\d*x[1-9]\d*|whole")
 
 
@@ -77,6 +88,10 @@ class Options:
         offload: what stays in host memory while the optimizer steps on the device, part by part, as
             of ``vescale_fsdp.optim.offload_``. With ``fsdp_offload_params`` instead, all stays
             there, and the optimizer steps on the CPU.
+        budget: the memory of a process, as of ``vescale_fsdp.fully_shard``: it chooses units,
+            stage, what is resharded and recomputed, and ``in_flight``. The inputs of a forward are
+            the first batch of the data loader that is prepared together with the model. By import
+            also a ``vescale_fsdp.Budget``.
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer instead of the script's.
         optimizer_args: arguments of that optimizer.
@@ -143,6 +158,11 @@ class Options:
         "optimizer (its states), parameters (and gradients) or all",
         choices=("optimizer", "parameters", "all"),
     )
+    budget: Any = _option(  # noqa: RUF009  # None by default
+        None,
+        "memory of a process, for which the fastest settings are chosen that fit; left out: none",
+        "auto (90% of what is free), 80%, 10GiB, or the path of a written choice.yaml",
+    )
     sync_init: bool = _option(
         True, "start all processes with the first one's values, as DDP does", "true or false"
     )
@@ -189,10 +209,21 @@ class Options:
                     f"{PREFIX}{each.name}: {value!r} does not work; accepted: "
                     f"{each.metadata['accepted']}"
                 )
+        self._check_budget()
         if self.optimizer_args and self.optimizer is None:
             raise ValueError(
                 f"{PREFIX}optimizer_args has no meaning without {PREFIX}optimizer, which names one"
             )
+
+    def _check_budget(self) -> None:
+        for name in _CHOSEN_BY_BUDGET if self.budget is not None else ():
+            default = next(each.default for each in fields(Options) if each.name == name)
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"{PREFIX}budget: {self.budget!r} chooses {name}, and {PREFIX}{name}: {value!r}"
+                    " is set too; leave one of them out"
+                )
 
     def options(self) -> dict[str, Any]:
         """Return the options by name, without Accelerate's."""
@@ -228,6 +259,8 @@ def _fits(each: Any, value: Any) -> bool:
         return _is_coding(each.metadata["coding"], each.metadata["arguments"], value)
     if each.name == "granularity":
         return isinstance(value, str) and _GRANULARITY.fullmatch(value) is not None
+    if each.name == "budget":
+        return _is_budget(value)
     if each.name == "optimizer_args":
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if isinstance(each.default, bool):
@@ -243,6 +276,18 @@ def _is_coding(kind: str, arguments: Mapping[str, Any], value: Any) -> bool:
         key in arguments and (_is_block(each) if key == "block" else each in arguments[key])
         for key, each in value.items()
     )
+
+
+def _is_budget(value: Any) -> bool:
+    from vescale_fsdp.costs import Amount, is_path
+
+    if is_path(value) or type(value).__name__ == "Budget":
+        return True
+    try:
+        Amount.parse(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_block(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
+    Budget,
     CPUOffloadPolicy,
     FSDPModule,
     Granularity,
@@ -84,11 +85,17 @@ class Sharder:
             data = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         return Meshes.of(data, self._tensor, self.plugin.ep_size)
 
-    def shard(self, model: nn.Module, needs: Iterable[Any] = ()) -> Iterator[None]:
+    def shard(
+        self,
+        model: nn.Module,
+        needs: Iterable[Any] = (),
+        budget: Budget | None = None,
+    ) -> Iterator[None]:
         """Make the units of a model, inner ones first. Yields after each. Collective.
 
         Args:
             needs: granularities that optimizers need.
+            budget: chooses the settings. It yields once.
 
         Raises:
             TypeError: one of torch's own engines has sharded a part of it.
@@ -105,6 +112,11 @@ class Sharder:
         if plugin.mixed_precision_policy is not None:
             upcast(model)
         ignored = self._ignored(model)
+        if budget is not None:
+            self._sync(model, model, ignored)
+            self._shard_within(model, budget, ignored, needs)
+            yield
+            return
         common = {
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored,
@@ -139,6 +151,47 @@ class Sharder:
                     # An expert's gradient is a sum over the tokens of all batches.
                     unit.set_gradient_divide_factor(meshes.num_batches)
                 yield
+
+    def _shard_within(
+        self,
+        model: nn.Module,
+        budget: Budget,
+        ignored: set[nn.Parameter],
+        needs: Iterable[Any],
+    ) -> None:
+        """Shard a model with the settings that a budget chooses.
+
+        Raises:
+            ValueError: keys of Accelerate contradict it.
+        """
+        plugin = self.plugin
+        if isinstance(model, FSDPModule):
+            return
+        said = {
+            "fsdp_auto_wrap_policy": not plugin.wraps_blocks,
+            "fsdp_activation_checkpointing: true": plugin.activation_checkpointing,
+            "fsdp_offload_params: true": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "fsdp_reshard_after_forward: false": not plugin.reshard_after_forward,
+        }
+        for key, is_there in said.items():
+            if is_there:
+                raise ValueError(
+                    f"fsdp_vescale_budget: {plugin.budget!r} chooses what {key} says; leave one of "
+                    "them out"
+                )
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        own = policy
+        if policy.param_dtype is not None and policy.output_dtype is None:
+            own = replace(policy, output_dtype=torch.float32)
+        fully_shard(
+            model,
+            mesh=self.meshes.data,
+            mp_policy=own,
+            ignored_params=ignored,
+            granularity=self._granularity(needs),
+            unused=plugin.unused,  # type: ignore[arg-type]  # checked
+            budget=replace(budget, unit_mp_policy=policy),
+        )
 
     def _activations(self) -> Any:
         """Return what Accelerate's keys and ours say about activations.

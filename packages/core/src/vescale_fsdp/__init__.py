@@ -24,6 +24,7 @@ from vescale_fsdp.errors import (
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine import (
+        Budget,
         CPUOffloadPolicy,
         DataParallelMeshDims,
         FSDPModule,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         repeated_blocks,
         share_comm_ctx,
         stream_parameters,
+        tuning_of,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "Budget": "engine",
     "CPUOffloadPolicy": "engine",
     "DataParallelMeshDims": "engine",
     "FSDPModule": "engine",
@@ -71,12 +74,14 @@ _HOME = {
     "repeated_blocks": "engine",
     "share_comm_ctx": "engine",
     "stream_parameters": "engine",
+    "tuning_of": "engine",
     "unsharded": "engine",
     "RaggedShard": "ragged",
     "RaggedTensor": "ragged",
 }
 
 __all__ = [
+    "Budget",
     "CPUOffloadPolicy",
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -109,6 +114,7 @@ __all__ = [
     "repeated_blocks",
     "share_comm_ctx",
     "stream_parameters",
+    "tuning_of",
     "unsharded",
 ]
 

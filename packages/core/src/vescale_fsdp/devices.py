@@ -75,9 +75,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """The memory of an accelerator. For a CPU: `free_bytes`."""
-    if device.type == "cpu":
-        return free_bytes(device)
+    """The memory of an accelerator."""
     total: int = torch.get_device_module(device).mem_get_info(device)[1]
     return total
 

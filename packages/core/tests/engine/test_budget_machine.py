@@ -14,7 +14,7 @@ from vescale_fsdp.testing import run_ranks
 
 def measured(sizes: tuple[int, ...]) -> Machine:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-    return measured_machine(mesh, fully_shard, torch.float32, 1 << 30)
+    return measured_machine(mesh, mesh, fully_shard, torch.float32, 1 << 30)
 
 
 def test_two_ranks() -> None:

@@ -20,7 +20,7 @@ from vescale_fsdp.engine.budget.twins import meta_twin
 from vescale_fsdp.engine.budget.units import divisions_to_try
 from vescale_fsdp.errors import PlanError
 
-from .budget_models import LM, WIDTH, Asking, Block, Caching, batch
+from .budget_models import LM, WIDTH, Asking, Block, Caching, Positions, batch
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,9 @@ def test_nothing_changes(make: type[nn.Module]) -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
-@pytest.mark.parametrize("make", [LM, lambda: on_meta(LM), Asking])
+@pytest.mark.parametrize(
+    "make", [LM, lambda: on_meta(LM), lambda: on_meta(Positions), Asking]
+)  # fmt: skip
 def test_units_times_and_activations(make: Any) -> None:
     division = tried(make(), batch())
     assert [(unit.title, unit.count) for unit in division.model.units] == [
@@ -126,6 +128,17 @@ def test_a_loss_of_the_user() -> None:
 
     tried(model, torch.randn(2, WIDTH), loss=loss)
     assert set(seen) == {"meta", "cpu"}
+
+
+def test_a_loss_with_targets() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)))
+    targets = torch.tensor([1, 2, 3])
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, targets)
+
+    division = tried(model, torch.randn(3, WIDTH), loss=loss)
+    assert division.times[0].backward_s > 0
 
 
 def test_a_twin_shares_nothing_and_keeps_ties() -> None:

@@ -8,13 +8,16 @@ Python passes objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp import (
+    Budget,
     CPUOffloadPolicy,
     Granularity,
     MixedPrecisionPolicy,
@@ -44,10 +47,25 @@ Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
 Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
+Memory = Budget | str | int | PathLike[str] | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
 _UNUSED = ("auto", "zeros")
 _OFFLOADS = ("optimizer", "parameters", "all")
+# What a budget chooses, or cannot have beside it, with their defaults.
+_CHOSEN_BY_BUDGET = {
+    "wrap": "blocks",
+    "reshard_after_forward": None,
+    "tensor_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "cpu_offload": False,
+    "offload": None,
+    "activation_checkpointing": False,
+    "activations": None,
+    "in_flight": 2,
+    "gather_codec": None,
+    "reduce_codec": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +88,7 @@ class Options:
     offload: str | None
     activation_checkpointing: bool | Classes
     activations: str | Callable[..., Any] | list[Any] | None
-    unused: str
+    unused: Literal["auto", "zeros"]
     in_flight: int
     broadcast_buffers: bool
     gather_codec: Gather
@@ -80,6 +98,7 @@ class Options:
     save_rng: bool
     weights_only: bool
     staging_dir: str | None
+    budget: Memory = None
 
     def __post_init__(self) -> None:
         self._check_choice("state_dict_type", _STATE_DICT_TYPES)
@@ -148,11 +167,27 @@ class Options:
                 f"VeScaleFSDPStrategy(expert_parallel_size={self.expert_parallel_size}) must be a "
                 f"multiple of tensor_parallel_size={self.tensor_parallel_size}"
             )
+        self._check_budget()
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
                 f"VeScaleFSDPStrategy(async_save=True, state_dict_type={self.state_dict_type!r}): "
                 'only "sharded" is saved in the background'
             )
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            return
+        try:
+            Budget.of(self.budget)
+        except ValueError as error:
+            raise ValueError(f"VeScaleFSDPStrategy: {error}") from None
+        for name, default in _CHOSEN_BY_BUDGET.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"VeScaleFSDPStrategy(budget={self.budget!r}, {name}={value!r}): the budget "
+                    f"chooses {name}; use one of them"
+                )
 
     def _are_checkpointed(self) -> bool:
         return _are_classes(self.activation_checkpointing)
@@ -200,6 +235,22 @@ class Options:
             "gather_codec": gather_of(self.gather_codec),
             "reduce_codec": reduce_of(self.reduce_codec),
         }
+
+    def budget_for(self, module: nn.Module) -> Budget | None:
+        """Return the budget with what is known of the model's step, or None.
+
+        A ``LightningModule`` has ``example_input_array``, and the number of its trainer's
+        micro-batches. What the user has set in a `Budget` remains.
+        """
+        if self.budget is None:
+            return None
+        budget = Budget.of(self.budget)
+        if isinstance(self.budget, Budget):
+            inputs = budget.inputs
+            return budget if inputs is not None else replace(budget, inputs=_example(module))
+        trainer = getattr(module, "_trainer", None)
+        micro_batches = getattr(trainer, "accumulate_grad_batches", 1)
+        return replace(budget, inputs=_example(module), micro_batches=micro_batches)
 
     @property
     def offloads_parameters(self) -> bool:
@@ -274,6 +325,11 @@ def find_modules(module: nn.Module, classes: Classes, argument: str) -> list[nn.
         found += members
     wanted_ids = {id(child) for child in found}
     return [child for child in reversed(list(module.modules())) if id(child) in wanted_ids]
+
+
+def _example(module: nn.Module) -> Any:
+    example = getattr(module, "example_input_array", None)
+    return example if isinstance(example, torch.Tensor | tuple | dict) else None
 
 
 def _are_classes(value: object) -> bool:

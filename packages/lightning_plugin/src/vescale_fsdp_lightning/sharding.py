@@ -6,6 +6,7 @@ import atexit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,12 +26,13 @@ from vescale_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
+    tuning_of,
 )
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
-from vescale_fsdp_lightning.options import Classes, Gather, Options, Reduce, Wrap, data_mesh
+from vescale_fsdp_lightning.options import Classes, Gather, Memory, Options, Reduce, Wrap, data_mesh
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
 from vescale_fsdp_lightning.words import timeout_of
@@ -97,6 +99,10 @@ class Sharding(Processes):
         save_rng: sharded checkpoints have the random number generators of all processes.
         weights_only: loading a file unpickles nothing but tensors and plain values. False for
             files that you trust: they can run code.
+        budget: the memory of a process, as of ``fully_shard``: ``"10GiB"``, ``"80%"``, ``"auto"``,
+            a written choice (``"choice.yaml"``) or a ``Budget``. It chooses units, stage, what is
+            resharded and recomputed, and ``in_flight``: pass none of these. The inputs of a forward
+            are the module's ``example_input_array``, or ``Budget(inputs=...)``.
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
@@ -130,6 +136,7 @@ class Sharding(Processes):
         save_rng: bool = True,
         weights_only: bool = True,
         staging_dir: str | None = None,
+        budget: Memory = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
         gather: Gather = None,
@@ -158,6 +165,7 @@ class Sharding(Processes):
             save_rng=save_rng,
             weights_only=weights_only,
             staging_dir=staging_dir,
+            budget=budget,
         )
         self._checkpoints = Checkpoints(self.options)
         self._to_save_too: dict[str, MakeOptimizer] = {}
@@ -216,6 +224,24 @@ class Sharding(Processes):
             roots: the user calls submodules separately, with backwards in between.
         """
         refuse_other_engines(module)
+        if self.options.budget is None:
+            self._shard_units(module, precision, roots=roots)
+        else:
+            self._shard_within(module, precision, roots=roots)
+        for child in module.modules():
+            if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
+                child.register_load_state_dict_pre_hook(cut_whole_tensors)
+        offloads = self.options.offloads_parameters or _is_offloaded(module)
+        rests_on = torch.device("cpu") if offloads else self.root_device
+        materialize(module, rests_on)
+        for child in module.modules():  # for metrics, whose state is not parameters or buffers
+            if next(child.parameters(), None) is None:
+                child.to(self.root_device)
+        for method in methods:
+            if callable(getattr(module, method, None)) and method not in vars(module):
+                register_fsdp_forward_method(module, method)
+
+    def _shard_units(self, module: nn.Module, precision: str, *, roots: bool) -> None:
         options = self.options
         mesh = data_mesh(self.device_mesh)
         common = {
@@ -249,17 +275,32 @@ class Sharding(Processes):
             policy = self._policy(precision, is_root=True)
             own = {"broadcast_buffers": options.broadcast_buffers, **({} if blocks else kept)}
             fully_shard(module, mesh=mesh, mp_policy=policy, **own, **common)
-        for child in module.modules():
-            if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
-                child.register_load_state_dict_pre_hook(cut_whole_tensors)
-        rests_on = torch.device("cpu") if options.offloads_parameters else self.root_device
-        materialize(module, rests_on)
-        for child in module.modules():  # for metrics, whose state is not parameters or buffers
-            if next(child.parameters(), None) is None:
-                child.to(self.root_device)
-        for method in methods:
-            if callable(getattr(module, method, None)) and method not in vars(module):
-                register_fsdp_forward_method(module, method)
+
+    def _shard_within(self, module: nn.Module, precision: str, *, roots: bool) -> None:
+        """Shard the model with the settings that its budget chooses.
+
+        Raises:
+            ValueError: the user calls submodules separately, or has sharded some.
+        """
+        if roots:
+            raise ValueError(
+                "VeScaleFSDPStrategy(budget=...) is for automatic optimization: with manual "
+                "optimization each child of the module is a unit; leave budget out"
+            )
+        if isinstance(module, FSDPModule):  # an earlier stage of the trainer has done it
+            return
+        options = self.options
+        budget = options.budget_for(module)
+        assert budget is not None, "the caller has asked"
+        fully_shard(
+            module,
+            mesh=data_mesh(self.device_mesh),
+            mp_policy=self._policy(precision, is_root=True),
+            granularity=options.engine_options()["granularity"],
+            unused=options.unused,
+            broadcast_buffers=options.broadcast_buffers,
+            budget=replace(budget, unit_mp_policy=self._policy(precision, is_root=False)),
+        )
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call Lightning's backward.
@@ -350,6 +391,12 @@ def cut_whole_tensors(
             state_dict[prefix + name] = distribute_tensor(
                 loaded, param.device_mesh, param.placements, src_data_rank=None
             )
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a budget has chosen to keep shards in host memory."""
+    tuning = tuning_of(module)
+    return tuning is not None and tuning.chosen.candidate.offload
 
 
 def refuse_other_engines(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ Formulas and their errors: docs/design/costs.md.
 """
 
 from vescale_fsdp.costs.account import KINDS, Peak
+from vescale_fsdp.costs.amount import Amount, is_path
 from vescale_fsdp.costs.choice_file import Choice, choice_of, read_choice, write_choice
 from vescale_fsdp.costs.divisions import grouped
 from vescale_fsdp.costs.estimate import Figures, Traffic, figures_of, figures_of_others
@@ -50,6 +51,7 @@ from vescale_fsdp.costs.problem import (
     Sharding,
     Tuning,
 )
+from vescale_fsdp.costs.report import report, shown_of
 from vescale_fsdp.costs.search import candidates, tune
 from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
 from vescale_fsdp.costs.words import described
@@ -61,6 +63,7 @@ __all__ = [
     "FP32",
     "KINDS",
     "Activations",
+    "Amount",
     "Backend",
     "BlockOf",
     "BlockTimes",
@@ -98,6 +101,7 @@ __all__ = [
     "figures_of_others",
     "fsdp2_shard_size",
     "grouped",
+    "is_path",
     "joined",
     "kinds",
     "lay_out_model",
@@ -105,6 +109,8 @@ __all__ = [
     "megatron_shard_size",
     "predict",
     "read_choice",
+    "report",
+    "shown_of",
     "tune",
     "write_choice",
 ]

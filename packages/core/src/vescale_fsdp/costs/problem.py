@@ -68,6 +68,7 @@ class Problem:
         allowed: "int8" sends weights and gradients in 8 bits, "offload" keeps shards and optimizer
             states in the host's memory, and may offload activations.
         block_of: block of a tensor that its optimizer does not allow to be split, in elements.
+        replicas: numbers of replicas that are possible, 1 for no HSDP. None: all.
     """
 
     divisions: tuple[Division, ...]
@@ -80,6 +81,7 @@ class Problem:
     micro_batches: int = 1
     allowed: frozenset[Extra] = frozenset()
     block_of: BlockOf = split_anywhere
+    replicas: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,13 @@ def levels(num_units: int) -> list[int]:
 
 
 def _rows(problem: Problem) -> Iterator[tuple[Sharding, int]]:
-    num_ranks, per_node = problem.num_ranks, problem.machine.ranks_per_node
+    possible = problem.replicas
+    for sharding, num_replicas in _all_rows(problem.num_ranks, problem.machine.ranks_per_node):
+        if possible is None or num_replicas in possible:
+            yield sharding, num_replicas
+
+
+def _all_rows(num_ranks: int, per_node: int) -> Iterator[tuple[Sharding, int]]:
     if num_ranks > 1:
         yield from (("ddp", 1), ("zero1", 1), ("zero2", 1))
     yield "zero3", 1

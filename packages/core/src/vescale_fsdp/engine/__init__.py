@@ -39,6 +39,7 @@ from vescale_fsdp.engine.budget import (
     cast_parameters,
     describe,
     trace_of_trial,
+    tuning_of,
 )
 from vescale_fsdp.engine.clip import clip_grad_norm_
 from vescale_fsdp.engine.finite import check_gradients
@@ -106,5 +107,6 @@ __all__ = [
     "store_for",
     "stream_parameters",
     "trace_of_trial",
+    "tuning_of",
     "unsharded",
 ]

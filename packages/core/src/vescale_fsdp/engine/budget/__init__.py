@@ -5,13 +5,15 @@
   a copy with a `recorder` of its activations; on meta with `attention`, and `stowing` for offload.
 * `units` are the modules that may be units. `blocks` times them, and `trials` does all of it.
 * `rates` and `overhead` measure the `machine`.
-* `apply` shards with a candidate.
+* `merging` takes the figures of all ranks, and `choose` searches with them. `apply` shards with a
+  candidate. `tuned` is all of this.
 """
 
 from vescale_fsdp.engine.budget.describe import describe
 from vescale_fsdp.engine.budget.request import Budget, arguments_of
 from vescale_fsdp.engine.budget.trace import Job as TrialJob
 from vescale_fsdp.engine.budget.trace import trace_of as trace_of_trial
+from vescale_fsdp.engine.budget.tuned import check_budget, shard_within, tuning_of
 from vescale_fsdp.engine.budget.twins import cast_parameters
 
 __all__ = [
@@ -19,6 +21,9 @@ __all__ = [
     "TrialJob",
     "arguments_of",
     "cast_parameters",
+    "check_budget",
     "describe",
+    "shard_within",
     "trace_of_trial",
+    "tuning_of",
 ]

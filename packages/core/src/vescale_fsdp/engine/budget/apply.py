@@ -22,20 +22,22 @@ def apply(
     shard: Shard,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
+    unit_mp_policy: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard a module with the settings of a candidate, units first.
 
     Args:
         shard: ``fully_shard`` with the arguments that the candidate does not have.
         mesh: of one or two axes.
-        mp_policy: ``output_dtype`` is that of the root's outputs.
+        mp_policy: of the root.
+        unit_mp_policy: of the other units. None: ``mp_policy`` without its ``output_dtype``.
 
     Raises:
         ValueError: the candidate is for another model or another mesh.
     """
     units = list(units_of(module, candidate))
     mesh = mesh_of(candidate, mesh)
-    below = replace(mp_policy, output_dtype=None)
+    below = unit_mp_policy or replace(mp_policy, output_dtype=None)
     for unit, settings in zip(units, settings_of_units(candidate, mesh), strict=True):
         shard(unit, mesh=mesh, mp_policy=below, **settings)
     shard(module, mesh=mesh, mp_policy=mp_policy, **_common(candidate, mesh))

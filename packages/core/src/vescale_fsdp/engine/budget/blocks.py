@@ -213,7 +213,6 @@ class Bench:
 
     def __init__(self, device: torch.device, policy: MixedPrecisionPolicy, values: Values) -> None:
         self.device, self._policy, self._values = device, policy, values
-        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._made: dict[Shape, torch.Tensor] = {}
 
     def root(
@@ -235,7 +234,7 @@ class Bench:
         """
         names = {id(child): name for name, child in module.named_modules()}
         twin = real_twin(module, self.device, self._values, blocks)
-        stand_ins = [_StandIn(each, self._make, self._input_dtype) for each in outputs]
+        stand_ins = [_StandIn(each, self._make, self._policy.param_dtype) for each in outputs]
         for block, stand_in in zip(blocks, stand_ins, strict=True):
             own = twin.get_submodule(names[id(block)])
             _forget_hooks(own)
@@ -245,7 +244,7 @@ class Bench:
         def run(*args: Any, **kwargs: Any) -> Any:
             for stand_in in stand_ins:
                 stand_in.begin()
-            args, kwargs = cast((args, kwargs), self._input_dtype)
+            args, kwargs = cast((args, kwargs), self._policy.param_dtype)
             return loss_of(cast(twin(*args, **kwargs), self._policy.output_dtype))
 
         times = self._time(run, twin, inputs)

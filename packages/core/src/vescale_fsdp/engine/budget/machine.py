@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name
@@ -18,22 +19,34 @@ from vescale_fsdp.engine.budget.overhead import engine_times
 _ALONE = Link(1e15)  # of one rank, which sends nothing
 
 
-def measured_machine(
-    mesh: DeviceMesh, shard: Shard, dtype: torch.dtype, memory_bytes: int
-) -> Machine:
-    """Measure the machine with the process groups of the mesh. Collective.
+def mesh_by_node(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of nodes and of the ranks of each. Collective.
 
-    With two axes, the inner one is the network inside of a node, and the outer one that between.
+    It is ``mesh`` itself if there is one node, or ``LOCAL_WORLD_SIZE`` does not say how large they
+    are.
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
+    if mesh.ndim > 1 or per_node <= 1 or per_node >= mesh.size() or mesh.size() % per_node:
+        return mesh
+    sizes = (mesh.size() // per_node, per_node)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def measured_machine(
+    mesh: DeviceMesh, by_node: DeviceMesh, shard: Shard, dtype: torch.dtype, memory_bytes: int
+) -> Machine:
+    """Measure the machine with the process groups of its meshes. Collective.
 
     Args:
-        mesh: of one or two axes.
+        mesh: of one or two axes, for the engine's own time.
+        by_node: of two axes: inside of a node, and between. Of one: a node has all ranks.
         shard: ``fully_shard``.
         dtype: of the shards, for the optimizer.
 
     Cost: about a second. Each rank has its own figures.
     """
     device = devices.current_device(mesh.device_type)
-    axes = Axes.of(mesh)
+    axes = Axes.of(by_node)
     comm = comm_for(axes)
     inside = outside = _ALONE
     sending_s = 0.0

@@ -1,11 +1,14 @@
 """Follows the memory of activations in a step, and notes its moments.
 
-A dispatch mode sees the storage of each tensor that an operator makes, and a finalizer its end.
+A dispatch mode sees the storage of each tensor that an operator makes, and a finalizer its end. On
+meta, other tensors that a model makes or has (``torch.arange(n)``, targets of a loss) become shapes
+where they meet its own.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,10 +42,10 @@ class Recorder(compat.TorchDispatchMode):
         is_read = func is torch.ops.aten._local_scalar_dense.default
         if is_read and args[0].untyped_storage()._cdata in self._all:
             return True
-        result = func(*args, **(kwargs or {}))
-        for leaf in compat.pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+        args, kwargs = _on_one_device(args, kwargs or {})
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._see(tensor)
         if func is torch.ops.aten.all.default:
             self._all.add(result.untyped_storage()._cdata)
         return result
@@ -73,3 +76,24 @@ class Recorder(compat.TorchDispatchMode):
         """Add a moment."""
         self.moments.append(Moment(event, self._highest, self._live, unit, call, **more))
         self._highest = self._live
+
+
+def _on_one_device(args: Any, kwargs: Any) -> Any:
+    """Return the arguments of an operator, on meta if some are and others are not."""
+    if len({tensor.is_meta for tensor in _tensors((args, *kwargs.values()))}) < 2:
+        return args, kwargs
+
+    def place(leaf: Any) -> Any:
+        is_other = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+        return torch.empty_like(leaf, device="meta") if is_other else leaf
+
+    return compat.pytree.tree_map(place, (args, kwargs))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the arguments or the result of an operator."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

@@ -12,7 +12,7 @@ the whole model on the device. That needs the memory for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,10 @@ from vescale_fsdp.engine.budget.twins import (
     tensors_of,
     untouched_generators,
 )
-from vescale_fsdp.errors import PlanError
+from vescale_fsdp.errors import PlanError, warn_user
 
 NOTHING = BlockTimes(0.0, 0.0)
+_MOST_LETTERS = 300  # of the message of an exception
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class Subject:
     policy: MixedPrecisionPolicy
     budget: Budget
     ignored: Collection[nn.Parameter] = ()
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """That inputs of units are cast to."""
-        return self.policy.param_dtype if self.policy.cast_forward_inputs else None
 
     def names_of(self, blocks: Sequence[nn.Module]) -> list[str]:
         """Return the names of modules in the model."""
@@ -101,21 +97,34 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
             if any(tensor.is_meta for tensor in tensors_of(subject.module)):
                 raise PlanError(
                     f"{model.name} does not run on a copy without values, where tensors have "
-                    f"shapes only: {type(error).__name__}: {error}; leave Budget(inputs=) out, or "
+                    f"shapes only: {_said(error)}; leave Budget(inputs=) out, or "
                     "make the model on a device, where a whole copy of it can be tried"
                 ) from error
             traces, seconds = _on_device(subject, blocks)
     return Division(model, _of_units(model, seconds), traces)
 
 
-def _modes(subject: Subject, blocks: Sequence[nn.Module]) -> list[Activations]:
-    modes: list[Activations] = ["keep"]
-    recomputes = any(compat.recompute.state(block) is not None for block in blocks)
-    if blocks and not recomputes:
+def _traces(
+    subject: Subject, job: Job, sees: Callable[[int, Any], None] | None = None
+) -> dict[Activations, Trace]:
+    """Trace a step for each kind of activations that the model can have."""
+    has_host = devices.has_streams(subject.device)
+    traces: dict[Activations, Trace] = {"keep": trace_of(job, has_host=has_host, sees=sees)}
+    modes: list[Activations] = []
+    if job.blocks and all(compat.recompute.state(block) is None for block in job.blocks):
         modes.append("recompute")
-        if "offload" in subject.budget.allow and devices.has_streams(subject.device):
+        if "offload" in subject.budget.allow and has_host:
             modes += ["offload", "recompute+offload"]
-    return modes
+    for mode in modes:
+        try:
+            traces[mode] = trace_of(job, mode, has_host=has_host)
+        except Exception as error:  # noqa: BLE001  # it is the user's code
+            warn_user(
+                f"fully_shard(budget=...): activations={mode!r} is no candidate, because a step of "
+                f"{type(subject.module).__name__} with it raised {_said(error)}; "
+                "with models of transformers, use_cache=False among the inputs may help"
+            )
+    return traces
 
 
 def _job(subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], values: Values) -> Job:
@@ -129,7 +138,7 @@ def _job(subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], values:
         model,
         args,
         kwargs,
-        subject.input_dtype,
+        subject.policy.param_dtype,
         subject.policy.output_dtype,
         subject.budget.loss or loss_of,
     )
@@ -158,11 +167,7 @@ def _traced(
     def see(index: int, output: Any) -> None:
         outputs[index].append(Outputs(output))
 
-    has_host = devices.has_streams(subject.device)
-    traces: dict[Activations, Trace] = {"keep": trace_of(job, has_host=has_host, sees=see)}
-    for mode in _modes(subject, blocks)[1:]:
-        traces[mode] = trace_of(job, mode, has_host=has_host)
-    return outputs, traces
+    return outputs, _traces(subject, job, see)
 
 
 def _timed(
@@ -196,13 +201,12 @@ def _on_device(
     twins = [twin.get_submodule(name) for name in subject.names_of(blocks)]
     try:
         job = _job(subject, twin, twins, values)
-        has_host = devices.has_streams(subject.device)
-        traces = {mode: trace_of(job, mode, has_host=has_host) for mode in _modes(subject, blocks)}
+        traces = _traces(subject, job)
         seconds = seconds_of(job)
     except Exception as error:  # it is the user's code, or memory
         raise PlanError(
             f"a step of a copy of {type(subject.module).__name__} on {subject.device} with the "
-            f"inputs of the budget failed: {type(error).__name__}: {error}; pass the arguments of "
+            f"inputs of the budget failed: {_said(error)}; pass the arguments of "
             "one forward as Budget(inputs=...), or leave them out"
         ) from error
     return traces, [Times(*each) for each in seconds]
@@ -220,3 +224,11 @@ def _of_units(model: Model, seconds: Sequence[Times]) -> tuple[BlockTimes, ...]:
         )
         for found in members.values()
     )
+
+
+def _said(error: Exception) -> str:
+    """Return type and message of an exception in one line."""
+    message = " ".join(str(error).split())
+    if len(message) > _MOST_LETTERS:
+        message = f"{message[:_MOST_LETTERS]} ..."
+    return f"{type(error).__name__}: {message}"

@@ -1,0 +1,121 @@
+"""``VeScaleFSDPStrategy(budget=...)``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_fsdp import Budget, tuning_of
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
+
+from .lit import VOCABULARY, LitModel, Run, assert_equal, fit, make_model
+from .test_fabric import set_up, steps
+
+
+class Exemplified(LitModel):
+    """Shows what its forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(4, 8, dtype=torch.long)
+
+
+def what_was_chosen(model: nn.Module) -> Any:
+    tuning = tuning_of(model)
+    assert tuning is not None
+    return tuning.chosen
+
+
+def budgets(root: Path, expected: Run) -> None:
+    """Each trains as DDP does. Activations count if the model shows its inputs."""
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    path = root / "choice.yaml"
+    cases: list[tuple[Any, type[LitModel], bool]] = [
+        ("auto", Exemplified, True),
+        ("1GiB", LitModel, False),
+        (Budget(memory="50%", inputs=tokens, save_to=path), LitModel, True),
+        (Budget(memory="1GiB"), Exemplified, True),
+    ]
+    for budget, cls, has_activations in cases:
+        model = make_model(cls)
+        assert_equal(fit(VeScaleFSDPStrategy(budget=budget), root, model), expected)
+        assert ("activations" in what_was_chosen(model).memory) is has_activations
+    assert_equal(fit(VeScaleFSDPStrategy(budget=str(path)), root), expected)
+
+
+def mixed(root: Path) -> None:
+    """Inputs of the root are not cast, those of units are, as without a budget."""
+    plain = fit("vescale_fsdp", root, precision="bf16-mixed")
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    strategy = VeScaleFSDPStrategy(budget=Budget(memory="1GiB", inputs=tokens))
+    assert_equal(fit(strategy, root, precision="bf16-mixed"), plain)
+
+
+def micro_batches(root: Path) -> None:
+    model = make_model(Exemplified)
+    strategy = VeScaleFSDPStrategy(budget="1GiB")
+    fit(strategy, root, model, accumulate_grad_batches=3)
+    budget = strategy.options.budget_for(model)
+    assert budget is not None
+    assert budget.micro_batches == 3
+    assert budget.inputs is model.example_input_array
+
+
+class Manual(LitModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def refusals(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"budget=.* is for automatic optimization"):
+        fit(VeScaleFSDPStrategy(budget="1GiB"), root, make_model(Manual))
+
+
+def with_fabric() -> None:
+    losses = []
+    for budget in (None, Budget(memory="1GiB", inputs=torch.zeros(4, 12))):
+        fabric, model, optimizer = set_up(VeScaleFabricStrategy(budget=budget))
+        losses.append(steps(fabric, model, optimizer, 0, 3))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # sums in another order
+    assert what_was_chosen(model.module).memory["activations"] > 0
+
+
+def scenarios(folder: str) -> None:
+    root = Path(folder)
+    expected = fit("ddp", root)
+    budgets(root, expected)
+    mixed(root)
+    micro_batches(root)
+    refusals(root)
+    with_fabric()
+
+
+def test_budgets(tmp_path: Path) -> None:
+    run_ranks(scenarios, 2, str(tmp_path), timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "ten"}, "VeScaleFSDPStrategy: budget 'ten' does not work; accepted: a size as"),
+        ({"budget": "80%", "in_flight": 3}, "the budget chooses in_flight; use one of them"),
+        ({"budget": "80%", "wrap": "none"}, "the budget chooses wrap"),
+        ({"budget": "80%", "activations": "offload"}, "the budget chooses activations"),
+        ({"budget": "80%", "cpu_offload": True}, "the budget chooses cpu_offload"),
+        ({"budget": "80%", "gather_codec": "int8"}, "the budget chooses gather_codec"),
+        ({"budget": "80%", "tensor_parallel_size": 2}, "the budget chooses tensor_parallel_size"),
+    ],
+)  # fmt: skip
+def test_a_wrong_budget_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VeScaleFSDPStrategy(**options)
+
+
+def test_the_vocabulary_holds_the_examples() -> None:
+    assert int(Exemplified().example_input_array.max()) < VOCABULARY
