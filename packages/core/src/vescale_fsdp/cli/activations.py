@@ -1,14 +1,18 @@
-"""Runs a step of a model on the meta device, with the inputs of ``--batch`` or ``--inputs``."""
+"""Runs a model on the meta device, with the inputs of ``--batch`` or ``--inputs``."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from vescale_fsdp import repeated_blocks
+from vescale_fsdp import compat, repeated_blocks
 from vescale_fsdp.cli.modules import call, reason
 from vescale_fsdp.cli.settings import Settings
 from vescale_fsdp.cli.text import InputError
@@ -29,7 +33,7 @@ def trace_of(model: Model, settings: Settings, activations: Activations) -> Trac
         InputError: the inputs are wrong, or the model cannot run without values.
     """
     module: nn.Module = model.module
-    args, kwargs = _inputs(model, settings)
+    args, kwargs = inputs_of(model, settings)
     dtype: torch.dtype = getattr(torch, settings.compute_dtype.name)
     cast_parameters(module, dtype)
     job = TrialJob(module, repeated_blocks(module), model, args, kwargs, dtype)
@@ -38,14 +42,60 @@ def trace_of(model: Model, settings: Settings, activations: Activations) -> Trac
     except PlanError as error:
         raise InputError(str(error)) from error
     except Exception as error:  # it is the user's code, or that of transformers
-        raise InputError(
-            f"{model.name} cannot run on the meta device, where tensors have shapes but no values: "
-            f"{reason(error)}; plan without --batch and --inputs, or a function that builds the "
-            "model with operators that only need shapes"
-        ) from error
+        raise _cannot_run(model, error) from error
 
 
-def _inputs(model: Model, settings: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def operations_of(model: Model, settings: Settings) -> tuple[int, dict[str, int]]:
+    """Return the operations of the matrix products of a forward: of all, and by name of module.
+
+    A multiplication and an addition are two. Attention is counted as if there were no mask.
+
+    Raises:
+        InputError: the inputs are wrong, or the model cannot run without values.
+    """
+    args, kwargs = inputs_of(model, settings)
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), redirect_stdout(sys.stderr), counter, _AllIsTrue():
+            model.module(*args, **kwargs)
+    except Exception as error:  # it is the user's code, or that of transformers
+        raise _cannot_run(model, error) from error
+    prefix = f"{type(model.module).__name__}."
+    counts = counter.get_flop_counts().items()
+    by_module = {
+        name.removeprefix(prefix): sum(each.values())
+        for name, each in counts
+        if name.startswith(prefix)
+    }
+    return counter.get_total_flops(), by_module
+
+
+class _AllIsTrue(compat.TorchDispatchMode):
+    """``tensor.all()`` is true, as in traces: transformers asks whether a batch is one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._true: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if is_read and any(each is args[0] for each in self._true):
+            return True
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.all.default:
+            self._true.add(result)
+        return result
+
+
+def _cannot_run(model: Model, error: Exception) -> InputError:
+    return InputError(
+        f"{model.name} cannot run on the meta device, where tensors have shapes but no values: "
+        f"{reason(error)}; leave out --batch and --inputs, or use a function that builds the "
+        "model with operators that only need shapes"
+    )
+
+
+def inputs_of(model: Model, settings: Settings) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of forward, on the meta device."""
     if settings.inputs is not None:
         return _from_function(settings.inputs)

@@ -25,6 +25,7 @@ from vescale_fsdp.cli import checkpoint
 from vescale_fsdp.cli.doctor import doctor
 from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.cli.text import InputError, plain
+from vescale_fsdp.cli.tune import tune
 from vescale_fsdp.errors import VeScaleError
 
 PLUGINS = "vescale_fsdp.cli"
@@ -89,6 +90,7 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command("plan")(plan)
+    app.command("tune")(tune)
     app.command("doctor")(doctor)
     app.add_typer(checkpoint.app, name="checkpoint")
     for plugin in entry_points(group=PLUGINS):

@@ -34,10 +34,12 @@ from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.budget import (
     Budget,
+    Subject,
     TrialJob,
     arguments_of,
     cast_parameters,
     describe,
+    divide,
     trace_of_trial,
     tuning_of,
 )
@@ -84,6 +86,7 @@ __all__ = [
     "QuantizedWeight",
     "Residuals",
     "Roles",
+    "Subject",
     "TrialJob",
     "UnshardHandle",
     "arguments_of",
@@ -93,6 +96,7 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "describe",
+    "divide",
     "fully_shard",
     "generating",
     "init_process_group",
