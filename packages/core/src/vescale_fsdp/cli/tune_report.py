@@ -108,11 +108,12 @@ def code_of(candidate: Candidate) -> list[str]:
             wanted = f"{wanted} if number < {candidate.num_changed} else None"
         block.append(f"activations={wanted}")
     size = max((len(unit) for unit in candidate.units), default=1)
-    unit = "block" if size == 1 else f"{size} blocks"
+    unit = "block" if size == 1 else f"{size} neighbouring modules, as a list"
+    name = "block" if size == 1 else "modules"
     lines = []
     if candidate.num_replicas > 1:
         lines.append(f"mesh: {candidate.num_replicas} replicas, each sharded over the other ranks")
-    lines.append(f"each {unit}: fully_shard(block, {', '.join(block)})")
+    lines.append(f"each {unit}: fully_shard({name}, {', '.join(block)})")
     common.append(f"in_flight={candidate.in_flight}")
     lines.append(f"the model: fully_shard(model, {', '.join(common)})")
     return lines

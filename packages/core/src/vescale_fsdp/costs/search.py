@@ -20,10 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from vescale_fsdp.costs.divisions import grouped
-from vescale_fsdp.costs.model import Event, Trace
+from vescale_fsdp.costs.divisions import grouped, split
+from vescale_fsdp.costs.model import Event
 from vescale_fsdp.costs.predicting import Predictor
 from vescale_fsdp.costs.problem import (
     Candidate,
@@ -34,12 +33,14 @@ from vescale_fsdp.costs.problem import (
     Tuning,
 )
 from vescale_fsdp.costs.settings import Activations
+from vescale_fsdp.costs.units import UnitCosts
 from vescale_fsdp.costs.words import bucket, described, gib, why
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.program import ZERO_TABLE
 
 _FEW, _LEVELS = 8, 8
 _MOST_GROUPED = 3  # sizes of units that are tried beside one block each
+_LARGEST = 1 / 16  # of the budget, for a unit that is not split
 _IN_FLIGHT = (2, 1, 3, 4)
 
 
@@ -82,11 +83,12 @@ def candidates(problem: Problem, divisions: Iterable[Division] | None = None) ->
 
 
 def divisions_of(problem: Problem) -> tuple[Division, ...]:
-    """Return the divisions of a problem, and the first one with joined units."""
+    """Return the divisions of a problem; the first one with joined units, and with split ones."""
     usual = problem.divisions[0]
     num_units = len(usual.model.order) - 1
     sizes = [2**power for power in range(1, _MOST_GROUPED + 1) if 2**power <= num_units]
     made = [grouped(usual, size) for size in sizes]
+    made.append(split(usual, int(_LARGEST * problem.budget_bytes / problem.compute_dtype.itemsize)))
     return (*problem.divisions, *(each for each in made if each is not None))
 
 
@@ -161,6 +163,7 @@ class _Sums:
     replica_s: float
     full_bytes: tuple[int, ...]
     sum_bytes: int  # of local sums of all groups
+    unit_bytes: int  # in the backward of the largest unit, with its gradients
 
 
 class _Search:
@@ -170,6 +173,7 @@ class _Search:
         self._predictor = Predictor(problem, self._divisions)
         self._bounds: dict[Candidate, _Bound] = {}
         self._sums: dict[tuple[object, ...], _Sums] = {}
+        self._activations: dict[tuple[int, str, int], tuple[int, int]] = {}
         self._found: dict[Candidate, Prediction] = {}
         self._too_large: dict[tuple[object, ...], list[Candidate]] = {}
 
@@ -313,13 +317,21 @@ class _Search:
         resting = 0 if candidate.offload else shards.resting_bytes
         gradients = 0 if candidate.offload else 2 * shards.gradient_bytes
         division = predictor.divisions[candidate.units]
-        live, highest = 0, 0
-        if division.traces:
-            trace = predictor.trace(division, candidate)
-            live, highest = _activations_of(trace)
+        live, highest = self._activations_of(division, candidate)
         waits = sums.sum_bytes if times > 1 and not row.cuts_gradients else 0
-        in_step = max(kept_bytes + live + waits, highest, gradients)
+        unit_bytes = sums.unit_bytes if not waits and not candidate.int8 else 0
+        in_step = max(kept_bytes + live + waits, highest, gradients, unit_bytes)
         return _Bound(step_s, resting + in_step)
+
+    def _activations_of(self, division: Division, candidate: Candidate) -> tuple[int, int]:
+        """Return the activations when the first backward begins, and the most of the step."""
+        key = id(division), candidate.activations, candidate.num_changed
+        if key not in self._activations:
+            trace = self._predictor.trace(division, candidate)
+            moments = () if trace is None else trace.moments
+            begins = (m.live_bytes for m in moments if m.event is Event.BACKWARD)
+            self._activations[key] = next(begins, 0), 0 if trace is None else trace.highest_bytes
+        return self._activations[key]
 
     def _sums_of(self, candidate: Candidate) -> _Sums:
         key = _row(candidate), candidate.units
@@ -360,14 +372,20 @@ class _Search:
                 int(n) for n in running(sum(g.full_bytes for g in unit.groups) for unit in units)
             ),
             sum(g.full_elements * g.reduce_dtype.itemsize for g in trained),
+            max(self._unit_bytes(unit) for unit in units),
         )
 
-
-@lru_cache(maxsize=512)
-def _activations_of(trace: Trace) -> tuple[int, int]:
-    """Return the activations when the first backward begins, and the most of the step."""
-    begins = (m.live_bytes for m in trace.moments if m.event is Event.BACKWARD)
-    return next(begins, 0), trace.highest_bytes
+    def _unit_bytes(self, unit: UnitCosts) -> int:
+        """Return the least memory when all gradients of a unit are there, or are being copied."""
+        has_streams = self._problem.machine.backend == "nccl"
+        found = 0
+        for group in unit.groups:
+            if group.trainable:
+                local = group.reduce_dtype if has_streams else group.compute_dtype
+                made = group.elements * group.compute_dtype.itemsize
+                copied = group.full_elements * local.itemsize
+                found = max(found, made + max(group.full_bytes, copied))
+        return found
 
 
 def _row(candidate: Candidate) -> tuple[object, ...]:

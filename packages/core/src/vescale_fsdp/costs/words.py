@@ -23,7 +23,7 @@ def described(candidate: Candidate) -> str:
         parts[0] += f" in {candidate.num_replicas:,} replicas"
     size = max((len(unit) for unit in candidate.units), default=1)
     if size > 1:
-        parts.append(f"units of {size} blocks")
+        parts.append(f"{len(candidate.units):,} units of {size} modules")
     if ZERO_TABLE[candidate.sharding].cuts_parameters and candidate.num_unsharded:
         parts.append(f"{candidate.num_unsharded} of {len(candidate.units)} units kept")
     parts.append(f"in_flight={candidate.in_flight}")
