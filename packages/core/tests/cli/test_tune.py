@@ -75,7 +75,7 @@ def test_tables_fit_80_columns(
     assert "activations are not counted" in words
     assert "chosen" in words
     assert "too large by" in words
-    assert "each block: fully_shard(block, sharding=" in words
+    assert "the model: fully_shard(model, sharding=" in words
 
 
 def test_all_figures_are_in_the_json(tmp_path: Path, capsys: Capture) -> None:

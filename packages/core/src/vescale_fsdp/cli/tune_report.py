@@ -9,11 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from vescale_fsdp.cli.text import binary, count, duration, line, several, table
-from vescale_fsdp.costs import Candidate, Prediction, Problem, Tuning, described
-from vescale_fsdp.costs.words import bucket
+from vescale_fsdp.costs import Candidate, Prediction, Problem, Tuning, described, shown_of
 
 SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added
-_MOST_ROWS = 14
 
 
 def print_tuning(problem: Problem, tuning: Tuning, source: str, console: Console) -> None:
@@ -55,34 +53,6 @@ def print_tuning(problem: Problem, tuning: Tuning, source: str, console: Console
     line(console, "In code:", "bold")
     for each in code_of(chosen.candidate):
         line(console, f"  {each}")
-
-
-def shown_of(tuning: Tuning, budget_bytes: int) -> list[Prediction]:
-    """Return the candidates of the table: the best of each row, then others that fit.
-
-    The best of a row that does not fit at all is the one with the least memory. Of those that fit,
-    of each row, and are as fast, one is enough.
-    """
-    rows: dict[tuple[object, ...], Prediction] = {}
-    known: set[tuple[object, ...]] = set()
-    others = []
-    for prediction in tuning.predictions:
-        row = _row(prediction.candidate)
-        place = row, bucket(prediction.step_s)
-        best = rows.setdefault(row, prediction)
-        if prediction.fits(budget_bytes):
-            if place not in known and best is not prediction:
-                others.append(prediction)
-            known.add(place)
-        elif not best.fits(budget_bytes) and prediction.peak_bytes < best.peak_bytes:
-            rows[row] = prediction
-    shown = [*rows.values(), *others[: max(_MOST_ROWS - len(rows), 0)]]
-    order = {id(p): number for number, p in enumerate(tuning.predictions)}
-    return sorted(shown, key=lambda p: order[id(p)])
-
-
-def _row(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.sharding, candidate.int8, candidate.offload
 
 
 def code_of(candidate: Candidate) -> list[str]:

@@ -18,6 +18,7 @@ from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.costs import (
     Activations,
+    Amount,
     BlockTimes,
     Division,
     Extra,
@@ -34,9 +35,6 @@ from vescale_fsdp.costs.hardware import HARDWARE, published
 if TYPE_CHECKING:
     from torch import nn
 
-_AUTO = 0.9  # of a GPU's memory, without that of CUDA, NCCL and the allocator
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _LOOKED_UP = ("emb", "position", "wte", "wpe")  # beginnings of words for tables, not multiplied
 
 
@@ -78,15 +76,12 @@ def machine_of(gpu: str, ranks_per_node: int | None, bandwidth: float | None) ->
 
 def parse_budget(text: str, memory_bytes: int) -> int:
     """Parse ``10GiB``, ``80%`` (of the memory), ``auto`` (90% of it). Raises InputError."""
-    size, percent = _SIZE.fullmatch(text.strip()), _PERCENT.fullmatch(text.strip())
-    if text == "auto":
-        return int(_AUTO * memory_bytes)
-    if percent and 0 < float(percent[1]) <= 100:
-        return int(float(percent[1]) / 100 * memory_bytes)
-    if size and float(size[1]):
-        power = "KMGT".index(size[2].upper()) + 1
-        return int(float(size[1]) * (1024 if size[3] else 1000) ** power)
-    raise InputError(f"--budget is {text!r}, expected a size as 10GiB, a share as 80%, or auto")
+    try:
+        return Amount.parse(text).bytes_of(memory_bytes, memory_bytes)
+    except ValueError:
+        raise InputError(
+            f"--budget is {text!r}, expected a size as 10GiB, a share as 80%, or auto"
+        ) from None
 
 
 def parse_allowed(text: str | None) -> frozenset[Extra]:

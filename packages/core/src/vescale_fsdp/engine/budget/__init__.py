@@ -13,8 +13,8 @@ from vescale_fsdp.engine.budget.describe import describe
 from vescale_fsdp.engine.budget.request import Budget, arguments_of
 from vescale_fsdp.engine.budget.trace import Job as TrialJob
 from vescale_fsdp.engine.budget.trace import trace_of as trace_of_trial
-from vescale_fsdp.engine.budget.tuned import check_budget, shard_within, tuning_of
 from vescale_fsdp.engine.budget.trials import Subject, divide
+from vescale_fsdp.engine.budget.tuned import check_budget, shard_within, tuning_of
 from vescale_fsdp.engine.budget.twins import cast_parameters
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "cast_parameters",
     "check_budget",
     "describe",
-    "shard_within",
     "divide",
+    "shard_within",
     "trace_of_trial",
     "tuning_of",
 ]
