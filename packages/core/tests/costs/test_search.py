@@ -106,3 +106,14 @@ def test_parts_sum_to_the_whole() -> None:
     for each in tune(problem(50 * MIB)).predictions:
         assert sum(each.seconds.values()) == pytest.approx(each.step_s)
         assert sum(each.memory.values()) == each.peak_bytes
+
+
+def test_only_the_possible_numbers_of_replicas_are_candidates() -> None:
+    def replicas_of(possible: frozenset[int] | None) -> set[tuple[str, int]]:
+        this = problem(0, 8, divisions=(division(2),), replicas=possible)
+        return {(each.sharding, each.num_replicas) for each in candidates(this)}
+
+    rows_alone = {("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 1)}
+    assert replicas_of(frozenset({1})) == rows_alone
+    assert replicas_of(frozenset({4})) == {("hsdp", 4), ("hsdp_zero1", 4)}
+    assert {number for _, number in replicas_of(None)} == {1, 2, 4}

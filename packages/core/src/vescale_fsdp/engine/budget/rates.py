@@ -18,7 +18,8 @@ from vescale_fsdp import devices
 from vescale_fsdp.costs import Link
 from vescale_fsdp.dbuffer import Comm, pool_for
 
-_SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of a rank's part
+_SIZES = (1 << 14, 1 << 20, 1 << 23)  # bytes of all ranks' parts together
+_LARGER = 16  # times as much on accelerators, whose caches and networks are that much larger
 _RUNS = 6  # the least of them counts: others may use the machine too
 
 
@@ -35,12 +36,12 @@ def link_times(comm: Comm, device: torch.device) -> list[Sent]:
 
     An all-to-all takes as long as an all-gather, and the sum after it is no time of the network.
 
-    Cost: 21 collectives, or twice that, of at most 4 MiB a rank.
+    Cost: 24 collectives, or twice that, of at most 8 MiB in all, on accelerators 128 MiB.
     """
     found = []
-    for part_bytes in _SIZES:
-        num_elements = part_bytes // 4
-        full = torch.zeros(comm.size * num_elements, device=device)
+    for num_bytes in _sizes(device):
+        part_bytes = max(num_bytes // comm.size // 16, 1) * 16
+        full = torch.zeros(comm.size * part_bytes // 4, device=device)
         own = full.view(comm.size, -1)[comm.rank]
 
         def gather(full: torch.Tensor = full, own: torch.Tensor = own) -> None:
@@ -57,13 +58,13 @@ def link_times(comm: Comm, device: torch.device) -> list[Sent]:
 def replica_times(comm: Comm, device: torch.device) -> list[Sent]:
     """Measure all-reduces over replicas. Collective."""
     found = []
-    for part_bytes in _SIZES:
-        shard = torch.zeros(part_bytes // 4, device=device)
+    for num_bytes in _sizes(device):
+        shard = torch.zeros(num_bytes // 4, device=device)
 
         def reduce(shard: torch.Tensor = shard) -> None:
             comm.start_replica_sum(shard, pool_for(device), averages=True, cuts=False).finish()
 
-        sent = 2 * (comm.num_replicas - 1) * part_bytes // comm.num_replicas
+        sent = 2 * (comm.num_replicas - 1) * num_bytes // comm.num_replicas
         found.append(_sent(reduce, device, sent))
     return found
 
@@ -100,7 +101,7 @@ def sending_s_per_byte(points: Sequence[Sent]) -> float:
 
 def copy_bytes_per_s(device: torch.device) -> float:
     """Measure copies on the device. Bytes read and written count."""
-    source = torch.zeros(1 << 22, device=device)
+    source = torch.zeros(_times(1 << 22, device), device=device)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / _least_s(lambda: target.copy_(source), device)
 
@@ -114,10 +115,18 @@ def host_bytes_per_s(device: torch.device) -> float:
 
 def optimizer_elements_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measure steps of AdamW."""
-    param = nn.Parameter(torch.zeros(1 << 21, dtype=dtype, device=device))
+    param = nn.Parameter(torch.zeros(_times(1 << 21, device), dtype=dtype, device=device))
     param.grad = torch.zeros_like(param)
     optimizer = torch.optim.AdamW([param])
     return param.numel() / _least_s(optimizer.step, device)
+
+
+def _times(number: int, device: torch.device) -> int:
+    return number * (_LARGER if devices.has_streams(device) else 1)
+
+
+def _sizes(device: torch.device) -> list[int]:
+    return [_times(num_bytes, device) for num_bytes in _SIZES]
 
 
 def _least_s(run: Callable[[], object], device: torch.device) -> float:
