@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.costs import BF16, FP32, Backend, timeline
+from vescale_fsdp.costs import BF16, FP32, Backend, account, simulated
 from vescale_fsdp.costs.timeline import run_step
 from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 from vescale_fsdp.dbuffer import transport
@@ -155,7 +155,7 @@ def test_one_rank_needs_no_scratch(backend: Backend) -> None:
 
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
-    assert timeline.SHORTEST_EXCHANGE == transport.SHORTEST_BYTES
+    assert simulated.SHORTEST_EXCHANGE == transport.SHORTEST_BYTES
 
 
 def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> None:
@@ -164,4 +164,4 @@ def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> 
     block = UnitCosts("b", (group,), is_root=False, keeps=False)
     step = run_step([unit(0, root=True), block], How("gloo"))
     assert step.peak.num_bytes == 200 + 70 + 7  # the last ones stay, to be sent again
-    assert step.peak.parts == {timeline.GATHERED: 270, timeline.KEPT: 7}
+    assert step.peak.parts == {account.GATHERED: 270, account.KEPT: 7}

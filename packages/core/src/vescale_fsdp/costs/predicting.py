@@ -264,6 +264,7 @@ class Predictor:
             sum_s=summed / rate,
             replica_s=self._replica_s(group, settings, num_summed),
             replica_gather_s=self._replica_gather_s(group, settings),
+            replica_cpu_s=0.0 if has_streams else self._replica_cpu_s(group, settings),
             host_s=host_s,
         )
 
@@ -275,6 +276,14 @@ class Predictor:
             return 0.0
         rounds = 1 if settings.num_outer > 1 else 2
         return rounds * (_latency_s(link, num_summed) + part / link.bytes_per_s)
+
+    def _replica_cpu_s(self, group: GroupCosts, settings: Settings) -> float:
+        """Return the seconds of the processor for the same."""
+        machine, num_summed = self.problem.machine, settings.num_summed
+        part = (num_summed - 1) * group.inner_elements * group.reduce_dtype.itemsize / num_summed
+        rounds = 1 if settings.num_outer > 1 else 2
+        sent_s = rounds * part * machine.sending_s_per_byte
+        return machine.collective_s + sent_s if part else 0.0
 
     def _replica_gather_s(self, group: GroupCosts, settings: Settings) -> float:
         if settings.num_outer == 1:

@@ -356,7 +356,10 @@ class _Search:
         # Backward does not reach frozen units before the first trainable one.
         first = next((i for i, unit in enumerate(units) if i and unit.trainable), len(units))
         reducing = sum(
-            g.seconds.copy_s + g.seconds.reduce_cpu_s + (0 if has_streams else g.seconds.sum_s)
+            g.seconds.copy_s
+            + g.seconds.reduce_cpu_s
+            + g.seconds.replica_cpu_s
+            + (0 if has_streams else g.seconds.sum_s)
             for g in trained
         )
         return _Sums(

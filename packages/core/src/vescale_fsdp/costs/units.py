@@ -24,6 +24,7 @@ class GroupSeconds:
         copy_s: of its gradients to the buffer that is sent.
         sum_s: after a reduction.
         replica_s, replica_gather_s: over the replicas, latency included.
+        replica_cpu_s: of the processor, for the sum over the replicas.
         host_s: of gradients to the host's memory.
     """
 
@@ -40,6 +41,7 @@ class GroupSeconds:
     sum_s: float = 0.0
     replica_s: float = 0.0
     replica_gather_s: float = 0.0
+    replica_cpu_s: float = 0.0
     host_s: float = 0.0
 
 

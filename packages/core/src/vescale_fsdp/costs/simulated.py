@@ -1,0 +1,258 @@
+"""Units and groups of a simulated rank: they count bytes and seconds (`timeline`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vescale_fsdp.costs.account import (
+    COPIES,
+    ENGINE,
+    GATHERED,
+    KEPT,
+    LOCAL,
+    MADE,
+    REDUCED,
+    REDUCING,
+    Account,
+    Clock,
+)
+from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
+from vescale_fsdp.program import Parcel, Reduction, Residency
+
+# As in `dbuffer.transport`, which loads torch: a rank's own part of at least this size is not
+# copied to the receive buffer.
+SHORTEST_EXCHANGE = 1 << 13
+
+SHARDS, REPLICAS, HOST = "shards", "replicas", "host"  # networks
+
+
+class Rank(Protocol):
+    """The rank that has them."""
+
+    how: How
+    has_streams: bool
+    account: Account
+    clock: Clock
+    summing: list[SimulatedGroup]  # groups that are summed over replicas until the end
+    kept: list[SimulatedGroup]  # those that become ``.grad`` then
+
+    def gather(self, unit: SimulatedUnit) -> float:
+        """Issue the all-gathers of a unit. Returns when they end."""
+
+    def move(self, group: SimulatedGroup) -> None:
+        """Move a reduced gradient to the host."""
+
+
+class SimulatedUnit(Residency):
+    """A unit. Counts the bytes and the time of its parameters."""
+
+    version = 0
+    is_stale = has_streams = trainable = all_trainable = False  # the last three: see __init__
+
+    def __init__(self, costs: UnitCosts, model: Rank) -> None:
+        super().__init__()
+        groups = costs.groups
+        self.costs, self.has_streams = costs, model.has_streams
+        self._account, self._model = model.account, model
+        self.sizes = costs.sizes
+        self.is_root, self.trainable = costs.is_root, costs.trainable
+        self.all_trainable = all(group.trainable for group in groups)
+        self.reshard_after_forward = not costs.keeps
+        self.reshard_after_backward = model.how.row.cuts_parameters
+        self.is_encoded = any(group.gather_message is not None for group in groups)
+        self._message_bytes = sum(group.gather_message or 0 for group in groups)
+        self._full_bytes = sum(group.full_bytes for group in groups)
+        self._arrives: float | None = None  # None: it is sharded
+        self._is_decoded = False
+        self.backward_left_s = 0.0
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._arrives is None
+
+    def start_unshard(self, *, in_backward: bool = False) -> None:
+        if self._arrives is None and self.sizes:
+            self._arrives = self._model.gather(self)
+            if not in_backward:
+                self._account.add(KEPT, self._message_bytes)
+            for group in self.costs.groups:
+                self._account.add(GATHERED, group.gathered_message * group.num_shards)
+
+    def wait_for_unshard(self) -> None:
+        """Decode the messages to parameters."""
+        if self._arrives is not None:
+            self._model.clock.wait(self._arrives)
+        if not self._is_decoded:
+            self._is_decoded = True
+            for group in self.costs.groups:
+                self._model.clock.spend(COPIES, group.seconds.decode_s)
+                if group.gather_message is not None:
+                    self._account.add(GATHERED, group.full_bytes)
+                    self._account.drop(GATHERED, group.gather_message * group.num_shards)
+
+    def keeps_no_message(self) -> None:
+        self._account.drop(KEPT, self._message_bytes)
+
+    def join_unshard(self) -> None: ...
+
+    def park(self) -> None: ...
+
+    def free(self) -> None:
+        if self._arrives is not None:
+            self._arrives, self._is_decoded = None, False
+            self._account.drop(GATHERED, self._full_bytes)
+
+    def free_but_part(self) -> None:
+        self.free()
+
+
+class SimulatedGroup(Reduction):
+    """A group. Counts the bytes and the time of its gradients."""
+
+    has_gradients = False
+
+    def __init__(self, number: int, unit: SimulatedUnit, group: GroupCosts, model: Rank) -> None:
+        self.number, self.unit, self.of = number, unit, group
+        self._account, self._model = model.account, model
+        self._sum_bytes = group.inner_elements * group.reduce_dtype.itemsize
+        # On NCCL gradients are cast when they are copied. With one rank there is nothing to sum,
+        # and the copy becomes ``.grad``.
+        self._hands_over = model.has_streams and group.num_shards == 1
+        self._sums_at_end = group.num_shards > 1 and (
+            not model.has_streams or group.reduce_message is not None
+        )
+        self._made_bytes = self._scratch_bytes = self._local_bytes = self._outer_bytes = 0
+        self._waits = False  # for gradients of later micro-batches
+        self._has_sums = self._has_gradient = self._is_used = False
+        self._ends = 0.0
+        size = group.inner_elements * group.compute_dtype.itemsize
+        if not model.has_streams and group.num_shards > 1 and 0 < size <= model.how.small_bytes:
+            self.parcel = Parcel(size, (group.compute_dtype, group.reduce_dtype))
+
+    def settle(self, *, waits: bool) -> None:
+        """A backward begins."""
+        self._waits |= waits
+
+    def add(self, num_elements: int, largest: int) -> None:
+        """Autograd has made gradients, of which the largest has so many elements."""
+        group = self.of
+        self._is_used = True
+        made = (largest if self._waits else num_elements) * group.compute_dtype.itemsize
+        self._account.add(MADE, made)
+        self._made_bytes += made
+        if not self._waits:
+            return
+        if not self._has_sums:
+            self._has_sums = True
+            self._local_bytes = group.full_elements * group.reduce_dtype.itemsize
+            self._account.add(LOCAL, self._local_bytes)
+        self._model.clock.spend(COPIES, group.seconds.copy_s * num_elements / group.elements)
+
+    def let_go(self) -> None:
+        """Free what was added to sums."""
+        if self._waits:
+            self._account.drop(MADE, self._made_bytes)
+            self._made_bytes = 0
+
+    def start(self) -> float:
+        """Start the reduction. Returns the seconds that its bytes take on the network."""
+        group, account, times = self.of, self._account, self.of.seconds
+        seconds = times.wide_reduce_s if self._has_sums else times.reduce_s
+        if not self._has_sums:
+            dtype = group.reduce_dtype if self._model.has_streams else group.compute_dtype
+            self._local_bytes = group.full_elements * dtype.itemsize
+            account.add(LOCAL, self._local_bytes)
+            self._model.clock.spend(COPIES, times.copy_s)
+        account.drop(MADE, self._made_bytes)
+        self._made_bytes, self._waits, self._has_sums = 0, False, False
+        message = group.reduce_message
+        if group.num_shards > 1 and message is not None:
+            whole = message * group.num_shards
+            self._scratch_bytes = whole + _received_bytes(whole, group.num_shards)
+        elif self._sums_at_end:
+            self._scratch_bytes = _received_bytes(self._local_bytes, group.num_shards)
+        account.add(REDUCING, self._scratch_bytes)
+        if message is not None:
+            account.drop(LOCAL, self._local_bytes)
+        if not (self._sums_at_end or self._hands_over):
+            account.add(REDUCED, self._sum_bytes)
+        self._model.clock.spend(ENGINE, times.reduce_cpu_s)
+        return seconds
+
+    def expect(self, ends: float) -> None:
+        """Set when the reduction that was started ends."""
+        self._ends = ends
+
+    def has_arrived(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        group, account, model = self.of, self._account, self._model
+        self._model.clock.wait(self._ends)
+        if self._sums_at_end:
+            account.add(REDUCED, self._sum_bytes)
+        if group.reduce_message is None:
+            account.drop(LOCAL, self._local_bytes)
+        else:  # the message of one rank, decoded in fp32
+            account.add(REDUCING, 4 * group.inner_elements)
+            account.drop(REDUCING, 4 * group.inner_elements)
+        account.drop(REDUCING, self._scratch_bytes)
+        self._model.clock.spend(COPIES, group.seconds.sum_s)
+        if self._hands_over:
+            account.add(REDUCED, self._sum_bytes)
+        if model.how.num_replicas == 1:
+            self.keep()
+            return
+        if group.num_outer > 1:
+            own = group.shard_elements * group.reduce_dtype.itemsize
+            received = 0 if model.has_streams else _received_bytes(self._sum_bytes, group.num_outer)
+            self._outer_bytes = own if model.has_streams else received
+            account.add(REDUCING, self._outer_bytes)
+        self._model.clock.spend(ENGINE, group.seconds.replica_cpu_s)
+        self._ends = self._model.clock.issue(REPLICAS, group.seconds.replica_s)
+        model.summing.append(self)
+
+    def finish_sum(self) -> None:
+        """Wait for the sum over the replicas."""
+        group, account = self.of, self._account
+        self._model.clock.wait(self._ends)
+        if group.num_outer > 1:
+            own = group.shard_elements * group.reduce_dtype.itemsize
+            account.add(REDUCED, own)
+            account.drop(REDUCED, self._sum_bytes)
+            account.drop(REDUCING, self._outer_bytes)
+        self.keep()
+
+    def keep(self) -> None:
+        """Cast the sum to the dtype of the shard. Without a gradient on any rank there is none."""
+        group, account = self.of, self._account
+        sum_bytes = group.shard_elements * group.reduce_dtype.itemsize
+        if not self._is_used:
+            account.drop(REDUCED, sum_bytes)
+            return
+        if group.shard_dtype != group.reduce_dtype:
+            account.add(REDUCED, group.shard_bytes)
+            account.drop(REDUCED, sum_bytes)
+        self._model.kept.append(self)
+        if self._model.how.offload:  # the one before it has arrived there
+            self._model.move(self)
+
+    def publish(self) -> None:
+        """It becomes ``.grad``, or is added to it."""
+        self._is_used = False
+        if self._model.how.offload:
+            return
+        if self._has_gradient:
+            self._account.drop(REDUCED, self.of.shard_bytes)
+        self._has_gradient = True
+
+    def zero(self) -> None:
+        """Drop ``.grad``."""
+        if self._has_gradient:
+            self._account.drop(REDUCED, self.of.shard_bytes)
+        self._has_gradient = False
+
+
+def _received_bytes(sent: int, num_shards: int) -> int:
+    own = sent // num_shards
+    return sent - (own if own >= SHORTEST_EXCHANGE else 0)
