@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from vescale_fsdp import tuning_of
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.options import Options, to_environment
@@ -60,13 +61,13 @@ def use(cls: type[accelerate.Accelerator]) -> None:
 
 
 def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: str | None = None,
-        evaluates_first: bool = False, sealed: bool = False, make: Any = make_llama,
-        **more: Any) -> dict[str, Any]:  # fmt: skip
+        evaluates_first: bool = False, sealed: bool = False, budget: str | None = None,
+        make: Any = make_llama, **more: Any) -> dict[str, Any]:  # fmt: skip
     import os
 
     with accelerator(accelerate.PartialState):
         if ours is not None:
-            os.environ |= to_environment(Options(sealed=sealed), {})
+            os.environ |= to_environment(Options(sealed=sealed, budget=budget), {})
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **ours}
             del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
         use(cls)
@@ -84,6 +85,8 @@ def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: s
                 torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False
             ).tolist()
             trainer.save_model(str(folder / "final"))
+            tuning = tuning_of(model)
+            found["chosen"] = None if tuning is None else tuning.chosen.memory
             found["plug-in"] = type(
                 getattr(trainer.accelerator.state, "fsdp_plugin", None)
             ).__name__
@@ -110,6 +113,7 @@ def run_all(root: Path) -> dict[str, dict[str, Any]]:
         "arguments": run(ours, root / "args", ours={}, fsdp=True,
                          fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}),
         "bf16": run(ours, root / "bf16", ours=FULL, bf16=True),
+        "budget": run(ours, root / "budget", ours=FULL, budget="auto"),
     }  # fmt: skip
 
 
@@ -127,7 +131,13 @@ KINDS = [
     "sealed",
     "resumed sealed",
     "arguments",
+    "budget",
 ]
+
+
+def test_a_budget_knows_the_batches_of_the_trainer(runs: tuple[dict[str, Any], Path]) -> None:
+    assert runs[0]["budget"]["chosen"]["activations"] > 0
+    assert runs[0]["ours"]["chosen"] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -392,3 +392,35 @@ def test_the_rank_with_the_most_activations_counts() -> None:
 
 def test_models_without_a_budget_have_no_tuning() -> None:
     assert tuning_of(LM()) is None
+
+
+class Parted(nn.Module):
+    """A large block with a parameter of its own, a list and a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(64))
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (*self.parts, self.last):
+            x = part(x) * self.gain
+        return x
+
+
+def parted(has_inputs: bool) -> tuple[tuple[str, ...], ...]:
+    model = nn.Sequential(*(Parted() for _ in range(3)))
+    inputs = torch.randn(2, 64) if has_inputs else None
+    fully_shard(model, budget=budget("0.5MB", inputs=inputs))
+    model(torch.randn(2, 64)).sum().backward()
+    tuning = tuning_of(model)
+    assert tuning is not None
+    assert {len(each.candidate.units) for each in tuning.predictions} >= {3, 9}
+    return tuning.chosen.candidate.units
+
+
+@pytest.mark.parametrize("has_inputs", [True, False])
+def test_large_blocks_are_divided(has_inputs: bool) -> None:
+    one, other = run_ranks(parted, 2, has_inputs)
+    assert one == other

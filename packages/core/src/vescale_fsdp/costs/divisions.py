@@ -60,10 +60,15 @@ def split(division: Division, most_elements: int) -> Division | None:
 
     Parts of a unit are its children in order of definition, several neighbours together up to
     that size; a larger child is divided into its own children. Times are shared by elements. None:
-    no unit is larger, or there are traces, which do not say what happens within a unit.
+    no unit is larger, or there are traces, which do not say what happens within a unit, or the
+    model is code: then its modules are known, and not every name is that of one with a forward.
     """
     model = division.model
-    if division.traces or all(_numel(u.groups) <= most_elements for u in model.units[1:]):
+    if (
+        model.module is not None
+        or division.traces
+        or all(_numel(u.groups) <= most_elements for u in model.units[1:])
+    ):
         return None
     others: list[tuple[str, tuple[Group, ...]]] = []
     times: list[BlockTimes] = [division.times[0]]
