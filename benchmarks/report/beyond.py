@@ -18,8 +18,9 @@ from benchmarks import (
     streaming,
 )
 from benchmarks.adapters import __main__ as adapters_command
-from benchmarks.cost_model import check, large, paper
+from benchmarks.cost_model import check, choices, large, paper
 from benchmarks.optimizers.results import read
+from benchmarks.tune import regret
 
 __all__ = ["sections"]
 
@@ -74,6 +75,16 @@ def _parts() -> Iterator[Part]:
     )
     first = next(iter(sorted(scale.FOLDER.glob("*.json"))), None)
     yield Part(
+        "What a budget chooses",
+        "`fully_shard(model, budget=...)` chooses for three budgets: tight is 2% above the least "
+        "predicted peak of a grid of settings, ample 10% above the largest, middle between them. "
+        "All settings of the grid and all choices then train in turns. The regret is the real step "
+        "of a choice over that of the fastest setting whose real peak fits, within a round, with "
+        "quartiles. Each budget measures the machine and the model by itself.",
+        list(regret.load_all().values()),
+        [regret.lines(), regret.peak_lines()],
+    )
+    yield Part(
         "Rank 0 of many",
         "The first table shows a step of one rank, for several numbers of ranks. In a `fake` group "
         "the other ranks do not exist. Copies and host time of the model alone are subtracted. "
@@ -104,6 +115,14 @@ def _parts() -> Iterator[Part]:
         [assumed],
         [large.lines()],
         "large",
+    )
+    yield Part(
+        "Computed, not measured: choices for 64 to 10,240 GPUs",
+        "The fastest settings that fit 90% of a GPU's memory, by the same search, with published "
+        "hardware and HSDP of all sizes. `benchmarks/cost_model/choices.py` lists the assumptions. "
+        "Time to choose is that of the processor, on one core.",
+        [read(choices.FILE)],
+        [choices.lines()],
     )
     found = read(paper.FILE)
     shares = ", ".join(f"{share} of {what}" for what, share in found.get("shares", {}).items())

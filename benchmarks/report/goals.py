@@ -9,6 +9,7 @@ from benchmarks.compare import record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.targets import Verdict
 from benchmarks.optimizers.results import ROOT, read
+from benchmarks.tune import regret
 
 __all__ = ["goals"]
 
@@ -21,8 +22,16 @@ QUANTIZED = record.FOLDER.parent / "quantized_speed"
 
 
 def goals() -> list[Verdict]:
-    """Return verdicts for rows of ZeRO's table, large worlds, copies, optimizers and 8 bits."""
-    return [*rows.verdicts(), *_peaks(), *_copies(), *_optimizers(), *_quantized(), *_gpu()]
+    """Return verdicts for ZeRO's table, budgets, large worlds, copies, optimizers and 8 bits."""
+    return [
+        *rows.verdicts(),
+        *regret.verdicts(),
+        *_peaks(),
+        *_copies(),
+        *_optimizers(),
+        *_quantized(),
+        *_gpu(),
+    ]
 
 
 def _peaks() -> Iterator[Verdict]:
