@@ -260,6 +260,22 @@ def test_other_arguments_are_passed_on() -> None:
     assert run_ranks(passed_through, 2)[0] == [{0}, False, "zeros", True, True]
 
 
+def others() -> int:
+    model = made()
+    model.register_buffer("mask", torch.zeros(1000))
+    fully_shard(model, budget=budget(), ignored_params={model.embed.weight})
+    tuning = tuning_of(model)
+    assert tuning is not None
+    return tuning.chosen.memory["other tensors"]
+
+
+def test_buffers_and_ignored_parameters_count() -> None:
+    # The mask; four times the embedding: with its gradient and AdamW's states; the scale; of each
+    # of four norms two vectors and a counter.
+    embedding, norms = 4 * VOCAB * 32 * 4, 4 * (2 * 32 * 4 + 8)
+    assert run_ranks(others, 2) == [4000 + embedding + 4 + norms] * 2
+
+
 # Written choices
 
 
@@ -329,6 +345,11 @@ def test_no_options_of_a_budget() -> None:
 def test_lists_of_modules() -> None:
     text = attempt(lambda: fully_shard([LM(), LM()], budget="auto"))
     assert "budget= is for a whole model, got a list" in text
+
+
+def test_lazy_parameters() -> None:
+    text = attempt(lambda: fully_shard(nn.LazyLinear(4), budget="auto"))
+    assert "budget= needs the shapes of all parameters, and weight is lazy" in text
 
 
 def already_sharded() -> str:

@@ -151,6 +151,24 @@ def test_a_twin_shares_nothing_and_keeps_ties() -> None:
     assert model.head.weight is model.embed.weight
 
 
+def test_a_weight_of_the_root_in_a_block() -> None:
+    model = LM()
+    model.blocks[1].again = nn.Linear(WIDTH, 64, bias=False)
+    model.blocks[1].again.weight = model.embed.weight
+    division = tried(model, batch())
+    root = division.model.units[0]
+    assert [tensor.name for tensor in root.groups[0].tensors] == ["embed.weight"]
+    assert division.times[0].forward_s > 0
+
+
+def test_weights_that_are_not_contiguous() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    model.to(memory_format=torch.channels_last)
+    division = tried(model, torch.randn(2, 3, 8, 8))
+    assert division.times[0].forward_s + division.times[1].forward_s > 0
+
+
 def test_a_model_that_cannot_be_copied() -> None:
     model = LM()
     model.lines = (line for line in ())  # generators cannot be copied

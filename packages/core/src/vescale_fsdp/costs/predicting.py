@@ -36,6 +36,7 @@ from vescale_fsdp.costs.traces import mixed_trace
 from vescale_fsdp.costs.units import GroupCosts, GroupSeconds, UnitCosts
 
 WEIGHTS, STATES, ROUNDING = "weights", "optimizer states", "rounding"
+OTHERS = "other tensors"  # such as buffers
 _ROUNDING = 0.02  # of what is allocated in a step
 _SMALL_BYTES = 1 << 13  # of the engine, for messages that units share without streams
 _CODE = Code("int8", 256)  # the engine's default
@@ -101,6 +102,7 @@ class Predictor:
         peak = _with_optimizer(step.peak, shards, candidate)
         resting = {} if candidate.offload else {WEIGHTS: shards.weights_bytes}
         resting |= {} if candidate.offload else {STATES: shards.states_bytes}
+        resting |= {OTHERS: self.problem.other_bytes} if self.problem.other_bytes else {}
         rounding = {ROUNDING: math.ceil(_ROUNDING * peak.num_bytes)}
         memory = resting | {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}
         memory |= rounding

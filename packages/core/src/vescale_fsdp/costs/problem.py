@@ -68,6 +68,7 @@ class Problem:
         allowed: "int8" sends weights and gradients in 8 bits, "offload" keeps shards and optimizer
             states in the host's memory, and may offload activations.
         block_of: block of a tensor that its optimizer does not allow to be split, in elements.
+        other_bytes: of tensors that a rank has beside shards and activations, such as buffers.
         replicas: numbers of replicas that are possible, 1 for no HSDP. None: all.
     """
 
@@ -81,6 +82,7 @@ class Problem:
     micro_batches: int = 1
     allowed: frozenset[Extra] = frozenset()
     block_of: BlockOf = split_anywhere
+    other_bytes: int = 0
     replicas: frozenset[int] | None = None
 
 

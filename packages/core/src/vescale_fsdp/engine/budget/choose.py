@@ -46,6 +46,7 @@ _SMALLEST = (
     "host_bytes_per_s",
     "host_elements_per_s",
 )
+_STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1, "none": 0}  # of a parameter, at most
 _LARGEST = ("unit_s", "collective_s", "parameter_s", "sending_s_per_byte")
 
 
@@ -99,6 +100,7 @@ def choose(
         micro_batches=budget.micro_batches,
         allowed=frozenset(budget.allow),
         block_of=block_of,
+        other_bytes=_other_bytes(subject),
         replicas=frozenset({Axes.of(mesh).num_replicas}) if is_given else None,
     )
     speaker = ranks[len(ranks) - 1 - int(most) % len(ranks)]
@@ -143,6 +145,20 @@ def _merged_machine(machine: Machine, memory: int, ranks: list[int]) -> tuple[Ma
 def _with_times(division: Division, seconds: Iterator[float]) -> Division:
     times = tuple(BlockTimes(next(seconds), next(seconds)) for _ in division.times)
     return dataclasses.replace(division, times=times)
+
+
+def _other_bytes(subject: Subject) -> int:
+    """Return the bytes of buffers, and of ignored parameters with gradients and states."""
+    parameters = {id(param) for param in subject.module.parameters()}
+    ignored = {id(param) for param in subject.ignored}
+    found = 0
+    for tensor in tensors_of(subject.module):
+        if id(tensor) in ignored:
+            states = _STATES[subject.budget.optimizer]
+            found += tensor.nbytes * (2 + states if tensor.requires_grad else 1)
+        elif id(tensor) not in parameters:
+            found += tensor.nbytes
+    return found
 
 
 def _shard_dtype(subject: Subject) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from vescale_fsdp import devices
 from vescale_fsdp.costs import BlockOf, Tensor, Tuning, read_choice, report, write_choice
@@ -75,6 +76,11 @@ def check_budget(module: object, others: Mapping[str, Any]) -> None:
             raise NotImplementedError(
                 f"fully_shard: budget= is not for models with tensor or expert parallelism yet, "
                 f"and {name} is a DTensor; choose settings with vescale-fsdp tune"
+            )
+        if is_lazy(param):
+            raise ValueError(
+                f"fully_shard: budget= needs the shapes of all parameters, and {name} is lazy; run "
+                "a forward first"
             )
 
 

@@ -21,6 +21,7 @@ from vescale_fsdp.engine.boundary import map_tensors
 
 _PATTERN = 1 << 20  # random elements, which are repeated
 _STD = 0.02  # of weights without values
+_DENSE = torch.contiguous_format
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
@@ -34,14 +35,14 @@ def real_twin(
     """Return a copy on ``device``, in training mode. Tensors on meta get values of a usual size.
 
     Args:
-        left_out: modules inside of it whose own tensors are on meta in the copy.
+        left_out: modules inside of it. Tensors that only they have are on meta in the copy.
 
     Cost: memory for all other tensors of the module.
     """
-    absent = {id(tensor) for each in left_out for tensor in tensors_of(each)}
+    there = {id(tensor) for tensor in tensors_of(module, left_out)}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in absent:
+        if id(tensor) not in there:
             return torch.empty_like(tensor, device="meta")
         return values.like(tensor, device)
 
@@ -75,10 +76,14 @@ def twin_of(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> 
     return twin.train()
 
 
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and tensors that are plain attributes, each once."""
+def tensors_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers, and tensors that are plain attributes, each once.
+
+    Args:
+        left_out: modules that are not looked into.
+    """
     seen: set[int] = set()
-    for each in module.modules():
+    for each in _modules(module, {id(other) for other in left_out}):
         own = {key: value for key, value in vars(each).items() if key not in _SEEN_ANYWAY}
         for leaf in (
             *each._parameters.values(),
@@ -88,6 +93,14 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 yield leaf
+
+
+def _modules(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield module
+        for child in module.children():
+            yield from _modules(child, seen)
 
 
 _SEEN_ANYWAY = ("_parameters", "_buffers", "_modules")
@@ -132,7 +145,9 @@ class Values:
         return self.fill(made, _STD)
 
     def fill(self, made: torch.Tensor, std: float = 1.0) -> torch.Tensor:
-        """Fill a contiguous tensor."""
+        """Fill a tensor without history."""
+        if not made.is_contiguous():
+            return made.copy_(self.fill(torch.empty_like(made, memory_format=_DENSE), std))
         if made.dtype == torch.bool:
             return made.fill_(True)
         if not (made.is_floating_point() or made.is_complex()):
