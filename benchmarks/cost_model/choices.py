@@ -4,7 +4,8 @@
 
 Hardware is that of `vescale_fsdp.costs.hardware`, times its shares; the budget is 90% of a GPU's
 memory. The candidates are all that the tuner has: rows of the table of ZeRO's stages, HSDP of every
-size, numbers of units that stay unsharded or recompute, units of several layers. Nothing changes
+size, numbers of units that stay unsharded or recompute, units of several layers. Where experts are
+modules, a layer may also be nine units: eighths of its experts, and the rest. Nothing changes
 numbers (8 bits) or uses the host's memory.
 
 A file has the tensors of each layer, without its code. So the assumptions are:
@@ -25,10 +26,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare.targets import Verdict
 from benchmarks.cost_model.large import ACTIVE_EXPERTS, read_layers
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
@@ -51,12 +53,14 @@ from vescale_fsdp.costs.hardware import COMPUTE_SHARE, published
 from vescale_fsdp.costs.machine import Machine
 from vescale_fsdp.errors import PlanError
 
-__all__ = ["FILE", "lines"]
+__all__ = ["FILE", "lines", "verdicts"]
 
 FILE = ROOT / "benchmarks" / "results" / "cost_model" / "choices.json"
 BUDGET = 0.9  # of a GPU's memory
 ITEM = 2  # bytes of an activation
 LOGIT_BYTES = 2 + 4
+EXPERT_PARTS = 8
+JUDGED_RANKS, MOST_S = 1024, 10.0
 
 
 def _outputs(specs: Sequence[tuple[str, Sequence[int]]], share: float) -> float:
@@ -76,38 +80,95 @@ def _width(specs: Sequence[tuple[str, Sequence[int]]]) -> int:
     return next(shape[0] for name, shape in reversed(specs) if "norm" in name)
 
 
-def division_of(path: Path, machine: Machine, tokens: int) -> tuple[str, Division]:
-    """Name and division of a model: its layers are units."""
+def divisions_of(path: Path, machine: Machine, tokens: int) -> tuple[str, list[Division]]:
+    """Name and divisions of a model: into layers, and into parts of layers with many experts."""
     content = json.loads(path.read_text())
+    layers = [_Layers(group) for group in content["groups"]]
     name: str = content["model"]
     share = next((v for k, v in ACTIVE_EXPERTS.items() if name.startswith(k)), 1.0)
-    others, used, kept = [], [], []
+    halves = [part for each in layers for part in each.parts()]
+    found = [_division(name, layers, share, machine, tokens)]
+    if len(halves) > len(layers):
+        found.append(_division(name, halves, share, machine, tokens))
+    return name, found
+
+
+class _Layers:
+    """Equal units, which follow each other: whole layers, or the parts of each of them."""
+
+    def __init__(self, group: dict[str, Any], names: Sequence[str] = ()) -> None:
+        self.group, self.names = group, names
+
+    @property
+    def specs(self) -> list[tuple[str, list[int]]]:
+        chosen: list[tuple[str, list[int]]] = self.group["tensors"]
+        return chosen if not self.names else [each for each in chosen if each[0] in self.names]
+
+    def parts(self) -> list[_Layers]:
+        """The rest of a layer, then eighths of its experts; itself if these are no modules."""
+        experts: dict[str, list[str]] = {}
+        for name, _ in self.group["tensors"]:
+            _, found, after = name.partition(".experts.")
+            if found and after.split(".")[0].isdigit():
+                experts.setdefault(after.split(".")[0], []).append(name)
+        if len(experts) < EXPERT_PARTS:
+            return [self]
+        each = list(experts.values())
+        size = -(-len(each) // EXPERT_PARTS)
+        starts = range(0, len(each), size)
+        chunks = [[*chain.from_iterable(each[start : start + size])] for start in starts]
+        taken = {*chain.from_iterable(each)}
+        rest = [name for name, _ in self.group["tensors"] if name not in taken]
+        return [_Layers(self.group, names) for names in (rest, *chunks)]
+
+
+def _division(
+    name: str, layers: Sequence[_Layers], share: float, machine: Machine, tokens: int
+) -> Division:
     root: list[Group] = []
     root_used = 0.0
     vocabulary = width = 0
-    for group in content["groups"]:
-        specs = group["tensors"]
-        tensors = tuple(Tensor(each, tuple(shape), len(shape) > 1) for each, shape in specs)
-        layers = read_layers(group, share)
+    runs: list[tuple[str, list[Group], float, float]] = []  # of one layer after the other
+    by_group: dict[int, list[_Layers]] = {}
+    for each in layers:
+        by_group.setdefault(id(each.group), []).append(each)
+    for members in by_group.values():
+        group = members[0].group
+        whole = _width(group["tensors"])
         if group["name"] == "root":
-            root, root_used, width = [Group(tensors, FP32)], layers.num_used, _width(specs)
-            vocabulary = max(shape[0] for _, shape in specs)
+            root, width = [_group(group["tensors"])], whole
+            root_used = read_layers(group, share).num_used
+            vocabulary = max(shape[0] for _, shape in group["tensors"])
             continue
-        for number in range(group["count"]):
-            others.append((f"{group['name']}s.{number}", [Group(tensors, FP32)]))
-            used.append(layers.num_used)
-            kept.append(ITEM * tokens * (_outputs(specs, share) + 4 * _width(specs)))
-    model = make_model(name, root, others)
+        made = []
+        for part, each in enumerate(members):
+            used = read_layers(group | {"tensors": each.specs}, share).num_used
+            norms = 4 * whole if part == 0 else 0
+            kept = ITEM * tokens * (_outputs(each.specs, share) + norms)
+            suffix = f".{part}" if len(members) > 1 else ""
+            made.append((suffix, [_group(each.specs)], used, kept))
+        runs += [
+            (f"{group['name']}s.{number}{suffix}", *rest)
+            for number in range(group["count"])
+            for suffix, *rest in made
+        ]
+    model = make_model(name, root, [run[:2] for run in runs])
     times = [_times(root_used, tokens, machine)]
     for index in range(1, len(model.units)):
-        times.append(_times(used[model.order.index(index) - 1], tokens, machine))
+        times.append(_times(runs[model.order.index(index) - 1][2], tokens, machine))
     inputs = ITEM * tokens * width
     logits = LOGIT_BYTES * tokens * vocabulary
+    kept = [run[3] for run in runs]
+    again = [min(inputs, each) for each in kept]
     traces: dict[Any, Trace] = {
         "keep": _trace(model, kept, kept, inputs, logits),
-        "recompute": _trace(model, [inputs] * len(kept), kept, inputs, logits),
+        "recompute": _trace(model, again, kept, inputs, logits),
     }
-    return name, Division(model, tuple(times), traces)
+    return Division(model, tuple(times), traces)
+
+
+def _group(specs: Sequence[tuple[str, Sequence[int]]]) -> Group:
+    return Group(tuple(Tensor(name, tuple(shape), len(shape) > 1) for name, shape in specs), FP32)
 
 
 def _times(num_used: float, tokens: int, machine: Machine) -> BlockTimes:
@@ -134,17 +195,26 @@ def _trace(
         own, highest = round(kept[number - 1]), round(most[number - 1])
         # A layer's gradients of activations take about as much as the largest of them.
         moments.append(Moment(Event.BACKWARD, live + inputs, live, number, number))
-        for tensor in reversed(model.units[model.order[number]].groups[0].tensors):
-            now = live - own + highest
-            moments.append(
-                Moment(Event.GRADIENT, now, now, number, number, num_elements=tensor.numel)
-            )
+        now = live - own + highest
+        for elements in _halves(model.units[model.order[number]].groups[0]):
+            moments.append(Moment(Event.GRADIENT, now, now, number, number, num_elements=elements))
         live -= own
         moments.append(Moment(Event.END_OF_BACKWARD, live + highest, live, number, number))
-    for tensor in reversed(model.units[0].groups[0].tensors):
-        moments.append(Moment(Event.GRADIENT, live, live, num_elements=tensor.numel))
+    for elements in _halves(model.units[0].groups[0]):
+        moments.append(Moment(Event.GRADIENT, live, live, num_elements=elements))
     moments.append(Moment(Event.END, live, 0))
     return Trace(tuple(moments))
+
+
+def _halves(group: Group) -> tuple[int, int]:
+    """Elements of the gradients until half of a unit has its gradients, and after: between others
+    nothing happens."""
+    first = 0
+    for tensor in reversed(group.tensors):
+        first += tensor.numel
+        if 2 * first >= group.numel:
+            break
+    return first, group.numel - first
 
 
 def entries(
@@ -153,14 +223,18 @@ def entries(
     """Key and choice of each number of GPUs and each kind, for one model."""
     for kind, num_ranks in product(hardware, ranks):
         machine = published(kind).machine()
-        name, division = division_of(path, machine, tokens)
-        problem = Problem((division,), num_ranks, machine, round(BUDGET * machine.memory_bytes))
+        name, divisions = divisions_of(path, machine, tokens)
+        division = divisions[0]
+        problem = Problem(
+            tuple(divisions), num_ranks, machine, round(BUDGET * machine.memory_bytes)
+        )
         place = {"model": name, "hardware": kind, "ranks": num_ranks, "tokens": tokens}
         started = time.process_time()
         try:
             tuning = tune(problem)
         except PlanError as error:
-            found: dict[str, Any] = {"nothing_fits": str(error)}
+            least = str(error).partition("the least is ")[2].partition(";")[0]
+            found: dict[str, Any] = {"nothing_fits": least}
         else:
             chosen = tuning.chosen
             compute_s = sum(
@@ -209,7 +283,8 @@ def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
         place = [each["model"], f"{each['ranks']:,}", each["hardware"]]
         seconds = f"{each['choosing_s']:.1f}"
         if "nothing_fits" in each:
-            rows.append([*place, "nothing fits", "", "", "", "", "", seconds])
+            told = f"nothing fits; the least is {each['nothing_fits']}"
+            rows.append([*place, told, "", "", "", "", "", seconds])
             continue
         waiting = 100 * each["seconds"].get("waiting", 0.0) / each["step_s"]
         rows.append(
@@ -220,6 +295,16 @@ def lines(path: Path = FILE) -> tuple[list[str], list[list[str]]]:
             ]
         )  # fmt: skip
     return HEAD, rows
+
+
+def verdicts(path: Path = FILE) -> Iterator[Verdict]:
+    """The time to choose for a thousand GPUs, compared with what is aimed at."""
+    for each in read(path).get("figures", {}).values():
+        if each["ranks"] == JUDGED_RANKS:
+            seconds = each["choosing_s"]
+            where = f"{each['model']}, {each['ranks']:,} {each['hardware']}, computed"
+            target = f"time to choose at most {MOST_S:.0f} s"
+            yield Verdict(target, where, f"{seconds:.1f}", seconds <= MOST_S)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from benchmarks import copies, gpu_single, rows, scale
 from benchmarks.compare import record
 from benchmarks.compare.spread import ratios
 from benchmarks.compare.targets import Verdict
+from benchmarks.cost_model import choices
 from benchmarks.optimizers.results import ROOT, read
 from benchmarks.tune import regret
 
@@ -26,6 +27,7 @@ def goals() -> list[Verdict]:
     return [
         *rows.verdicts(),
         *regret.verdicts(),
+        *choices.verdicts(),
         *_peaks(),
         *_copies(),
         *_optimizers(),
