@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,26 @@ def passed_through() -> list[Any]:
 
 def test_other_arguments_are_passed_on() -> None:
     assert run_ranks(passed_through, 2)[0] == [{0}, False, "zeros", True, True]
+
+
+def replicas_of(sizes: tuple[int, ...] | None) -> set[int]:
+    names = ("replicate", "shard")[-len(sizes or ()) :]
+    mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = made()
+    fully_shard(
+        model, mesh=mesh, budget=budget(machine=dataclasses.replace(SLOW, ranks_per_node=2))
+    )
+    train(model)
+    tuning = tuning_of(model)
+    assert tuning is not None
+    return {each.candidate.num_replicas for each in tuning.predictions}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "possible"), [((4,), {1}), ((2, 2), {2}), (None, {1, 2})], ids=str
+)  # fmt: skip
+def test_replicas_are_those_of_the_mesh(sizes: tuple[int, ...] | None, possible: set[int]) -> None:
+    assert run_ranks(replicas_of, 4, sizes) == [possible] * 4
 
 
 def others() -> int:

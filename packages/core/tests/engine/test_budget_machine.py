@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.costs import Link, Machine
-from vescale_fsdp.engine.budget.machine import measured_machine
+from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
 from vescale_fsdp.engine.budget.rates import Sent, link_of, sending_s_per_byte
 from vescale_fsdp.testing import run_ranks
 
@@ -34,6 +36,20 @@ def test_replicas_are_between_nodes() -> None:
     assert machine.ranks_per_node == 2
     assert machine.link(2) == machine.inside
     assert machine.link(2, 2) == machine.between
+
+
+def nodes(per_node: str) -> tuple[int, ...]:
+    os.environ["LOCAL_WORLD_SIZE"] = per_node
+    try:
+        return tuple(mesh_by_node(init_device_mesh("cpu", (4,))).mesh.shape)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_a_mesh_of_nodes() -> None:
+    assert run_ranks(nodes, 4, "2") == [(2, 2)] * 4
+    assert run_ranks(nodes, 4, "4") == [(4,)] * 4
+    assert run_ranks(nodes, 4, "3") == [(4,)] * 4  # they do not divide
 
 
 def test_one_rank_sends_nothing() -> None:

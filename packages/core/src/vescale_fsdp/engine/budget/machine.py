@@ -57,7 +57,7 @@ def measured_machine(
             sending_s = rates.sending_s_per_byte(points)
     if axes.num_replicas > 1:
         outside = rates.link_of(rates.replica_times(comm, device))
-    times = engine_times(partial(shard, mesh=mesh), device)
+    times = engine_times(partial(shard, mesh=mesh), mesh.size(), device)
     has_host = devices.has_streams(device)
     return Machine(
         name=f"measured on {mesh.size()} ranks",

@@ -21,7 +21,7 @@ from torch import nn
 from vescale_fsdp import devices
 
 _UNITS, _FEW, _MANY = 4, 2, 16
-_ELEMENTS = 1 << 15  # of a unit: more than what small units share a message for
+_PART = 1 << 13  # elements of a unit on each rank: more than what small units share messages for
 _WARMUPS, _RUNS = 4, 12
 
 
@@ -34,9 +34,9 @@ class EngineTimes(NamedTuple):
 
 
 class _Product(nn.Module):
-    def __init__(self, num_parameters: int, device: torch.device) -> None:
+    def __init__(self, num_parameters: int, num_elements: int, device: torch.device) -> None:
         super().__init__()
-        size = _ELEMENTS // num_parameters
+        size = num_elements // num_parameters
         self.weights = nn.ParameterList(
             nn.Parameter(torch.ones(size, device=device)) for _ in range(num_parameters)
         )
@@ -47,16 +47,17 @@ class _Product(nn.Module):
         return x
 
 
-def engine_times(shard: Callable[..., Any], device: torch.device) -> EngineTimes:
+def engine_times(shard: Callable[..., Any], num_ranks: int, device: torch.device) -> EngineTimes:
     """Measure. Collective.
 
     Args:
         shard: ``fully_shard`` on the job's mesh.
+        num_ranks: of the mesh.
     """
 
     def own_s(num_parameters: int, **settings: Any) -> float:
-        plain = _model(num_parameters, device)
-        sharded = _model(num_parameters, device)
+        plain = _model(num_parameters, num_ranks * _PART, device)
+        sharded = _model(num_parameters, num_ranks * _PART, device)
         for unit in sharded:
             shard(unit, **settings)
         shard(sharded)
@@ -70,8 +71,8 @@ def engine_times(shard: Callable[..., Any], device: torch.device) -> EngineTimes
     return EngineTimes(unit_s, collective_s, parameter_s)
 
 
-def _model(num_parameters: int, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(_Product(num_parameters, device) for _ in range(_UNITS)))
+def _model(num_parameters: int, num_elements: int, device: torch.device) -> nn.Sequential:
+    return nn.Sequential(*(_Product(num_parameters, num_elements, device) for _ in range(_UNITS)))
 
 
 def _step_s(model: nn.Module, device: torch.device) -> float:
