@@ -128,6 +128,16 @@ def test_the_first_batch_of_a_loader() -> None:
     assert inputs_from([1, 2], model, 1) is None
 
 
+class Whole(nn.Module):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["tokens"].float()
+
+
+def test_a_forward_that_takes_the_batch() -> None:
+    (batch,) = inputs_from(DataLoader(Named(), batch_size=2), Whole(), 1)
+    assert batch["tokens"].shape == (2, 3)
+
+
 def test_a_batch_of_inputs_and_targets() -> None:
     data = TensorDataset(*(torch.full((6, 2), float(number)) for number in range(3)))
     loader = DataLoader(data, batch_size=3)

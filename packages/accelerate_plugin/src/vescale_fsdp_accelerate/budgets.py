@@ -46,8 +46,9 @@ def inputs_from(loader: Any, model: nn.Module, parts: int) -> Any:
     """Return the arguments of forward for a batch of a data loader, or None.
 
     The first elements of the data set are collated. The loader is not iterated, and random
-    generators do not change. A mapping is keywords, if forward takes all of them. Of a sequence
-    (inputs, targets), the first elements are those that forward requires.
+    generators do not change. A mapping is keywords if forward takes all of them, and one argument if
+    forward requires one. Of a sequence (inputs, targets), the first elements are those that forward
+    requires.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -62,15 +63,16 @@ def inputs_from(loader: Any, model: nn.Module, parts: int) -> Any:
 
 def _arguments(batch: Any, model: nn.Module) -> Any:
     known = inspect.signature(model.forward).parameters.values()
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [each for each in known if each.kind in places and each.default is each.empty]
     if isinstance(batch, torch.Tensor):
         return batch
     if isinstance(batch, Mapping):
         takes_all = any(each.kind is each.VAR_KEYWORD for each in known)
-        names = {each.name for each in known}
-        return dict(batch) if takes_all or names.issuperset(batch) else None
+        if takes_all or {each.name for each in known}.issuperset(batch):
+            return dict(batch)
+        return (batch,) if len(required) == 1 else None
     if isinstance(batch, list | tuple):
-        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [each for each in known if each.kind in places and each.default is each.empty]
         return tuple(batch[: len(required)]) if 0 < len(required) <= len(batch) else None
     return None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,6 +283,38 @@ def test_replicas_are_those_of_the_mesh(sizes: tuple[int, ...] | None, possible:
     assert run_ranks(replicas_of, 4, sizes) == [possible] * 4
 
 
+def with_a_network(bytes_per_s: float) -> float:
+    model = made()
+    link = Link(bytes_per_s)
+    fully_shard(model, budget=budget(machine=None, network=link))
+    tuning = tuning_of(model)
+    assert tuning is not None
+    return tuning.chosen.step_s
+
+
+def test_a_given_network() -> None:
+    slow, _ = run_ranks(with_a_network, 2, 1e4)
+    assert slow > 10  # hundreds of kilobytes at 10 kB/s
+
+
+def own_memory() -> tuple[int, str]:
+    memory = 10**9 if dist.get_rank() == 0 else 600_000
+    printed = io.StringIO()
+    model = made()
+    with contextlib.redirect_stdout(printed):
+        fully_shard(model, budget=budget(memory))
+    tuning = tuning_of(model)
+    assert tuning is not None
+    return tuning.chosen.peak_bytes, printed.getvalue()
+
+
+def test_the_smallest_memory_counts_and_the_first_rank_prints() -> None:
+    (one, first), (other, second) = run_ranks(own_memory, 2)
+    assert one == other <= 600_000
+    assert "  chosen\n" in first
+    assert second == ""
+
+
 def others() -> int:
     model = made()
     model.register_buffer("mask", torch.zeros(1000))
@@ -357,6 +391,7 @@ def test_no_options_of_a_budget() -> None:
         ({"micro_batches": 0}, "Budget(micro_batches=0): expected an int of at least 1"),
         ({"allow": ["fp4"]}, "Budget(allow=['fp4']): expected a list of int8, offload"),
         ({"allow": "int8"}, "Budget(allow='int8'): expected a list of int8, offload"),
+        ({"network": Link(1.0), "machine": SLOW}, "a machine has a network; use one"),
         ({"inputs": 3}, "Budget(inputs=...) got a int, expected the arguments of forward"),
     ]
     for arguments, text in cases:

@@ -76,6 +76,8 @@ def choose(
     if machine is None:
         by_node = mesh if is_given else mesh_by_node(mesh)
         machine = measured_machine(mesh, by_node, shard, dtype, memory)
+    if budget.network is not None:
+        machine = dataclasses.replace(machine, inside=budget.network, between=budget.network)
     machine, memory = _merged_machine(machine, memory, ranks)
     divisions: list[Division] = []
 

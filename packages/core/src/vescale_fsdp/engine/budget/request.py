@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import devices
-from vescale_fsdp.costs import Amount, Machine, is_path
+from vescale_fsdp.costs import Amount, Link, Machine, is_path
 
 _EXTRAS = ("int8", "offload")
 _OPTIMIZERS = ("adamw", "adamw8bit", "muon", "sgd", "none")
@@ -39,8 +39,9 @@ class Budget:
         micro_batches: forwards and backwards for each step of the optimizer.
         allow: what may be chosen beside what keeps numbers and devices as they are: "int8"
             (weights and gradients are sent in 8 bits), "offload" (to the host's memory).
-        machine: rates of network, copies and optimizer (`vescale_fsdp.costs.Machine`). None: they
-            are measured.
+        network: its bandwidth and latency (`vescale_fsdp.costs.Link`). None: they are measured.
+        machine: all rates, also of copies, optimizer and engine (`vescale_fsdp.costs.Machine`).
+            None: they are measured.
         save_to: path of a yaml to which the choice is written, by rank 0.
         unit_mp_policy: dtypes of units below the root. None: ``mp_policy``, without its
             ``output_dtype``.
@@ -55,6 +56,7 @@ class Budget:
     optimizer: Literal["adamw", "adamw8bit", "muon", "sgd", "none"] = "adamw"
     micro_batches: int = 1
     allow: Collection[Literal["int8", "offload"]] = ()
+    network: Link | None = None
     machine: Machine | None = None
     save_to: str | PathLike[str] | None = None
     unit_mp_policy: MixedPrecisionPolicy | None = None
@@ -83,6 +85,8 @@ class Budget:
             raise ValueError(
                 f"Budget(allow={self.allow!r}): expected a list of {', '.join(_EXTRAS)}"
             )
+        if self.network is not None and self.machine is not None:
+            raise ValueError("Budget(network=..., machine=...): a machine has a network; use one")
         if self.inputs is not None:
             try:
                 arguments_of(self.inputs)
