@@ -2,9 +2,11 @@
 
 * `model` describes a model by its shapes, its units and a trace of its activations. `layouts` calls
   the planner for its groups. `settings` and `machine` are those of the job.
-* `timeline` simulates the memory of a step, and `timing` its time, with the engine's own scheduler
-  (`vescale_fsdp.program`). `estimate` has the figures of one layout.
-* `problem` has what the tuner is asked and answers.
+* `timeline` simulates the memory and the time of a step with the engine's own scheduler
+  (`vescale_fsdp.program`), on `units` that are `simulated`. `timing` does so for other engines.
+* `estimate` has the figures of one layout, and `predicting` those of one candidate.
+* `problem` has what the tuner is asked and answers, `search` finds it among `divisions` and other
+  settings. `choice_file` keeps it.
 
 Formulas and their errors: docs/design/costs.md.
 """

@@ -12,7 +12,7 @@ Steps that differ by less than 0.1% are as fast as each other; of these, the one
 memory is chosen. The result is the same on every rank with the same inputs.
 
 With more than eight units, not every number of unsharded or recomputed units is a candidate, but
-nine; the numbers beside those of the best are tried at the end.
+nine; the numbers between these are tried at the end, for those that are nearly as fast.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from vescale_fsdp.errors import PlanError
 from vescale_fsdp.program import ZERO_TABLE
 
 _FEW, _LEVELS = 8, 8
+_NEAR, _MOST_REFINED = 1.05, 8  # steps that may be the fastest between the levels
 _MOST_GROUPED = 3  # sizes of units that are tried beside one block each
 _LARGEST = 1 / 16  # of the budget, for a unit that is not split
 _IN_FLIGHT = (2, 1, 3, 4)
@@ -191,7 +192,8 @@ class _Search:
             best = self._better(best, self._predict(candidate))
         if best is None:
             raise self._nothing_fits(every)
-        best = self._refined(best)
+        for each in self._near(best):
+            best = self._better(best, self._refined(each)) or best
         self._add_others(every)
         return self._tuning(best, len(every))
 
@@ -218,6 +220,17 @@ class _Search:
             for other in self._too_large.get(_family(candidate), ())
         )
 
+    def _near(self, best: Prediction) -> list[Prediction]:
+        """Return the best of each family that may be the fastest between the levels."""
+        found: dict[tuple[object, ...], Prediction] = {}
+        for each in self._found.values():
+            if each.fits(self._problem.budget_bytes) and each.step_s <= _NEAR * best.step_s:
+                family = _family(each.candidate)
+                known = found.get(family)
+                if known is None or _score(each) < _score(known):
+                    found[family] = each
+        return sorted(found.values(), key=_score)[:_MOST_REFINED]
+
     def _refined(self, best: Prediction) -> Prediction:
         """Try numbers of units between the levels."""
         num_units = len(best.candidate.units)
@@ -230,7 +243,11 @@ class _Search:
                 more = min(now.num_unsharded + step, num_units)
                 changes.append(replace(now, num_unsharded=more))
             if now.activations == "recompute":
-                changes.append(replace(now, num_changed=max(now.num_changed - step, 1)))
+                fewer = max(now.num_changed - step, 1)
+                changes.append(replace(now, num_changed=fewer))
+                if now.num_unsharded:
+                    less = max(now.num_unsharded - step, 0)
+                    changes.append(replace(now, num_changed=fewer, num_unsharded=less))
             for changed in changes:
                 better = self._better(best, self._predict(changed))
                 assert better is not None, "the best so far fits"
