@@ -46,9 +46,9 @@ def inputs_from(loader: Any, model: nn.Module, parts: int) -> Any:
     """Return the arguments of forward for a batch of a data loader, or None.
 
     The first elements of the data set are collated. The loader is not iterated, and random
-    generators do not change. A mapping is keywords if forward takes all of them, and one argument if
-    forward requires one. Of a sequence (inputs, targets), the first elements are those that forward
-    requires.
+    generators do not change. A mapping is keywords if forward takes all of them, and one argument
+    if forward requires one. Of a sequence (inputs, targets), the first elements are those that
+    forward requires.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None

@@ -350,6 +350,15 @@ def test_a_written_choice_needs_no_measurement(tmp_path: Path) -> None:
     assert "zero3" in path.read_text()
 
 
+def unwritable() -> str:
+    return attempt(lambda: fully_shard(made(), budget=budget(save_to="/no/folder/choice.yaml")))
+
+
+def test_a_choice_that_cannot_be_written() -> None:
+    for text in run_ranks(unwritable, 2):
+        assert text.startswith("PlanError: FileNotFoundError")
+
+
 # Errors
 
 

@@ -20,10 +20,10 @@ def test_the_smallest_and_the_largest() -> None:
     assert found == [Figures([0, 7.0], [2, 0, 10**30 + 2])] * 3
 
 
-def failing() -> list[str]:
+def failing(kind: type[Exception]) -> list[str]:
     def fail() -> Figures:
         if dist.get_rank() == 1:
-            raise PlanError("no shape")
+            raise kind("no shape")
         return Figures([1.0], [1.0])
 
     texts = []
@@ -33,13 +33,19 @@ def failing() -> list[str]:
     ):
         try:
             attempt()
-        except PlanError as error:
-            texts.append(str(error))
+        except (PlanError, KeyError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
     return texts
 
 
 def test_a_failure_is_raised_on_all_ranks() -> None:
-    assert run_ranks(failing, 2) == [["rank 1: no shape", "no shape"], ["no shape", "no shape"]]
+    plan = "PlanError: no shape"
+    assert run_ranks(failing, 2, PlanError) == [["PlanError: rank 1: no shape", plan], [plan, plan]]
+    told = "PlanError: KeyError: 'no shape'"
+    assert run_ranks(failing, 2, KeyError) == [
+        ["PlanError: rank 1: KeyError: 'no shape'", told],
+        ["KeyError: 'no shape'", told],
+    ]
 
 
 def told() -> tuple[int, str]:

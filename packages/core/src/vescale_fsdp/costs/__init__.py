@@ -52,6 +52,7 @@ from vescale_fsdp.costs.problem import (
     Problem,
     Sharding,
     Tuning,
+    split_anywhere,
 )
 from vescale_fsdp.costs.report import report, shown_of
 from vescale_fsdp.costs.search import candidates, tune
@@ -113,6 +114,7 @@ __all__ = [
     "read_choice",
     "report",
     "shown_of",
+    "split_anywhere",
     "tune",
     "write_choice",
 ]

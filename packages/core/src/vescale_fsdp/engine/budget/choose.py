@@ -113,7 +113,8 @@ def _compare(subject: Subject, ranks: list[int]) -> None:
     budget = subject.budget
     entries = [
         f"optimizer={budget.optimizer!r}, micro_batches={budget.micro_batches}, "
-        f"allow={sorted(budget.allow)}, {'without' if budget.inputs is None else 'with'} inputs"
+        f"allow={sorted(budget.allow)}, {'without' if budget.inputs is None else 'with'} inputs, "
+        f"{'not ' if budget.save_to is None else ''}written"
     ]
     for name, param in subject.module.named_parameters():
         trained = "" if param.requires_grad else ", frozen"

@@ -15,6 +15,8 @@ from vescale_fsdp.errors import PlanError
 
 ResultT = TypeVar("ResultT")
 
+_MOST_LETTERS = 500
+
 
 class Figures(NamedTuple):
     """Numbers of one rank, or of all."""
@@ -27,20 +29,32 @@ def merge_figures(topic: str, ranks: list[int], own: Callable[[], Figures]) -> F
     """Return the figures of all ranks. Collective. Each rank has equally many.
 
     Raises:
-        PlanError: ``own`` raised one, on this rank or another.
+        PlanError: ``own`` raised an exception on another rank.
+        Exception: what ``own`` raised on this rank.
     """
-    me, failure = dist.get_rank(), None
+    me, failed = dist.get_rank(), None
     figures = Figures([], [])
+    failure: Exception | None = None
     try:
         figures = own()
-    except PlanError as error:  # the others wait
-        failure = error
-    said = {"failed": None if failure is None else [me, str(failure)], "figures": figures}
-    merged = json.loads(exchange(topic, json.dumps(said), ranks, _merge, timeout_s=LONG_TIMEOUT_S))
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait
+        failure, failed = error, [me, words_of(error)]
+    said = json.dumps({"failed": failed, "figures": figures})
+    merged = json.loads(exchange(topic, said, ranks, _merge, timeout_s=LONG_TIMEOUT_S))
+    if failure is not None:
+        raise failure
     if merged["failed"] is not None:
         rank, text = merged["failed"]
-        raise PlanError(text if rank == me else f"rank {rank}: {text}") from failure
+        raise PlanError(f"rank {rank}: {text}")
     return Figures(*merged["figures"])
+
+
+def words_of(error: Exception) -> str:
+    """Return type and message of an exception in one line, not too long."""
+    message = " ".join(str(error).split())
+    if len(message) > _MOST_LETTERS:
+        message = f"{message[:_MOST_LETTERS]} ..."
+    return message if isinstance(error, PlanError) else f"{type(error).__name__}: {message}"
 
 
 def _merge(payloads: list[str]) -> str:
@@ -58,14 +72,14 @@ def result_of(topic: str, ranks: list[int], speaker: int, make: Callable[[], Res
     """Return what ``make`` returns on the rank ``speaker``. Collective.
 
     Raises:
-        PlanError: ``make`` raised one there.
+        PlanError: ``make`` raised an exception there.
     """
     payload = ""
     if dist.get_rank() == speaker:
         try:
             said: tuple[bool, Any] = (True, make())
-        except PlanError as error:
-            said = (False, str(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others wait
+            said = (False, words_of(error))
         payload = base64.b64encode(pickle.dumps(said)).decode()
     answer = exchange(topic, payload, ranks, _first, timeout_s=LONG_TIMEOUT_S)
     is_there, result = pickle.loads(base64.b64decode(answer))  # this job's own ranks wrote it

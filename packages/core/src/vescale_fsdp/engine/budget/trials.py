@@ -25,6 +25,7 @@ from vescale_fsdp.costs import Activations, BlockTimes, Division, Model, Trace
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, Times, kind_of
 from vescale_fsdp.engine.budget.describe import describe
+from vescale_fsdp.engine.budget.merging import words_of
 from vescale_fsdp.engine.budget.request import Budget, arguments_of
 from vescale_fsdp.engine.budget.trace import Job, loss_of, seconds_of, trace_of
 from vescale_fsdp.engine.budget.twins import (
@@ -39,7 +40,6 @@ from vescale_fsdp.engine.budget.twins import (
 from vescale_fsdp.errors import PlanError, warn_user
 
 NOTHING = BlockTimes(0.0, 0.0)
-_MOST_LETTERS = 300  # of the message of an exception
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
             if any(tensor.is_meta for tensor in tensors_of(subject.module)):
                 raise PlanError(
                     f"{model.name} does not run on a copy without values, where tensors have "
-                    f"shapes only: {_said(error)}; leave Budget(inputs=) out, or "
+                    f"shapes only: {words_of(error)}; leave Budget(inputs=) out, or "
                     "make the model on a device, where a whole copy of it can be tried"
                 ) from error
             traces, seconds = _on_device(subject, blocks)
@@ -121,7 +121,7 @@ def _traces(
         except Exception as error:  # noqa: BLE001  # it is the user's code
             warn_user(
                 f"fully_shard(budget=...): activations={mode!r} is no candidate, because a step of "
-                f"{type(subject.module).__name__} with it raised {_said(error)}; "
+                f"{type(subject.module).__name__} with it raised {words_of(error)}; "
                 "with models of transformers, use_cache=False among the inputs may help"
             )
     return traces
@@ -206,7 +206,7 @@ def _on_device(
     except Exception as error:  # it is the user's code, or memory
         raise PlanError(
             f"a step of a copy of {type(subject.module).__name__} on {subject.device} with the "
-            f"inputs of the budget failed: {_said(error)}; pass the arguments of "
+            f"inputs of the budget failed: {words_of(error)}; pass the arguments of "
             "one forward as Budget(inputs=...), or leave them out"
         ) from error
     return traces, [Times(*each) for each in seconds]
@@ -224,11 +224,3 @@ def _of_units(model: Model, seconds: Sequence[Times]) -> tuple[BlockTimes, ...]:
         )
         for found in members.values()
     )
-
-
-def _said(error: Exception) -> str:
-    """Return type and message of an exception in one line."""
-    message = " ".join(str(error).split())
-    if len(message) > _MOST_LETTERS:
-        message = f"{message[:_MOST_LETTERS]} ..."
-    return f"{type(error).__name__}: {message}"

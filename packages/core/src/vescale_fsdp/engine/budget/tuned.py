@@ -17,9 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from vescale_fsdp import devices
-from vescale_fsdp.costs import BlockOf, Tensor, Tuning, read_choice, report, write_choice
+from vescale_fsdp.costs import (
+    BlockOf,
+    Tensor,
+    Tuning,
+    read_choice,
+    report,
+    split_anywhere,
+    write_choice,
+)
+from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.budget.apply import Shard, apply
 from vescale_fsdp.engine.budget.choose import choose
+from vescale_fsdp.engine.budget.merging import result_of
 from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
@@ -115,17 +125,20 @@ def shard_within(
     subject = Subject(module, device, mp_policy, budget, passed["ignored_params"] or ())
     blocks = _blocks_of(module, passed["granularity"])
     problem, tuning = choose(subject, mesh, shard, blocks, is_given=is_given)
+    if budget.save_to is not None:
+        write = partial(write_choice, budget.save_to, problem, tuning)
+        result_of("written choice", ranks := Axes.of(mesh).ranks, ranks[0], write)
     apply(module, tuning.chosen.candidate, shard_with, mesh, mp_policy, units)
     _TUNINGS[module] = tuning
     if dist.get_rank() == 0:
-        if budget.save_to is not None:
-            write_choice(budget.save_to, problem, tuning)
         sys.stdout.write(f"{report(problem, tuning)}\n")
         sys.stdout.flush()
 
 
 def _blocks_of(module: nn.Module, granularity: Granularity | GranularityPolicy | None) -> BlockOf:
     """Return the function from a tensor of a unit to its block, in elements."""
+    if granularity is None:
+        return split_anywhere
 
     def block_of(tensor: Tensor) -> int | None:
         own = re.sub(r"^\d+\.", "", tensor.name)  # without the place of its module in a unit

@@ -18,6 +18,7 @@ from torch import nn
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.errors import PlanError
 
 _PATTERN = 1 << 20  # random elements, which are repeated
 _STD = 0.02  # of weights without values
@@ -60,7 +61,7 @@ def twin_of(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> 
     """Return a copy whose tensors ``make`` has made, in training mode. Ties stay.
 
     Raises:
-        ValueError: the module cannot be copied.
+        PlanError: the module cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in tensors_of(module):
@@ -68,7 +69,7 @@ def twin_of(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> 
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:  # of a __deepcopy__ or __getstate__ of the user's
-        raise ValueError(
+        raise PlanError(
             f"fully_shard(budget=...) tries the model on a copy, and copy.deepcopy of "
             f"{type(module).__name__} raised {type(error).__name__}: {error}; leave Budget(inputs="
             ") out, or pass a written choice"
