@@ -88,6 +88,17 @@ def test_memory_example_has_one_loss_with_all_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_budget_example_writes_a_choice_and_uses_it(tmp_path: Path) -> None:
+    script, losses = ["within_budget.py", "--steps", "2", *SMALL], []
+    for budget, said in (("1GiB", "  chosen"), ("choice.yaml", "sharding as written")):
+        output = run_example(torchrun(*script, "--budget", budget), tmp_path)
+        assert said in output
+        losses.append(output[output.rindex("loss") :].split(",")[0])
+    assert losses[0] == losses[1]
+    assert "in_flight" in (tmp_path / "choice.yaml").read_text()
+
+
+@pytest.mark.timeout(400)
 def test_profile_example_prints_a_table_and_writes_traces(tmp_path: Path) -> None:
     output = run_example(torchrun("profile_step.py", "--steps", "2", *SMALL), tmp_path)
     assert output.count("waiting for all-gathers") == 1
