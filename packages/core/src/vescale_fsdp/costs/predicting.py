@@ -38,6 +38,7 @@ from vescale_fsdp.costs.units import GroupCosts, GroupSeconds, UnitCosts
 WEIGHTS, STATES, ROUNDING = "weights", "optimizer states", "rounding"
 OTHERS = "other tensors"  # such as buffers
 _ROUNDING = 0.02  # of what is allocated in a step
+_SLACK_BYTES = 4 << 20  # CUDA's allocator leaves up to 1 MiB of a block unused, in a few blocks
 _SMALL_BYTES = 1 << 13  # of the engine, for messages that units share without streams
 _CODE = Code("int8", 256)  # the engine's default
 
@@ -103,7 +104,7 @@ class Predictor:
         resting = {} if candidate.offload else {WEIGHTS: shards.weights_bytes}
         resting |= {} if candidate.offload else {STATES: shards.states_bytes}
         resting |= {OTHERS: self.problem.other_bytes} if self.problem.other_bytes else {}
-        rounding = {ROUNDING: math.ceil(_ROUNDING * peak.num_bytes)}
+        rounding = {ROUNDING: math.ceil(_ROUNDING * peak.num_bytes) + self._slack_bytes}
         memory = resting | {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}
         memory |= rounding
         host_bytes = 0 if trace is None else trace.host_bytes
@@ -119,6 +120,10 @@ class Predictor:
             host_bytes=host_bytes,
             traffic=traffic_of(units, step, settings),
         )
+
+    @property
+    def _slack_bytes(self) -> int:
+        return _SLACK_BYTES if self.problem.machine.backend == "nccl" else 0
 
     def settings(self, candidate: Candidate) -> Settings:
         """Return the settings of a candidate."""
