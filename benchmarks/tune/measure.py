@@ -70,13 +70,12 @@ def _tried(
 ) -> dict[str, Any]:
     ranks = len(network.places)
     with ExitStack() as stack:
-        teams = {
-            text: stack.enter_context(Team(text, model, "fp32", ranks, network.places, MODULE))
-            for text in texts
-        }
-        for number, team in enumerate(teams.values(), start=1):
-            say(f"candidate {number} of {len(teams)} starts")
-            team.start()
+        teams: dict[str, Team] = {}
+        for number, text in enumerate(texts, start=1):
+            say(f"candidate {number} of {len(texts)} starts")
+            team = Team(text, model, "fp32", ranks, network.places, MODULE)
+            teams[text] = stack.enter_context(team)
+            team.start()  # one after the other: many ranks at once make each other wait
         for team in teams.values():  # the first turn of each has cold caches
             team.run(1)
         found: dict[str, Any] = {text: {"step_s": []} for text in texts}
