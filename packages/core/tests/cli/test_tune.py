@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from vescale_fsdp.cli import main
-from vescale_fsdp.costs import read_choice
+from vescale_fsdp.cli.settings import Settings
+from vescale_fsdp.cli.tuning import Work, machine_of, problem_of
+from vescale_fsdp.costs import Division, Extra, read_choice
 
 from .tiny import shapes_file
 
@@ -124,6 +126,34 @@ def test_operations_are_those_of_matrix_products(capsys: Capture) -> None:
     forward = 2 * 64 * (4 * (24 * 24 + 2 * 24 * 96) + 131 * 24)
     assert found["chosen"]["seconds"]["compute"] == pytest.approx(3 * forward / (0.5 * 989.4e12))
     assert found["chosen"]["peak_parts_bytes"]["activations"] > 0
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_large_blocks_are_tried_as_their_children_too(*, measures: bool) -> None:
+    from vescale_fsdp.cli.sources import load
+
+    settings = Settings(num_ranks=4, inputs=f"{__name__}:tokens")
+    machine, nothing = machine_of("h100", None, None), frozenset[Extra]()
+    work = Work(settings, measures=measures)
+
+    def divisions(budget_bytes: int) -> tuple[Division, ...]:
+        model = load(SOURCE, None)
+        return problem_of(model, work, machine, budget_bytes, 1, nothing, [])[0].divisions
+
+    assert len(divisions(1 << 30)) == 1
+    usual, smaller = divisions(100_000)  # a block has 10.7 kB, more than a sixteenth
+    assert usual.model.modules[1] == ("blocks.0",)
+    assert smaller.model.modules[1:5] == tuple(
+        (f"blocks.0.{name}",) for name in ("norm", "mix", "up", "down")
+    )
+    assert smaller.model.num_parameters == usual.model.num_parameters
+    dtypes = {group.dtype.name for unit in smaller.model.units for group in unit.groups}
+    assert dtypes == {"float32"}
+    assert set(smaller.traces) == set(usual.traces) == {"keep", "recompute"}
+    if not measures:
+        whole = sum(usual.times[index].forward_s for index in usual.model.order)
+        parts = sum(smaller.times[index].forward_s for index in smaller.model.order)
+        assert parts == pytest.approx(whole)
 
 
 def test_blocks_are_measured(capsys: Capture) -> None:

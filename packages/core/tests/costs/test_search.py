@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp import PlanError
 from vescale_fsdp.costs import Link, Predictor, Problem, candidates, tune
-from vescale_fsdp.costs.search import divisions_of
+from vescale_fsdp.costs.search import _Search, divisions_of
 from vescale_fsdp.costs.words import bucket
 
 from .problems import MIB, division, machine, problem
@@ -51,6 +51,16 @@ def test_the_search_finds_the_best_of_all_candidates(name: str) -> None:
             continue
         chosen = tune(asked).chosen
         assert (bucket(chosen.step_s), chosen.peak_bytes) == expected
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_prediction_is_below_its_bounds(name: str) -> None:
+    """What is pruned by them could not have been chosen."""
+    search = _Search(PROBLEMS[name])
+    for candidate in candidates(search._problem, search._divisions):
+        bound, found = search._bound(candidate), search._predictor.predict(candidate)
+        assert bound.step_s <= found.step_s * (1 + 1e-9)
+        assert bound.num_bytes <= found.peak_bytes
 
 
 @given(st.integers(8, 80), st.integers(1, 40), st.sampled_from(["nccl", "gloo"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -21,13 +22,19 @@ from vescale_fsdp.engine import TrialJob, arguments_of, cast_parameters, map_ten
 from vescale_fsdp.errors import PlanError
 
 
-def trace_of(model: Model, settings: Settings, activations: Activations) -> Trace:
+def trace_of(
+    model: Model,
+    settings: Settings,
+    activations: Activations,
+    blocks: Sequence[nn.Module] | None = None,
+) -> Trace:
     """Run a step of the model's module, and return its events and activations.
 
     Args:
         model: its module is on the meta device. Parameters get the compute dtype.
         settings: of the plan: inputs, compute dtype and backend.
         activations: what is kept between forward and backward.
+        blocks: the units of the model but the root. None: the repeated blocks.
 
     Raises:
         InputError: the inputs are wrong, or the model cannot run without values.
@@ -36,7 +43,8 @@ def trace_of(model: Model, settings: Settings, activations: Activations) -> Trac
     args, kwargs = inputs_of(model, settings)
     dtype: torch.dtype = getattr(torch, settings.compute_dtype.name)
     cast_parameters(module, dtype)
-    job = TrialJob(module, repeated_blocks(module), model, args, kwargs, dtype)
+    blocks = repeated_blocks(module) if blocks is None else blocks
+    job = TrialJob(module, blocks, model, args, kwargs, dtype)
     try:  # on CPUs nothing is moved
         return trace_of_trial(job, activations, has_host=settings.backend == "nccl")
     except PlanError as error:

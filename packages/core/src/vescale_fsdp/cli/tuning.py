@@ -10,9 +10,9 @@ as a forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
@@ -27,13 +27,14 @@ from vescale_fsdp.costs import (
     Model,
     Problem,
     Tensor,
-    Trace,
     Unit,
 )
 from vescale_fsdp.costs.hardware import HARDWARE, published
 
 if TYPE_CHECKING:
     from torch import nn
+
+_Units: TypeAlias = "tuple[Model, list[nn.Module]]"  # a model, and its units but the root
 
 _LOOKED_UP = ("emb", "position", "wte", "wpe")  # beginnings of words for tables, not multiplied
 
@@ -127,16 +128,15 @@ def problem_of(
             raise InputError(f"--inputs needs the code of the model, and {model.name} is shapes")
         share = 1.0 if work.experts is None else work.experts
         times, source = _by_parameters(model, settings.batch, share, machine)
-        division = Division(model, times)
+        divisions = [Division(model, times)]
         source += "; activations are not counted: leave memory for them"
     elif work.measures:
-        division, source = _measured(model, settings, allowed)
+        divisions, source = _measured(model, settings, allowed, budget_bytes)
     else:
-        traces = _traces(model, settings, allowed)
-        times, source = _by_operations(model, work, machine)
-        division = Division(model, times, traces)
+        divisions = _computed(model, settings, allowed, machine, budget_bytes)
+        source = "operations of matrix products, counted in a forward without values"
     problem = Problem(
-        (division,),
+        tuple(divisions),
         settings.num_ranks,
         machine,
         budget_bytes,
@@ -177,50 +177,72 @@ def _times(operations: float, machine: Machine) -> BlockTimes:
     return BlockTimes(forward_s, 2 * forward_s)
 
 
-def _traces(
-    model: Model, settings: Settings, allowed: frozenset[Extra]
-) -> dict[Activations, Trace]:
-    from vescale_fsdp.cli.activations import trace_of  # loads torch
+def _models(model: Model, settings: Settings, budget_bytes: int) -> list[_Units]:
+    """Return the model with its usual units, and with smaller ones if these are large."""
+    from vescale_fsdp.engine import describe, divisions_to_try  # loads torch
+
+    dtypes = {group.dtype for unit in model.units for group in unit.groups if group.dtype.floating}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    usual, *others = divisions_to_try(model.module, budget_bytes, settings.compute_dtype.itemsize)
+    smaller = [(describe(model.module, each, model.name, dtype), each) for each in others]
+    return [(model, usual), *smaller]
+
+
+def _computed(
+    model: Model,
+    settings: Settings,
+    allowed: frozenset[Extra],
+    machine: Machine,
+    budget_bytes: int,
+) -> list[Division]:
+    """Trace the model on the meta device, and count its operations."""
+    from vescale_fsdp.cli.activations import operations_of, trace_of  # loads torch
 
     modes: list[Activations] = ["keep"]
     if len(model.order) > 1:
         modes.append("recompute")
         if "offload" in allowed:
             modes += ["offload", "recompute+offload"]
-    return {mode: trace_of(model, settings, mode) for mode in modes}
+    models = _models(model, settings, budget_bytes)  # before parameters get the dtype of compute
+    total, inside = operations_of(model, settings)
+    return [
+        Division(
+            each,
+            _by_operations(each, total, inside, machine),
+            {mode: trace_of(each, settings, mode, blocks) for mode in modes},
+        )
+        for each, blocks in models
+    ]
 
 
 def _by_operations(
-    model: Model, work: Work, machine: Machine
-) -> tuple[tuple[BlockTimes, ...], str]:
-    """Count the operations of a forward on the meta device."""
-    from vescale_fsdp.cli.activations import operations_of
-
-    total, inside = operations_of(model, work.settings)
+    model: Model, total: int, inside: Mapping[str, int], machine: Machine
+) -> tuple[BlockTimes, ...]:
     by_unit: dict[int, list[int]] = {}
     for index, names in zip(model.order[1:], model.modules[1:], strict=True):
         by_unit.setdefault(index, []).append(sum(inside.get(name, 0) for name in names))
     means = {index: sum(each) / len(each) for index, each in by_unit.items()}
     means[0] = max(total - sum(sum(each) for each in by_unit.values()), 0)
-    times = tuple(_times(means[index], machine) for index in range(len(model.units)))
-    return times, "operations of matrix products, counted in a forward without values"
+    return tuple(_times(means[index], machine) for index in range(len(model.units)))
 
 
-def _measured(model: Model, settings: Settings, allowed: frozenset[Extra]) -> tuple[Division, str]:
+def _measured(
+    model: Model, settings: Settings, allowed: frozenset[Extra], budget_bytes: int
+) -> tuple[list[Division], str]:
     """Time the blocks on a device of this machine."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from vescale_fsdp import devices, repeated_blocks
+    from vescale_fsdp import devices
     from vescale_fsdp.cli.activations import inputs_of
     from vescale_fsdp.engine import Budget, Subject, divide
 
-    module: nn.Module = model.module
     device = devices.current_device(devices.accelerator_type() or "cpu")
     args, kwargs = inputs_of(model, settings)
     names = settings.compute_dtype.name, settings.reduce_dtype.name
     dtypes: Any = [getattr(torch, name) for name in names]
     budget = Budget(inputs=(args, kwargs), allow=allowed)
-    subject = Subject(module, device, MixedPrecisionPolicy(*dtypes), budget)
-    division = divide(subject, repeated_blocks(module))
-    return replace(division, model=model), f"measured on {device.type}"
+    subject = Subject(model.module, device, MixedPrecisionPolicy(*dtypes), budget)
+    models = _models(model, settings, budget_bytes)
+    divisions = [replace(divide(subject, blocks), model=each) for each, blocks in models]
+    return divisions, f"measured on {device.type}"

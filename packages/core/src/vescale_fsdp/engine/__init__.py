@@ -40,6 +40,7 @@ from vescale_fsdp.engine.budget import (
     cast_parameters,
     describe,
     divide,
+    divisions_to_try,
     trace_of_trial,
     tuning_of,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "combine",
     "describe",
     "divide",
+    "divisions_to_try",
     "fully_shard",
     "generating",
     "init_process_group",

@@ -16,6 +16,7 @@ from vescale_fsdp.engine.budget.trace import trace_of as trace_of_trial
 from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.engine.budget.tuned import check_budget, shard_within, tuning_of
 from vescale_fsdp.engine.budget.twins import cast_parameters
+from vescale_fsdp.engine.budget.units import divisions_to_try
 
 __all__ = [
     "Budget",
@@ -26,6 +27,7 @@ __all__ = [
     "check_budget",
     "describe",
     "divide",
+    "divisions_to_try",
     "shard_within",
     "trace_of_trial",
     "tuning_of",
