@@ -176,6 +176,27 @@ def test_a_model_that_cannot_be_copied() -> None:
         tried(model, batch())
 
 
+class Bypassing(LM):
+    """Reads a block's weight outside of its forward, and does not call another block."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.asks and labels.sum() < 0:
+            raise ValueError("no labels")
+        x = self.embed(ids) + self.blocks[1].down.bias
+        for block in (self.blocks[0], self.blocks[1], self.blocks[3]):
+            x = block(x, scale=self.scale)["x"]
+        return {"loss": self.head(x).sum()}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_modules_that_are_read_from_outside_are_no_units(asks: bool) -> None:
+    model = Bypassing()
+    model.asks = asks
+    division = tried(model, batch())
+    assert division.model.modules == ((), ("blocks.0",), ("blocks.3",))
+    assert "blocks.2.up.weight" in [t.name for t in division.model.units[0].groups[0].tensors]
+
+
 def test_kinds_of_blocks() -> None:
     one, other = Block(), Block()
     assert kind_of(one) == kind_of(other)
@@ -187,9 +208,10 @@ def test_kinds_of_blocks() -> None:
 def test_large_blocks_are_divided_too() -> None:
     model = LM()
     names = {id(child): name for name, child in model.named_modules()}
-    (usual,) = divisions_to_try(model, 1 << 30, 4)
+    (usual,) = divisions_to_try(model, 1 << 30, 4, has_inputs=True)
+    assert divisions_to_try(model, 1 << 16, 4, has_inputs=False) == [usual]
     assert [names[id(unit)] for unit in usual] == [f"blocks.{i}" for i in range(4)]
-    _, smaller = divisions_to_try(model, 1 << 16, 4)
+    _, smaller = divisions_to_try(model, 1 << 16, 4, has_inputs=True)
     assert [names[id(unit)] for unit in smaller[:3]] == [
         "blocks.0.norm",
         "blocks.0.up",

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from vescale_fsdp.costs import Candidate
+from vescale_fsdp.engine.granularity import Roles
 from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
 
 Shard = Callable[..., Any]
@@ -38,7 +39,10 @@ def apply(
     units = list(units_of(module, candidate))
     mesh = mesh_of(candidate, mesh)
     below = unit_mp_policy or replace(mp_policy, output_dtype=None)
+    hidden = _hidden(module, candidate)
     for unit, settings in zip(units, settings_of_units(candidate, mesh), strict=True):
+        if not any(id(param) in hidden for param in _parameters(unit)):
+            settings.pop("gather_codec", None)  # a head alone is not known as one
         shard(unit, mesh=mesh, mp_policy=below, **settings)
     shard(module, mesh=mesh, mp_policy=mp_policy, **_common(candidate, mesh))
 
@@ -90,6 +94,24 @@ def settings_of_units(candidate: Candidate, mesh: DeviceMesh) -> Iterator[dict[s
         if number < candidate.num_changed and candidate.activations != "keep":
             settings["activations"] = candidate.activations
         yield settings
+
+
+def _parameters(unit: nn.Module | list[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in unit if isinstance(unit, list) else [unit]:
+        yield from module.parameters()
+
+
+def _hidden(module: nn.Module, candidate: Candidate) -> set[int]:
+    """Return ``id(param)`` of the matrices of hidden layers, by the model around them."""
+    if not candidate.int8:
+        return set()
+    roles = Roles([module], has_blocks=bool(candidate.units))
+    return {
+        id(param)
+        for child_name, child in module.named_modules()
+        for name, param in child._parameters.items()
+        if param is not None and roles.is_hidden(f"{child_name}.{name}", param, [child])
+    }
 
 
 def _common(candidate: Candidate, mesh: DeviceMesh) -> dict[str, Any]:

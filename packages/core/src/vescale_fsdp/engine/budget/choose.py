@@ -82,7 +82,13 @@ def choose(
     divisions: list[Division] = []
 
     def tried() -> Figures:
-        for blocks in divisions_to_try(subject.module, memory, compute_dtype.itemsize):
+        lists = divisions_to_try(
+            subject.module,
+            memory,
+            compute_dtype.itemsize,
+            has_inputs=budget.inputs is not None,
+        )
+        for blocks in lists:
             divisions.append(divide(subject, blocks))
         most = max((trace.highest_bytes for trace in divisions[0].traces.values()), default=0)
         place = len(ranks) - 1 - ranks.index(dist.get_rank())  # of equal ranks the first

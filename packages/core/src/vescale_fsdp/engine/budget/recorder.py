@@ -8,7 +8,7 @@ where they meet its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +26,19 @@ class Recorder(compat.TorchDispatchMode):
     Args:
         inputs: of the step. They are counted as long as they exist.
         module: its tensors are not counted.
+        homes: for each parameter of a unit, but of the root: its storage and the unit.
+
+    Attributes:
+        running: units whose forward is under way.
+        read_outside: units with a parameter that an operator has read in no forward of theirs.
     """
 
-    def __init__(self, inputs: Any, module: nn.Module) -> None:
+    def __init__(self, inputs: Any, module: nn.Module, homes: Mapping[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
+        self.running: list[int] = []
+        self.read_outside: set[int] = set()
+        self._homes = homes
         self.stays = {tensor.untyped_storage()._cdata for tensor in tensors_of(module)}
         self._sizes: dict[int, int] = {}  # bytes of each storage
         # Of the results of ``tensor.all()``, which count as True: no padding, nothing packed.
@@ -42,13 +50,23 @@ class Recorder(compat.TorchDispatchMode):
         is_read = func is torch.ops.aten._local_scalar_dense.default
         if is_read and args[0].untyped_storage()._cdata in self._all:
             return True
-        args, kwargs = _on_one_device(args, kwargs or {})
+        kwargs = kwargs or {}
+        self._note_reads((args, *kwargs.values()))
+        args, kwargs = _on_one_device(args, kwargs)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._see(tensor)
         if func is torch.ops.aten.all.default:
             self._all.add(result.untyped_storage()._cdata)
         return result
+
+    def _note_reads(self, arguments: Any) -> None:
+        if compat.current_backward() != -1:
+            return
+        for tensor in _tensors(arguments):
+            home = self._homes.get(tensor.untyped_storage()._cdata)
+            if home is not None and home not in self.running:
+                self.read_outside.add(home)
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

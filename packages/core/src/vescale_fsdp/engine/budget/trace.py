@@ -103,12 +103,35 @@ def trace_of(
 ) -> Trace:
     """Run a step, and return its events and activations.
 
+    See `trace_and_reads`.
+    """
+    return trace_and_reads(job, activations, has_host=has_host, sees=sees)[0]
+
+
+def trace_and_reads(
+    job: Job,
+    activations: Activations = "keep",
+    *,
+    has_host: bool,
+    sees: Callable[[int, Any], None] | None = None,
+) -> tuple[Trace, set[int]]:
+    """Run a step. Returns its trace, and the blocks that cannot be units.
+
+    They have parameters that are read outside of their forward, where the engine would have
+    resharded them; or they are not called.
+
     Args:
         activations: what is kept between forward and backward.
         has_host: whether the devices have a host, to which activations can be offloaded.
         sees: called with the index of a block and what it has returned, after each of its calls.
     """
-    recorder = Recorder((job.args, job.kwargs), job.module)
+    owner = owners(job.module, job.blocks)
+    homes = {
+        param.untyped_storage()._cdata: owner[id(param)] + 1
+        for param in job.module.parameters()
+        if owner[id(param)] >= 0
+    }
+    recorder = Recorder((job.args, job.kwargs), job.module, homes)
     offload = Offload(recorder.stays) if "offload" in activations and has_host else None
     is_meta = job.device.type == "meta"
     fused = fused_attention(is_accelerator=has_host) if is_meta else nullcontext()
@@ -120,7 +143,10 @@ def trace_of(
         loss = job.run()  # it is there until the end
         recorder.note(Event.END)
         del loss
-    return Trace(tuple(recorder.moments), 0 if offload is None else offload.highest_bytes)
+    host_bytes = 0 if offload is None else offload.highest_bytes
+    called = {moment.unit for moment in recorder.moments if moment.event is Event.FORWARD}
+    unfit = recorder.read_outside | set(range(1, 1 + len(job.blocks))) - called
+    return Trace(tuple(recorder.moments), host_bytes), {number - 1 for number in unfit}
 
 
 def seconds_of(job: Job) -> list[tuple[float, float]]:
@@ -138,6 +164,8 @@ def seconds_of(job: Job) -> list[tuple[float, float]]:
 class Notes(Protocol):
     """Notes the events of a step."""
 
+    running: list[int]
+
     def note(self, event: Event, unit: int = 0, call: int = 0, **more: Any) -> None:
         """An event has happened."""
 
@@ -150,6 +178,7 @@ class _Clock:
 
     def __init__(self, device: torch.device, num_units: int) -> None:
         self._device = device
+        self.running: list[int] = []
         self._running: list[tuple[int, bool]] = []  # units, and whether in backward
         self._last = time.perf_counter()
         self.seconds = [[0.0, 0.0] for _ in range(num_units)]
@@ -247,6 +276,7 @@ class _UnitHooks:
         self._depth += 1
         is_outer = self._depth == 1 and compat.current_backward() == -1  # else it is recomputed
         if is_outer:
+            self._notes.running.append(self._index)
             self._notes.note(Event.FORWARD, self._index, number := next(self._numbers))
         args, kwargs = cast((args, kwargs), self._job.dtype)
         if is_outer:
@@ -262,6 +292,7 @@ class _UnitHooks:
         if self._depth or self._call is None:
             return output
         call, self._call = self._call, None
+        self._notes.running.remove(self._index)
         if call.kept is not None:
             call.kept.end()
         if self._index == 0:

@@ -27,7 +27,7 @@ from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, Times, kin
 from vescale_fsdp.engine.budget.describe import describe
 from vescale_fsdp.engine.budget.merging import words_of
 from vescale_fsdp.engine.budget.request import Budget, arguments_of
-from vescale_fsdp.engine.budget.trace import Job, loss_of, seconds_of, trace_of
+from vescale_fsdp.engine.budget.trace import Job, loss_of, seconds_of, trace_and_reads, trace_of
 from vescale_fsdp.engine.budget.twins import (
     Values,
     cast_parameters,
@@ -78,6 +78,9 @@ class Subject:
 def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
     """Try the model with these modules as units. Neither it nor random generators change.
 
+    Modules whose parameters are read outside of their forward are no units, and those neither that
+    are not called. Without inputs nobody knows.
+
     Args:
         blocks: in forward order.
 
@@ -91,7 +94,9 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
         return Division(model, (NOTHING,) * len(model.units))
     with untouched_generators(subject.device):
         try:
-            outputs, traces = _traced(subject, twin, twins, model)
+            outputs, traces, unfit = _traced(subject, twin, twins, model)
+            if unfit:
+                return divide(subject, _without(blocks, unfit))
             seconds = _timed(subject, blocks, outputs)
         except Exception as error:  # it is the user's code
             if any(tensor.is_meta for tensor in tensors_of(subject.module)):
@@ -100,16 +105,28 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
                     f"shapes only: {words_of(error)}; leave Budget(inputs=) out, or "
                     "make the model on a device, where a whole copy of it can be tried"
                 ) from error
-            traces, seconds = _on_device(subject, blocks)
+            traces, unfit, seconds = _on_device(subject, blocks)
+            if unfit:
+                return divide(subject, _without(blocks, unfit))
     return Division(model, _of_units(model, seconds), traces)
+
+
+def _without(blocks: Sequence[nn.Module], numbers: Collection[int]) -> list[nn.Module]:
+    return [block for number, block in enumerate(blocks) if number not in numbers]
 
 
 def _traces(
     subject: Subject, job: Job, sees: Callable[[int, Any], None] | None = None
-) -> dict[Activations, Trace]:
-    """Trace a step for each kind of activations that the model can have."""
+) -> tuple[dict[Activations, Trace], set[int]]:
+    """Trace a step for each kind of activations that the model can have.
+
+    Returns the traces, and the blocks that cannot be units.
+    """
     has_host = devices.has_streams(subject.device)
-    traces: dict[Activations, Trace] = {"keep": trace_of(job, has_host=has_host, sees=sees)}
+    kept, unfit = trace_and_reads(job, has_host=has_host, sees=sees)
+    traces: dict[Activations, Trace] = {"keep": kept}
+    if unfit:
+        return traces, unfit
     modes: list[Activations] = []
     if job.blocks and all(compat.recompute.state(block) is None for block in job.blocks):
         modes.append("recompute")
@@ -124,7 +141,7 @@ def _traces(
                 f"{type(subject.module).__name__} with it raised {words_of(error)}; "
                 "with models of transformers, use_cache=False among the inputs may help"
             )
-    return traces
+    return traces, unfit
 
 
 def _job(subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], values: Values) -> Job:
@@ -160,14 +177,14 @@ def _arguments(subject: Subject, device: torch.device, values: Values) -> Any:
 
 def _traced(
     subject: Subject, twin: nn.Module, blocks: Sequence[nn.Module], model: Model
-) -> tuple[list[list[Outputs]], dict[Activations, Trace]]:
+) -> tuple[list[list[Outputs]], dict[Activations, Trace], set[int]]:
     job = _job(subject, twin, blocks, Values(1))
     outputs: list[list[Outputs]] = [[] for _ in blocks]
 
     def see(index: int, output: Any) -> None:
         outputs[index].append(Outputs(output))
 
-    return outputs, _traces(subject, job, see)
+    return outputs, *_traces(subject, job, see)
 
 
 def _timed(
@@ -194,14 +211,14 @@ def _timed(
 
 def _on_device(
     subject: Subject, blocks: Sequence[nn.Module]
-) -> tuple[dict[Activations, Trace], list[Times]]:
+) -> tuple[dict[Activations, Trace], set[int], list[Times]]:
     """Run a copy of the whole model."""
     values = Values(limit_of_integers(subject.module))
     twin = real_twin(subject.module, subject.device, values)
     twins = [twin.get_submodule(name) for name in subject.names_of(blocks)]
     try:
         job = _job(subject, twin, twins, values)
-        traces = _traces(subject, job)
+        traces, unfit = _traces(subject, job)
         seconds = seconds_of(job)
     except Exception as error:  # it is the user's code, or memory
         raise PlanError(
@@ -209,7 +226,7 @@ def _on_device(
             f"inputs of the budget failed: {words_of(error)}; pass the arguments of "
             "one forward as Budget(inputs=...), or leave them out"
         ) from error
-    return traces, [Times(*each) for each in seconds]
+    return traces, unfit, [Times(*each) for each in seconds]
 
 
 def _of_units(model: Model, seconds: Sequence[Times]) -> tuple[BlockTimes, ...]:

@@ -12,14 +12,19 @@ from vescale_fsdp.engine.granularity import repeated_blocks
 _LARGE = 1 / 16
 
 
-def divisions_to_try(module: nn.Module, budget_bytes: int, itemsize: int) -> list[list[nn.Module]]:
+def divisions_to_try(
+    module: nn.Module, budget_bytes: int, itemsize: int, *, has_inputs: bool
+) -> list[list[nn.Module]]:
     """Return lists of units, without the root. The usual one first: the repeated blocks.
 
     Args:
         budget_bytes: of a rank. If a block takes a large part of it, its children are tried too.
         itemsize: of parameters in compute, in bytes.
+        has_inputs: without them, nobody knows whether children are called.
     """
     blocks = repeated_blocks(module)
+    if not has_inputs:
+        return [blocks]
     largest = max((_numel(block) for block in blocks), default=0)
     outside = _numel(module) - sum(_numel(block) for block in blocks)
     if max(largest, outside) * itemsize < _LARGE * budget_bytes:
@@ -33,7 +38,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if next(child.parameters(), None) is None:
             continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if type(child).forward is nn.Module.forward:  # a container, as ModuleList
             yield from _children(child)
         else:
             yield child
