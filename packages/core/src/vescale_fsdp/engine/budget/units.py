@@ -13,7 +13,7 @@ _LARGE = 1 / 16
 
 
 def divisions_to_try(
-    module: nn.Module, budget_bytes: int, itemsize: int, *, has_inputs: bool
+    module: nn.Module, budget_bytes: int, itemsize: int, *, has_inputs: bool = True
 ) -> list[list[nn.Module]]:
     """Return lists of units, without the root. The usual one first: the repeated blocks.
 
