@@ -244,5 +244,10 @@ def _measured(
     budget = Budget(inputs=(args, kwargs), allow=allowed)
     subject = Subject(model.module, device, MixedPrecisionPolicy(*dtypes), budget)
     models = _models(model, settings, budget_bytes)
-    divisions = [replace(divide(subject, blocks), model=each) for each, blocks in models]
+    divisions = []
+    for described, blocks in models:
+        division = divide(subject, blocks)
+        # It leaves out modules that cannot be units.
+        is_same = division.model.modules == described.modules
+        divisions.append(replace(division, model=described) if is_same else division)
     return divisions, f"measured on {device.type}"
