@@ -183,7 +183,8 @@ def _models(model: Model, settings: Settings, budget_bytes: int) -> list[_Units]
 
     dtypes = {group.dtype for unit in model.units for group in unit.groups if group.dtype.floating}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    usual, *others = divisions_to_try(model.module, budget_bytes, settings.compute_dtype.itemsize)
+    itemsize = settings.compute_dtype.itemsize
+    usual, *others = divisions_to_try(model.module, budget_bytes, itemsize, has_inputs=True)
     smaller = [(describe(model.module, each, model.name, dtype), each) for each in others]
     return [(model, usual), *smaller]
 

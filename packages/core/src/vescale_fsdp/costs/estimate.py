@@ -179,6 +179,7 @@ def how_of(settings: Settings) -> How:
         settings.in_flight,
         settings.micro_batches,
         settings.offload,
+        num_outer=settings.num_outer,
     )
 
 

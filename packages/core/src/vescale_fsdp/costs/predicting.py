@@ -33,7 +33,7 @@ from vescale_fsdp.costs.problem import Candidate, Division, Prediction, Problem
 from vescale_fsdp.costs.settings import AS_THEY_ARE, Code, Codes, Settings
 from vescale_fsdp.costs.timeline import run_step
 from vescale_fsdp.costs.traces import mixed_trace
-from vescale_fsdp.costs.units import GroupCosts, GroupSeconds, UnitCosts
+from vescale_fsdp.costs.units import SHARDS, GroupCosts, GroupSeconds, UnitCosts
 
 WEIGHTS, STATES, ROUNDING = "weights", "optimizer states", "rounding"
 OTHERS = "other tensors"  # such as buffers
@@ -95,6 +95,8 @@ class Predictor:
         division, settings = self.divisions[candidate.units], self.settings(candidate)
         shards, units = self.shards(candidate), self.units(candidate)
         how = how_of(settings)
+        if self.shares_network(settings):
+            how = replace(how, replica_network=SHARDS)
         if self.problem.machine.backend == "gloo":
             how = replace(how, small_bytes=_SMALL_BYTES)
         trace = self.trace(division, candidate)
@@ -120,6 +122,11 @@ class Predictor:
             host_bytes=host_bytes,
             traffic=traffic_of(units, step, settings),
         )
+
+    def shares_network(self, settings: Settings) -> bool:
+        """Whether collectives among shards and among replicas use the same network cards."""
+        machine = self.problem.machine
+        return machine.backend == "gloo" or settings.num_shards > machine.ranks_per_node
 
     @property
     def _slack_bytes(self) -> int:

@@ -328,7 +328,10 @@ class _Search:
             changed = candidate.num_changed + 1
             compute_s += times * (sums.forward_s[changed] - sums.forward_s[1])
         compute_s += times * sums.processor_s[0] + reductions * sums.processor_s[1]
-        network_s = max(gather_s + reductions * sums.reduce_s, reductions * sums.replica_s)
+        shards_s, replicas_s = gather_s + reductions * sums.reduce_s, reductions * sums.replica_s
+        network_s = max(shards_s, replicas_s)
+        if predictor.shares_network(predictor.settings(candidate)):
+            network_s = shards_s + replicas_s
         step_s = max(compute_s, network_s) + predictor.optimizer_s(candidate)
         # Memory
         resting = 0 if candidate.offload else shards.resting_bytes

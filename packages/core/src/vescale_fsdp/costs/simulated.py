@@ -23,8 +23,6 @@ from vescale_fsdp.program import Parcel, Reduction, Residency
 # copied to the receive buffer.
 SHORTEST_EXCHANGE = 1 << 13
 
-SHARDS, REPLICAS, HOST = "shards", "replicas", "host"  # networks
-
 
 class Rank(Protocol):
     """The rank that has them."""
@@ -209,7 +207,7 @@ class SimulatedGroup(Reduction):
             self._outer_bytes = own if model.has_streams else received
             account.add(REDUCING, self._outer_bytes)
         self._model.clock.spend(ENGINE, group.seconds.replica_cpu_s)
-        self._ends = self._model.clock.issue(REPLICAS, group.seconds.replica_s)
+        self._ends = self._model.clock.issue(model.how.replica_network, group.seconds.replica_s)
         model.summing.append(self)
 
     def finish_sum(self) -> None:

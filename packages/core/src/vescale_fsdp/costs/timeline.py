@@ -76,14 +76,8 @@ from vescale_fsdp.costs.account import (
     Peak,
 )
 from vescale_fsdp.costs.model import Event, Trace
-from vescale_fsdp.costs.simulated import (
-    HOST,
-    REPLICAS,
-    SHARDS,
-    SimulatedGroup,
-    SimulatedUnit,
-)
-from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
+from vescale_fsdp.costs.simulated import SimulatedGroup, SimulatedUnit
+from vescale_fsdp.costs.units import HOST, SHARDS, How, UnitCosts
 from vescale_fsdp.program import (
     Bundles,
     Executor,
@@ -145,7 +139,7 @@ class _Model(Executor):
                     self._groups[index, place] = SimulatedGroup(number, unit, group, self)
                 number += 1
         self._has_inner = False  # whether shards were gathered over the outer axis
-        self._inner_ends = 0.0
+        self._inner_ends: dict[int, float] = {}  # by unit
         self._bundles: Bundles | None = None
         self._sent: dict[int, float] = {}  # units that were sent with others
         names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
@@ -326,26 +320,25 @@ class _Model(Executor):
         self.gathers.append(unit.index)
         together = None if self._bundles is None else self._bundles.send_with(unit.index)
         if together is None:
-            return self._gather_groups(unit.costs.groups)
+            return self._gather_units([unit])
         if together:
-            groups = [g for index in together for g in self._units[index].costs.groups]
-            ends = self._gather_groups(groups, is_one=True)
+            ends = self._gather_units([self._units[index] for index in together], is_one=True)
             self._sent.update(dict.fromkeys(together, ends))
         return self._sent.pop(unit.index)
 
-    def _gather_groups(self, groups: Sequence[GroupCosts], *, is_one: bool = False) -> float:
-        ends = 0.0
-        is_one |= self.has_streams
-        for number, group in enumerate(groups):
+    def _gather_units(self, units: Sequence[SimulatedUnit], *, is_one: bool = False) -> float:
+        ends, is_one = 0.0, is_one or self.has_streams
+        inner_ends = max((self._inner_ends.get(unit.index, 0.0) for unit in units), default=0.0)
+        for number, group in enumerate(group for unit in units for group in unit.costs.groups):
             times, is_new = group.seconds, number == 0 or not is_one
             cpu_s = times.gather_cpu_s + (times.collective_s if is_new else 0.0)
             self.clock.spend(ENGINE, cpu_s)
             if not self.has_streams:
-                self.clock.wait(self._inner_ends)
+                self.clock.wait(inner_ends)
                 self.clock.spend(COPIES, times.cast_s)
             seconds = times.gather_s + (times.latency_s if is_new else 0.0)
             if group.num_shards > 1 or times.gather_s:
-                ends = self.clock.issue(SHARDS, seconds, after=self._inner_ends)
+                ends = self.clock.issue(SHARDS, seconds, after=inner_ends)
         return ends
 
     def move(self, group: SimulatedGroup) -> None:
@@ -365,13 +358,14 @@ class _Model(Executor):
     def stall(self) -> None: ...
 
     def begin_pass(self, first: Residency) -> None:
-        outer = [g for unit in self._units for g in unit.costs.groups if g.num_outer > 1]
-        if outer and not self._has_inner:
+        if self.how.num_outer > 1 and not self._has_inner:
             self._has_inner = True
-            for group in outer:
-                self.account.add(INNER, group.gathered_message)
-                seconds = group.seconds.replica_gather_s
-                self._inner_ends = self.clock.issue(REPLICAS, seconds)
+            for unit in self._units:
+                for group in unit.costs.groups:
+                    self.account.add(INNER, group.gathered_message)
+                    seconds = group.seconds.replica_gather_s
+                    ends = self.clock.issue(self.how.replica_network, seconds)
+                    self._inner_ends[unit.index] = ends
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
         if self.how.small_bytes and not self.has_streams:
@@ -421,5 +415,5 @@ class _Model(Executor):
         self.kept.clear()
         if self._has_inner and self._units[0].requires_gradient_sync:
             self._has_inner = False
-            outer = [g for unit in self._units for g in unit.costs.groups if g.num_outer > 1]
-            self.account.drop(INNER, sum(group.gathered_message for group in outer))
+            groups = (group for unit in self._units for group in unit.costs.groups)
+            self.account.drop(INNER, sum(group.gathered_message for group in groups))

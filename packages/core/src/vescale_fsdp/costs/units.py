@@ -9,6 +9,8 @@ from vescale_fsdp.costs.machine import Backend
 from vescale_fsdp.costs.model import Dtype
 from vescale_fsdp.program import ZERO_TABLE, Row
 
+SHARDS, REPLICAS, HOST = "shards", "replicas", "host"  # networks
+
 
 @dataclass(frozen=True)
 class GroupSeconds:
@@ -155,6 +157,8 @@ class How:
         in_flight: as in ``fully_shard``.
         micro_batches: of a step. Two at most are simulated that do not synchronize.
         offload: shards, gradients and states are in the host's memory.
+        num_outer: replicas that optimizer states are sharded over too.
+        replica_network: that of the shards, if both leave a node.
         small_bytes: without streams, neighbours of at most so much for each rank share messages.
     """
 
@@ -165,3 +169,5 @@ class How:
     micro_batches: int = 1
     offload: bool = False
     small_bytes: int = 0
+    num_outer: int = 1
+    replica_network: str = REPLICAS
