@@ -105,9 +105,12 @@ class Budget:
         Args:
             of_model: that the model takes on the device now.
         """
+        amount = Amount.parse(self.memory)
+        if amount.num_bytes is not None:
+            return amount.num_bytes
         free = devices.free_bytes(device) + of_model
         total = free if device.type == "cpu" else devices.total_bytes(device)
-        return Amount.parse(self.memory).bytes_of(total, free)
+        return amount.bytes_of(total, free)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

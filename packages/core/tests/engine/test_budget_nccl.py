@@ -1,0 +1,57 @@
+"""A budget where ranks have accelerators, and groups that take nothing else. See `accelerator`."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_fsdp import Budget, fully_shard, tuning_of
+from vescale_fsdp.costs import Prediction, Tuning
+from vescale_fsdp.engine.budget import rates
+from vescale_fsdp.engine.budget.apply import apply
+from vescale_fsdp.testing import run_ranks
+
+from .accelerator import DEVICE, nccl_like_world
+from .models import MLP, inputs_of, make
+
+
+def losses_of(model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for step in range(2):
+        loss = model(inputs_of(step, 0).to(DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tuned() -> Tuning:
+    small = mock.patch.multiple(rates, _SIZES=(64, 1024, 4096), _LARGER=1)
+    with nccl_like_world("stand_in"), small:  # it sends through the store
+        mesh = init_device_mesh(DEVICE.type, (2,))
+        model = make(MLP)
+        budget = Budget(memory="1GiB", inputs=inputs_of(0, 0), allow=["offload"])
+        fully_shard(model, mesh=mesh, budget=budget)
+        tuning = tuning_of(model)
+        assert tuning is not None
+        again = make(MLP)
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
+        apply(again, tuning.chosen.candidate, fully_shard, mesh, policy)
+        assert losses_of(model) == losses_of(again)
+        return tuning
+
+
+def test_all_is_measured_on_the_accelerator() -> None:
+    one, other = run_ranks(tuned, 2)
+    assert one == other
+    kinds = {kind_of(each) for each in one.predictions}
+    assert {(False, "keep"), (False, "recompute"), (True, "keep")} <= kinds
+    assert {"compute", "optimizer"} <= set(one.chosen.seconds)
+
+
+def kind_of(prediction: Prediction) -> tuple[bool, str]:
+    return prediction.candidate.offload, prediction.candidate.activations
