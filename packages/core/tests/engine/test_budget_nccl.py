@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import Budget, fully_shard, tuning_of
 from vescale_fsdp.costs import Prediction, Tuning
-from vescale_fsdp.engine.budget import rates
+from vescale_fsdp.engine.budget import overhead, rates
 from vescale_fsdp.engine.budget.apply import apply
 from vescale_fsdp.testing import run_ranks
 
@@ -30,8 +30,10 @@ def losses_of(model: torch.nn.Module) -> list[float]:
 
 
 def tuned() -> Tuning:
-    small = mock.patch.multiple(rates, _SIZES=(64, 1024, 4096), _LARGER=1)
-    with nccl_like_world("stand_in"), small:  # it sends through the store
+    # It sends through the store.
+    small = mock.patch.multiple(rates, _SIZES=(64, 1024, 4096), _LARGER=1, _RUNS=1)
+    few = mock.patch.multiple(overhead, _WARMUPS=1, _RUNS=2)
+    with nccl_like_world("stand_in"), small, few:
         mesh = init_device_mesh(DEVICE.type, (2,))
         model = make(MLP)
         budget = Budget(memory="1GiB", inputs=inputs_of(0, 0), allow=["offload"])
