@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -149,6 +150,15 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[st
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     return flatten_state_dict(state)
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor's storage, from tensors and from Python.
+
+    Numbers of one storage can be compared; by itself one means nothing.
+    """
+    storage = tensor.untyped_storage()
+    return int(_C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 def storage_info(path: str, start: int, num_bytes: int) -> Any:

@@ -27,7 +27,14 @@ from vescale_fsdp.dbuffer.eight_bits import (
     is_offered,
 )
 from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
-from vescale_fsdp.dbuffer.memory import SlabPool, hand_back, mapped_empty, on_lane, pool_for
+from vescale_fsdp.dbuffer.memory import (
+    Lasting,
+    SlabPool,
+    hand_back,
+    mapped_empty,
+    on_lane,
+    pool_for,
+)
 from vescale_fsdp.dbuffer.message import Flags, GatherMessage, SharedReduce, start_reduce_together
 from vescale_fsdp.dbuffer.packing import Packing
 from vescale_fsdp.dbuffer.transport import (
@@ -53,6 +60,7 @@ __all__ = [
     "GatherMessage",
     "GradientBuffer",
     "KeptCodes",
+    "Lasting",
     "Outbox",
     "Packing",
     "ParameterBuffer",

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.dbuffer.memory import make_region
+from vescale_fsdp.dbuffer.memory import Borrowed, Region, is_checked, make_region
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.ragged import contiguous_strides
 
@@ -41,6 +41,8 @@ class FlatBuffer:
         shapes: global shape of each tensor, in the order of the layout's specs.
         dtype: of the elements.
         device: not meta.
+        within: a flat tensor of as many elements, if the buffer is its memory.
+        keeps: `release` keeps the memory for the next time, on the CPU.
 
     Memory: none until `materialize`, none after `release`.
     """
@@ -51,14 +53,22 @@ class FlatBuffer:
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        within: torch.Tensor | None = None,
+        keeps: bool = False,
     ) -> None:
         self.layout = layout
         self.shapes = shapes
-        self.region = make_region(layout.total_size * dtype.itemsize, device)
+        self.region: Region
+        if within is not None:
+            self.region, start = Borrowed(within), int(within.storage_offset())
+        else:
+            start = 0
+            self.region = make_region(layout.total_size * dtype.itemsize, device, keeps=keeps)
         self.region.materialize()  # ``set_`` checks bounds
-        self.flat = self._view(dtype, device, 0, (layout.total_size,))
+        self.flat = self._view(dtype, device, start, (layout.total_size,))
         self.views = [
-            self._view(dtype, device, offset, shape)
+            self._view(dtype, device, start + offset, shape)
             for offset, shape in zip(layout.offsets, shapes, strict=True)
         ]
         self.release()
@@ -130,6 +140,9 @@ class DBuffer:
         device: of the shard. On meta there is a shard and no full buffer.
         full_device: of the full buffer, if the shard is elsewhere (CPU offload).
         pin_memory: of a shard on the CPU, so that copies to an accelerator are asynchronous.
+        keeps_full: the full buffer keeps its memory for the next all-gather (on the CPU).
+        is_one: the full buffer is the shard, which is the only one and has its dtype and device.
+            Then there is one copy of the parameters, and nothing to gather.
     """
 
     def __init__(
@@ -144,16 +157,24 @@ class DBuffer:
         full_device: torch.device | None = None,
         face_dtype: torch.dtype | None = None,
         pin_memory: bool = False,
+        keeps_full: bool = False,
+        is_one: bool = False,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.full_dtype = full_dtype
         self.shard = devices.empty(layout.shard_size, shard_dtype, device, pins=pin_memory).zero_()
-        self.full_face = (
-            None
-            if device.type == "meta"
-            else FlatBuffer(layout, shapes, face_dtype or full_dtype, full_device or device)
-        )
+        self.full_face: FlatBuffer | None = None
+        self.is_one = is_one and not is_checked()  # what is checked is that memory was freed
+        if device.type != "meta":
+            self.full_face = FlatBuffer(
+                layout,
+                shapes,
+                face_dtype or full_dtype,
+                full_device or device,
+                within=self.shard if self.is_one else None,
+                keeps=keeps_full,
+            )
 
     @property
     def full(self) -> FlatBuffer:

@@ -162,7 +162,7 @@ class Comm:
                 codec, buffer, own, self.rank, pool, self.all_gather, outbox, inner, first
             )
         buffer.full.materialize(memory_for(custom, full.device))
-        if full.numel() == 0:
+        if full.numel() == 0 or buffer.is_one:
             return None
         if self.size == 1:
 
@@ -245,6 +245,7 @@ class Comm:
         *,
         only_sums: bool = False,
         custom: Any = None,
+        copies: bool = True,
     ) -> PendingReduce:
         """Start summing the full gradient buffers of all ranks into one shard each.
 
@@ -256,6 +257,8 @@ class Comm:
             divisor: of the sum. Default: the number of ranks, for the average.
             only_sums: do not let the collective average, where it could.
             custom: a reduce-scatter that the user supplies (see `transport`).
+            copies: on one rank the result is a copy of ``full``, whose memory a pool lends; else it
+                is ``full``.
 
         Cost: native, ``size - 1`` times the shard in ``reduce_dtype`` on the wire (gloo: much
         more); all_to_all, the same in the dtype of ``full``, and a receive buffer of its size (less
@@ -263,7 +266,8 @@ class Comm:
         """
         if self.size == 1 or full.numel() == 0:
             # Where there are streams the pool leaves what it lent to those who keep it.
-            done = full.to(reduce_dtype, copy=not devices.has_streams(full.device))
+            copies &= not devices.has_streams(full.device)
+            done = full.to(reduce_dtype, copy=copies)
             return PendingReduce(reduce_dtype, done=done, divisor=divisor or 1.0)
         self.issued.count("reductions", full.numel())
         pending = PendingReduce(reduce_dtype, self.size, pool, divisor=divisor or self.size)

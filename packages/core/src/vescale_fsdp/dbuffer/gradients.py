@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vescale_fsdp.dbuffer.memory import SlabPool
+from vescale_fsdp.dbuffer.memory import Lasting, SlabPool
 from vescale_fsdp.dbuffer.packing import Packing, Stretch
 
 
@@ -29,6 +29,7 @@ class GradientBuffer:
         dtype: of the buffer, and so of messages if the reduction does not cast.
         pool: provides memory for ``packing.layout.total_size`` elements.
         waits: whether more gradients come in later backwards.
+        memory: if the buffer itself becomes ``.grad``: provides its memory in place of the pool.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class GradientBuffer:
         pool: SlabPool,
         *,
         waits: bool = False,
+        memory: Lasting | None = None,
     ) -> None:
         self._packing, self._shapes, self._pool = packing, shapes, pool
-        self.dtype, self._waits = dtype, waits
+        self.dtype, self._waits, self._memory = dtype, waits, memory
         self._apart: dict[int, torch.Tensor] = {}  # gradients as autograd made them
         self._written: set[int] = set()
         self._flat: torch.Tensor | None = None
@@ -50,7 +52,11 @@ class GradientBuffer:
     def flat(self) -> torch.Tensor:
         """The buffer, flat, ``packing.layout.total_size`` elements."""
         if self._flat is None:
-            self._flat = self._pool.take(self._packing.layout.total_size, self.dtype)
+            size = self._packing.layout.total_size
+            if self._memory is None:
+                self._flat = self._pool.take(size, self.dtype)
+            else:
+                self._flat = self._memory.take(size, self.dtype, self._pool.device)
         return self._flat
 
     def add(self, index: int, gradient: torch.Tensor) -> None:

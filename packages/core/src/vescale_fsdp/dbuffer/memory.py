@@ -41,7 +41,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -164,23 +164,42 @@ def _is_mapped(device: torch.device) -> bool:
     return CAN_MAP and device.type == "cpu" and not devices.has_streams(device)
 
 
-def make_region(num_bytes: int, device: torch.device) -> Region:
-    """Make a region on ``device``. It has no memory yet."""
+def make_region(num_bytes: int, device: torch.device, *, keeps: bool = False) -> Region:
+    """Make a region on ``device``. It has no memory yet.
+
+    Args:
+        keeps: on the CPU, a released region keeps its pages for the next time.
+    """
     if is_checked():
         return _Poisoned(num_bytes, device)
     if _is_mapped(device) and num_bytes:
-        return Mapped(num_bytes) if num_bytes >= _SMALLEST_FREED else _Kept(num_bytes)
+        frees = num_bytes >= _SMALLEST_FREED and not keeps
+        return Mapped(num_bytes) if frees else _Kept(num_bytes)
     return _Resized(num_bytes, device)
 
 
 class _Kept(Mapped):
-    """A small region, which keeps its pages."""
+    """A region that keeps its pages: a small one, or one that is used again soon."""
 
     def materialize(self) -> None:
         self.is_materialized = True
 
     def release(self) -> None:
         self.is_materialized = False
+
+
+class Borrowed:
+    """A region of memory that something else owns. It is always there."""
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self.storage = owner.untyped_storage()
+        self.num_bytes, self.is_materialized = self.storage.nbytes(), True
+
+    def materialize(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
 
 class _Resized:
@@ -239,6 +258,30 @@ def mapped_empty(num_elements: int, dtype: torch.dtype, device: torch.device) ->
     mapped = Mapped(num_bytes)
     mapped.touch()
     return tensor.set_(mapped.storage, 0, (num_elements,), (1,))
+
+
+class Lasting:
+    """Memory of one flat tensor that is given out again once nobody else holds its storage.
+
+    For results that users may keep: gradients. New memory would have to be mapped and cleared by
+    the kernel in each step.
+    """
+
+    def __init__(self) -> None:
+        self._flat: torch.Tensor | None = None
+        self._kind: object = None
+        self._num_holders = 0  # of the storage, if nobody else holds it
+
+    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat, uninitialised tensor. The caller need not return it."""
+        kind = (num_elements, dtype, device)
+        if self._flat is None or self._kind != kind or self._is_held(self._flat):
+            self._flat, self._kind = mapped_empty(*kind), kind
+            self._num_holders = compat.num_holders(self._flat)
+        return self._flat.detach()
+
+    def _is_held(self, flat: torch.Tensor) -> bool:
+        return compat.num_holders(flat) > self._num_holders
 
 
 class SlabPool:

@@ -324,6 +324,7 @@ def _make_groups(
                 members[0].axes,
                 torch.device("meta") if on_meta else rests_on,
                 offloads=offloads,
+                keeps_full=not unit.row.cuts_parameters,
                 compute_device=device,
                 pin_memory=pins,
                 compute_dtype=unit.mp_policy.param_dtype,

@@ -276,6 +276,8 @@ class Group(Parameters):
 
     def _may_differ(self) -> bool:
         """Whether this rank's part of the full buffer may differ from its shard."""
+        if self.buffer.is_one:
+            return False
         if not self._has_views or self.has_streams:
             return self._has_views  # `write_back` finds out, and does not keep the host waiting
         return not torch.equal(self.buffer.own_slice(), self._sent())
@@ -283,10 +285,11 @@ class Group(Parameters):
     def write_back(self) -> None:
         """Copy changes in this rank's part of the full buffer to the shard."""
         shard = self.buffer.shard
-        own = devices.brought_to(shard, self.buffer.own_slice())
-        was = self._sent()
-        changed = (own != was) & ~(own.isnan() & was.isnan())
-        shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+        if not self.buffer.is_one:
+            own = devices.brought_to(shard, self.buffer.own_slice())
+            was = self._sent()
+            changed = (own != was) & ~(own.isnan() & was.isnan())
+            shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         self.drop_copies()
 
     def _sent(self) -> torch.Tensor:

@@ -68,6 +68,7 @@ class Parameters(ABC):
         axes: of the mesh, over which they are sharded and replicated.
         device: of the shard (meta while the parameters are there).
         offloads: whether the shard stays on the CPU, wherever the parameters are used.
+        keeps_full: whether the full buffer keeps its memory between all-gathers.
         compute_device: of the unsharded parameters.
         pin_memory: of a shard on the CPU.
         compute_dtype: of the unsharded parameters; None for that of the sharded ones.
@@ -86,6 +87,7 @@ class Parameters(ABC):
         device: torch.device,
         *,
         offloads: bool,
+        keeps_full: bool,
         compute_device: torch.device,
         pin_memory: bool,
         compute_dtype: torch.dtype | None,
@@ -97,7 +99,7 @@ class Parameters(ABC):
         self._inner_shard = InnerShard() if axes.cuts_outside else None
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self._compute_device, self._pin_memory = compute_device, pin_memory
-        self._offloads = offloads
+        self._offloads, self._keeps_full = offloads, keeps_full
         self._users = devices.Users(compute_device)
         self.on_gradient = on_gradient
         self.state = State.SHARDED
@@ -149,6 +151,8 @@ class Parameters(ABC):
     ) -> ParameterBuffer:
         self.drop_copies()
         full_dtype = (self.compute_dtype if dtype.is_floating_point else None) or dtype
+        codings = [gather for gather, _ in self.codings]
+        is_plain = not (self._offloads or self._face_dtype or any(codings))
         self.buffer = DBuffer(
             self.layout,
             shapes,
@@ -159,9 +163,10 @@ class Parameters(ABC):
             full_device=self._compute_device,
             face_dtype=self._face_dtype,
             pin_memory=self._pin_memory,
+            keeps_full=self._keeps_full,
+            is_one=self.layout.num_shards == 1 and is_plain and full_dtype == dtype,
         )
         self.pool = pool_for(self._compute_device)
-        codings = [gather for gather, _ in self.codings]
         self.codec = BlockCodec(self.layout, codings, full_dtype) if any(codings) else None
         return self.buffer
 

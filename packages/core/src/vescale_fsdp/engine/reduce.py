@@ -23,6 +23,7 @@ from vescale_fsdp.dbuffer import (
     Coding,
     Comm,
     GradientBuffer,
+    Lasting,
     Packing,
     ParameterBuffer,
     PendingReduce,
@@ -72,6 +73,7 @@ class Gradients:
         self.hook_stream: Any = None
         self._reduce_dtype = reduce_dtype
         self._has_accumulated = False  # whether any rank may hold gradients that wait
+        self._memory = Lasting()  # of gradients that no rank shards
         self._filling: GradientBuffer | None = None
         self._reducing: tuple[GradientBuffer, PendingReduce | SharedReduce, Comm] | None = None
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
@@ -200,7 +202,14 @@ class Gradients:
         dtype = self._filling_dtype
         shapes = [slot.shape for slot in self._slots]
         waits = self._has_accumulated
-        return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits)
+        memory = self._memory if self._stays_in_buffer(dtype) else None
+        return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits, memory=memory)
+
+    def _stays_in_buffer(self, dtype: torch.dtype) -> bool:
+        """Whether the buffer, of ``dtype``, becomes the gradients: nothing is sharded or cast."""
+        has_streams = devices.has_streams(self.pool.device)  # its pool does not take memory back
+        is_whole = self._buffer.layout.num_shards == 1 and not has_streams
+        return is_whole and dtype == self.sum_dtype == self._buffer.shard.dtype
 
     @on_lane
     def start_reduce(self, comm: Comm) -> None:
@@ -222,8 +231,11 @@ class Gradients:
                 self.divide_factor,
                 only_sums=self.only_sums,
                 custom=self.custom,
+                copies=not self._stays_in_buffer(full.dtype),
             )
         self.expect(gradients, pending, comm)
+        if comm.size == 1:  # the sum over the replicas need not wait
+            self.finish_reduce()
 
     def sealed(self) -> GradientBuffer:
         """Return the gradients that were added, ready to be sent."""
@@ -247,11 +259,18 @@ class Gradients:
         """
         layout, dtype = self._packing.layout, self._filling_dtype
         has_streams = devices.has_streams(self.pool.device)
-        if has_streams or comm.size == 1 or self.custom is not None or any(self.codings):
+        if has_streams or self.custom is not None or any(self.codings):
+            return None
+        if comm.size == 1 and not (self._stays_in_buffer(dtype) and self._only_averages(comm)):
             return None
         kind = (dtype, self.sum_dtype, self.divide_factor, self.only_sums, self.pool.device)
         num_bytes = layout.shard_size * dtype.itemsize
         return Parcel(num_bytes, kind) if 0 < num_bytes <= small_bytes else None
+
+    def _only_averages(self, comm: Comm) -> bool:
+        """Whether the next reduction is nothing but the average over the replicas."""
+        is_due = self.sums_replicas and self._unsummed is None and self.divide_factor is None
+        return is_due and comm.replica_group is not None
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """Return the codec of the gradients. None: they are not encoded, or not sent."""
@@ -300,7 +319,7 @@ class Gradients:
         with compat.recorded("wait_for_reduce", [self.unit_name]):
             reduced = pending.finish(self._reduction())
         gradients.release()
-        if comm.replica_group is None:
+        if comm.replica_group is None or pending.sums_replicas:
             self._keep(reduced)
             return
         if self._unsummed is not None:
