@@ -18,6 +18,7 @@ from vescale_fsdp.costs import BF16, FP32, Candidate, Machine, Predictor, Proble
 from vescale_fsdp.engine.budget.apply import apply
 from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject, divide
+from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
@@ -133,6 +134,10 @@ def measure_one(name: str) -> int:
     for _ in range(2):
         step()
     peak, _ = peak_of(traced(step))
+    for unit in units_in(model).values():  # memory that the steps before have left
+        for group in unit.groups:
+            lasting = group.gradients._memory._flat
+            peak += 0 if lasting is None else lasting.nbytes
     shards = {p.to_local().untyped_storage().data_ptr(): p for p in model.parameters()}
     weights = sum(p.to_local().untyped_storage().nbytes() for p in shards.values())
     states = sum(

@@ -59,10 +59,24 @@ class SimulatedUnit(Residency):
         self.reshard_after_backward = model.how.row.cuts_parameters
         self.is_encoded = any(group.gather_message is not None for group in groups)
         self._message_bytes = sum(group.gather_message or 0 for group in groups)
-        self._full_bytes = sum(group.full_bytes for group in groups)
+        # Without streams, parameters that are not sharded keep their memory from step to step.
+        self._stays = not model.has_streams and not model.how.row.cuts_parameters
+        lasting = sum(self._lasting_bytes(group) for group in groups)
+        self._account.add(GATHERED, lasting)
+        self._full_bytes = self._num_bytes - lasting
         self._arrives: float | None = None  # None: it is sharded
         self._is_decoded = False
         self.backward_left_s = 0.0
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(0 if self._is_one(group) else group.full_bytes for group in self.costs.groups)
+
+    def _is_one(self, group: GroupCosts) -> bool:
+        return group.is_one and not self._model.how.offload
+
+    def _lasting_bytes(self, group: GroupCosts) -> int:
+        return group.full_bytes if self._stays and not self._is_one(group) else 0
 
     @property
     def is_sharded(self) -> bool:
@@ -74,7 +88,10 @@ class SimulatedUnit(Residency):
             if not in_backward:
                 self._account.add(KEPT, self._message_bytes)
             for group in self.costs.groups:
-                self._account.add(GATHERED, group.gathered_message * group.num_shards)
+                if group.gather_message is not None:
+                    self._account.add(GATHERED, group.gather_message * group.num_shards)
+                elif not self._is_one(group):
+                    self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
 
     def wait_for_unshard(self) -> None:
         """Decode the messages to parameters."""
@@ -85,7 +102,7 @@ class SimulatedUnit(Residency):
             for group in self.costs.groups:
                 self._model.clock.spend(COPIES, group.seconds.decode_s)
                 if group.gather_message is not None:
-                    self._account.add(GATHERED, group.full_bytes)
+                    self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
                     self._account.drop(GATHERED, group.gather_message * group.num_shards)
 
     def keeps_no_message(self) -> None:
@@ -113,9 +130,10 @@ class SimulatedGroup(Reduction):
         self.number, self.unit, self.of = number, unit, group
         self._account, self._model = model.account, model
         self._sum_bytes = group.inner_elements * group.reduce_dtype.itemsize
-        # On NCCL gradients are cast when they are copied. With one rank there is nothing to sum,
-        # and the copy becomes ``.grad``.
+        # With one rank there is nothing to sum, and the copy of the gradients becomes ``.grad``. On
+        # NCCL they are cast when they are copied. On gloo the memory is used in the next step too.
         self._hands_over = model.has_streams and group.num_shards == 1
+        self._lasts = self._is_spare = self._is_under_way = False
         self._sums_at_end = group.num_shards > 1 and (
             not model.has_streams or group.reduce_message is not None
         )
@@ -143,8 +161,14 @@ class SimulatedGroup(Reduction):
         if not self._has_sums:
             self._has_sums = True
             self._local_bytes = group.full_elements * group.reduce_dtype.itemsize
-            self._account.add(LOCAL, self._local_bytes)
+            self._take_local()
         self._model.clock.spend(COPIES, group.seconds.copy_s * num_elements / group.elements)
+
+    def _take_local(self) -> None:
+        if self._is_spare:
+            self._is_spare = False
+            self._account.drop(REDUCED, self.of.shard_bytes)
+        self._account.add(LOCAL, self._local_bytes)
 
     def let_go(self) -> None:
         """Free what was added to sums."""
@@ -159,8 +183,12 @@ class SimulatedGroup(Reduction):
         if not self._has_sums:
             dtype = group.reduce_dtype if self._model.has_streams else group.compute_dtype
             self._local_bytes = group.full_elements * dtype.itemsize
-            account.add(LOCAL, self._local_bytes)
+            self._take_local()
             self._model.clock.spend(COPIES, times.copy_s)
+        if group.num_shards == 1 and not self._model.has_streams:
+            filled = group.reduce_dtype if self._has_sums else group.compute_dtype
+            self._lasts = filled == group.reduce_dtype == group.shard_dtype
+            self._hands_over = self._lasts
         account.drop(MADE, self._made_bytes)
         self._made_bytes, self._waits, self._has_sums = 0, False, False
         message = group.reduce_message
@@ -179,13 +207,18 @@ class SimulatedGroup(Reduction):
 
     def expect(self, ends: float) -> None:
         """Set when the reduction that was started ends."""
-        self._ends = ends
+        self._ends, self._is_under_way = ends, True
+        if self.of.num_shards == 1:  # the sum over the replicas need not wait
+            self.finish()
 
     def has_arrived(self) -> bool:
         return True
 
     def finish(self) -> None:
         group, account, model = self.of, self._account, self._model
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
         self._model.clock.wait(self._ends)
         if self._sums_at_end:
             account.add(REDUCED, self._sum_bytes)
@@ -246,7 +279,8 @@ class SimulatedGroup(Reduction):
 
     def zero(self) -> None:
         """Drop ``.grad``."""
-        if self._has_gradient:
+        self._is_spare = self._lasts and self._has_gradient
+        if self._has_gradient and not self._is_spare:
             self._account.drop(REDUCED, self.of.shard_bytes)
         self._has_gradient = False
 

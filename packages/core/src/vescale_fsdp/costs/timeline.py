@@ -159,9 +159,10 @@ class _Model(Executor):
         """Simulate a step. With ``in_flight`` of 3 or more, or a trace, it is the second.
 
         In the first, the scheduler finds out which units stay unsharded for backward, and records
-        the order of the trace.
+        the order of the trace. So it is if the memory of gradients lasts from step to step.
         """
-        for _ in range(1 if self.how.in_flight < 3 and trace is None else 2):
+        is_like_others = self.how.in_flight < 3 and self.how.row.cuts_states and trace is None
+        for _ in range(1 if is_like_others else 2):
             for group in self._groups.values():
                 group.zero()
             self.account.peak, self.account.when = Peak(0, "the start", {}), "the start"

@@ -91,6 +91,12 @@ class GroupCosts:
         return self.full_elements * self.compute_dtype.itemsize
 
     @property
+    def is_one(self) -> bool:
+        """Whether the shard is the unsharded parameters, so that these need no memory."""
+        is_plain = self.gather_message is None and self.num_outer == 1
+        return self.num_shards == 1 and is_plain and self.compute_dtype == self.shard_dtype
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of the shard, and also of its gradient."""
         return self.shard_elements * self.shard_dtype.itemsize
