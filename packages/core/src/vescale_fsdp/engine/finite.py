@@ -270,6 +270,6 @@ def _drop(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """Drop all gradients, also those that are accumulated for a later backward."""
     for unit in units_in(module).values():
         for group in unit.groups:
-            group.gradients.zero(set_to_none=True)
+            group.gradients.zero()
     for param in params:
         param.grad = None

@@ -161,7 +161,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         """As ``nn.Module.zero_grad``. Also drops accumulated gradients that are not reduced yet."""
         for unit in units_of(self, recurse=True):
             for group in unit.groups:
-                group.gradients.zero(set_to_none)
+                group.gradients.drop_waiting()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

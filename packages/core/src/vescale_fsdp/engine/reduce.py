@@ -387,11 +387,16 @@ class Gradients:
             publish(self._slots, locals_, gets)
 
     @on_lane
-    def zero(self, set_to_none: bool) -> None:
-        """Drop or zero ``.grad``, and drop accumulated gradients that were not reduced."""
+    def zero(self) -> None:
+        """Drop ``.grad``, and accumulated gradients that were not reduced."""
+        zero(self._slots)
+        self.drop_waiting()
+
+    @on_lane
+    def drop_waiting(self) -> None:
+        """Drop accumulated gradients that were not reduced."""
         for slot in self._slots:
             slot.used = False
-        zero(self._slots, set_to_none)
         self._drop()
 
     @on_lane

@@ -250,12 +250,8 @@ def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterab
             hook(slot.sharded)
 
 
-def zero(slots: Sequence[Slot], set_to_none: bool) -> None:
-    """Drop gradients, or set them to zero in place."""
+def zero(slots: Sequence[Slot]) -> None:
+    """Drop gradients."""
     with compat.without_torch_function():
-        grads = [slot.sharded.grad for slot in slots]
-    for slot, grad in zip(slots, grads, strict=True):
-        if grad is not None and set_to_none:
+        for slot in slots:
             slot.sharded.grad = None
-        elif grad is not None:
-            grad.detach_().zero_()
