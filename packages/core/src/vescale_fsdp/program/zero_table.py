@@ -12,6 +12,11 @@ hsdp       sharded over the inner axis  local sums *                 sharded ove
 hsdp_zero1 sharded over the inner axis  local sums *                 sharded over both axes
 ========== ============================ ============================ ============================
 
+With ddp in one dtype the shard is the unsharded parameters: there is one copy, and nothing to
+gather. With ddp, zero1 and zero2 on the CPU the unsharded parameters keep their memory from step to
+step, and with ddp the gradients do, as the buckets of ``DistributedDataParallel``: the kernel would
+have to clear it again in each step. An accelerator's allocator keeps it anyway.
+
 Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
 one shards. Micro-batches are those before the last of a step: backwards for which the user has
 switched synchronization off. After the last one gradients are sharded as the optimizer states are.
