@@ -25,7 +25,7 @@ from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.collectives import Comm
-from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
+from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.dbuffer.transport import Exchange, PendingReduce, ThenCopy
 from vescale_fsdp.devices import Waitable
 
@@ -86,11 +86,8 @@ class GatherMessage:
 class SharedReduce:
     """A group's part of a reduction of several groups. It is used as a `PendingReduce`."""
 
-    def __init__(
-        self, message: _ReduceMessage, start: int, stop: int, *, sums_replicas: bool
-    ) -> None:
+    def __init__(self, message: _ReduceMessage, start: int, stop: int) -> None:
         self._message, self._start, self._stop = message, start, stop
-        self.sums_replicas = sums_replicas
 
     def has_arrived(self, seconds: float, device: torch.device) -> bool:
         """Wait at most ``seconds``. Returns whether it has ended."""
@@ -127,29 +124,21 @@ def start_reduce_together(
 ) -> list[SharedReduce]:
     """Start to reduce several gradient buffers of one dtype over all ranks (`Comm.start_reduce`).
 
-    Buffers that no rank shards are summed over the replicas instead, to the average.
-
     Cost: one reduction of all of them, and a copy of each.
     """
     sizes = [full.numel() // comm.size for full in fulls]
     starts, step = [0], max(_ALIGNMENT // fulls[0].element_size(), 1)
     for size in sizes:  # with a gap, so that sums of two groups are never taken for neighbours
         starts.append(starts[-1] + (size // step + 1) * step)
-    if is_whole := comm.size == 1:  # the sum is the gradients, which users may keep
-        lent = mapped_empty(starts[-1], fulls[0].dtype, pool.device)
-    else:
-        lent = pool.take(starts[-1] * comm.size, fulls[0].dtype)
+    lent = pool.take(starts[-1] * comm.size, fulls[0].dtype)
     rows = lent.view(comm.size, starts[-1])
     ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
     torch._foreach_copy_(
         [rows[:, start:stop] for start, stop in ranges], [f.view(comm.size, -1) for f in fulls]
     )
-    if is_whole:
-        pending = comm.start_replica_sum(lent, pool, averages=True, cuts=False)
-    else:
-        pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
+    pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
     message = _ReduceMessage(pending, lent, pool)
-    return [SharedReduce(message, *each, sums_replicas=is_whole) for each in ranges]
+    return [SharedReduce(message, start, stop) for start, stop in ranges]
 
 
 _MOST_PEERS = 8  # that each rank writes to itself; beyond, a collective needs fewer messages

@@ -286,7 +286,6 @@ class PendingReduce:
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False
     divisor: float = 1.0
-    sums_replicas: bool = False  # it is the sum over the replicas too
     _borrowed: list[torch.Tensor] = field(default_factory=list)
 
     def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

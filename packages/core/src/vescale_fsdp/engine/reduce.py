@@ -259,18 +259,11 @@ class Gradients:
         """
         layout, dtype = self._packing.layout, self._filling_dtype
         has_streams = devices.has_streams(self.pool.device)
-        if has_streams or self.custom is not None or any(self.codings):
-            return None
-        if comm.size == 1 and not (self._stays_in_buffer(dtype) and self._only_averages(comm)):
+        if has_streams or comm.size == 1 or self.custom is not None or any(self.codings):
             return None
         kind = (dtype, self.sum_dtype, self.divide_factor, self.only_sums, self.pool.device)
         num_bytes = layout.shard_size * dtype.itemsize
         return Parcel(num_bytes, kind) if 0 < num_bytes <= small_bytes else None
-
-    def _only_averages(self, comm: Comm) -> bool:
-        """Whether the next reduction is nothing but the average over the replicas."""
-        is_due = self.sums_replicas and self._unsummed is None and self.divide_factor is None
-        return is_due and comm.replica_group is not None
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """Return the codec of the gradients. None: they are not encoded, or not sent."""
@@ -319,7 +312,7 @@ class Gradients:
         with compat.recorded("wait_for_reduce", [self.unit_name]):
             reduced = pending.finish(self._reduction())
         gradients.release()
-        if comm.replica_group is None or pending.sums_replicas:
+        if comm.replica_group is None:
             self._keep(reduced)
             return
         if self._unsummed is not None:
