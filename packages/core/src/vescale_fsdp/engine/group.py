@@ -276,10 +276,10 @@ class Group(Parameters):
 
     def _may_differ(self) -> bool:
         """Whether this rank's part of the full buffer may differ from its shard."""
-        if self.buffer.is_one:
+        if not self._has_views or self.buffer.is_one:
             return False
-        if not self._has_views or self.has_streams:
-            return self._has_views  # `write_back` finds out, and does not keep the host waiting
+        if self.has_streams:
+            return True  # `write_back` finds out, and does not keep the host waiting
         return not torch.equal(self.buffer.own_slice(), self._sent())
 
     def write_back(self) -> None:
