@@ -77,7 +77,7 @@ def lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
             rows.append(
                 [
                     cell["model"], cell["network"], choice.budget,
-                    f"{entry['budget_bytes'] / 2**20:.0f}", _name(cell, chosen["candidate"]),
+                    f"{entry['budget_bytes'] / 2**20:.1f}", _name(cell, chosen["candidate"]),
                     f"{1e3 * chosen['step_s']:.0f}, {1e3 * median(real['step_s']):.0f}",
                     f"{chosen['peak_bytes'] / 2**20:.1f}, {real['peak_bytes'] / 2**20:.1f}",
                     _name(cell, choice.fastest),
