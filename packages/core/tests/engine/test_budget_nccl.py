@@ -7,10 +7,11 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import Budget, fully_shard, tuning_of
-from vescale_fsdp.costs import Prediction, Tuning
+from vescale_fsdp import Budget, MixedPrecisionPolicy, fully_shard, repeated_blocks, tuning_of
+from vescale_fsdp.costs import Tuning
 from vescale_fsdp.engine.budget import overhead, rates
 from vescale_fsdp.engine.budget.apply import apply
+from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.testing import run_ranks
 
 from .accelerator import DEVICE, nccl_like_world
@@ -36,13 +37,12 @@ def tuned() -> Tuning:
     with nccl_like_world("stand_in"), small, few:
         mesh = init_device_mesh(DEVICE.type, (2,))
         model = make(MLP)
-        budget = Budget(memory="1GiB", inputs=inputs_of(0, 0), allow=["offload"])
+        budget = Budget(memory="1GiB", inputs=inputs_of(0, 0))
         fully_shard(model, mesh=mesh, budget=budget)
         tuning = tuning_of(model)
         assert tuning is not None
         again = make(MLP)
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
-        apply(again, tuning.chosen.candidate, fully_shard, mesh, policy)
+        apply(again, tuning.chosen.candidate, fully_shard, mesh, MixedPrecisionPolicy())
         assert losses_of(model) == losses_of(again)
         return tuning
 
@@ -50,10 +50,17 @@ def tuned() -> Tuning:
 def test_all_is_measured_on_the_accelerator() -> None:
     one, other = run_ranks(tuned, 2)
     assert one == other
-    kinds = {kind_of(each) for each in one.predictions}
-    assert {(False, "keep"), (False, "recompute"), (True, "keep")} <= kinds
+    assert {"keep", "recompute"} == {each.candidate.activations for each in one.predictions}
     assert {"compute", "optimizer"} <= set(one.chosen.seconds)
 
 
-def kind_of(prediction: Prediction) -> tuple[bool, str]:
-    return prediction.candidate.offload, prediction.candidate.activations
+def traced() -> set[str]:
+    with nccl_like_world("stand_in"):
+        model = make(MLP)
+        budget = Budget(inputs=inputs_of(0, 0), allow=["offload"])
+        policy = MixedPrecisionPolicy()
+        return {*divide(Subject(model, DEVICE, policy, budget), repeated_blocks(model)).traces}
+
+
+def test_offload_is_traced_where_there_is_a_host() -> None:
+    assert run_ranks(traced, 1) == [{"keep", "recompute", "offload", "recompute+offload"}]
