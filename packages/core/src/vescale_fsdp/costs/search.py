@@ -39,7 +39,8 @@ from vescale_fsdp.errors import PlanError
 from vescale_fsdp.program import ZERO_TABLE
 
 _FEW, _LEVELS = 8, 8
-_NEAR, _MOST_REFINED = 1.05, 8  # steps that may be the fastest between the levels
+_NEAR = 1.05  # a step that may be the fastest between the levels
+_MOST_REFINED = 512  # units of candidates between the levels: so many simulations of each
 _MOST_GROUPED = 3  # sizes of units that are tried beside one block each
 _LARGEST = 1 / 16  # of the budget, for a unit that is not split
 _IN_FLIGHT = (2, 1, 3, 4)
@@ -229,7 +230,8 @@ class _Search:
                 known = found.get(family)
                 if known is None or _score(each) < _score(known):
                     found[family] = each
-        return sorted(found.values(), key=_score)[:_MOST_REFINED]
+        most = max(_MOST_REFINED // max(len(best.candidate.units), 1), 1)
+        return sorted(found.values(), key=_score)[:most]
 
     def _refined(self, best: Prediction) -> Prediction:
         """Try numbers of units between the levels."""
@@ -249,6 +251,8 @@ class _Search:
                     less = max(now.num_unsharded - step, 0)
                     changes.append(replace(now, num_changed=fewer, num_unsharded=less))
             for changed in changes:
+                if self._bound(changed).num_bytes > self._problem.budget_bytes:
+                    continue
                 better = self._better(best, self._predict(changed))
                 assert better is not None, "the best so far fits"
                 best = better
@@ -332,7 +336,10 @@ class _Search:
         network_s = max(shards_s, replicas_s)
         if predictor.shares_network(predictor.settings(candidate)):
             network_s = shards_s + replicas_s
-        step_s = max(compute_s, network_s) + predictor.optimizer_s(candidate)
+        step_s = max(compute_s, network_s)
+        if candidate.in_flight == 1:  # nothing is under way while a unit runs
+            step_s = max(compute_s + shards_s, network_s)
+        step_s += predictor.optimizer_s(candidate)
         # Memory
         resting = 0 if candidate.offload else shards.resting_bytes
         gradients = 0 if candidate.offload else 2 * shards.gradient_bytes
@@ -371,7 +378,16 @@ class _Search:
             return tuple(found)
 
         has_streams = self._problem.machine.backend == "nccl"
+        # With streams a unit's groups are one collective, and have one latency.
         gathers = [[g.seconds for g in unit.groups] for unit in units]
+        gather_s = [
+            sum(s.gather_s for s in each) + (has_streams * each[0].latency_s if each else 0.0)
+            for each in gathers
+        ]
+        reduce_s = sum(g.seconds.reduce_s for g in trained)
+        reduce_s += sum(
+            has_streams * unit.groups[0].seconds.latency_s for unit in units if unit.trainable
+        )
         engine_s = 0.0 if has_streams else sum(sum(unit.engine_s) for unit in units)
         # Backward does not reach frozen units before the first trainable one.
         first = next((i for i, unit in enumerate(units) if i and unit.trainable), len(units))
@@ -386,10 +402,10 @@ class _Search:
             running(unit.forward_s for unit in units),
             running(unit.backward_s * (not i or i >= first) for i, unit in enumerate(units)),
             (engine_s, reducing),
-            running(sum(s.gather_s for s in each) for each in gathers),
-            running(sum(s.gather_s for s in each) * (i >= first) for i, each in enumerate(gathers)),
+            running(gather_s),
+            running(seconds * (i >= first) for i, seconds in enumerate(gather_s)),
             running(sum(s.gather_cpu_s + s.cast_s + s.decode_s for s in each) for each in gathers),
-            sum(g.seconds.reduce_s for g in trained),
+            reduce_s,
             sum(g.seconds.replica_s for g in trained),
             tuple(
                 int(n) for n in running(sum(g.full_bytes for g in unit.groups) for unit in units)

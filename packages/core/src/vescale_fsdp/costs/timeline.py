@@ -77,6 +77,7 @@ from vescale_fsdp.costs.account import (
 )
 from vescale_fsdp.costs.model import Event, Trace
 from vescale_fsdp.costs.simulated import SimulatedGroup, SimulatedUnit
+from vescale_fsdp.costs.traces import runs_in_order
 from vescale_fsdp.costs.units import HOST, SHARDS, How, UnitCosts
 from vescale_fsdp.program import (
     Bundles,
@@ -156,12 +157,14 @@ class _Model(Executor):
         self._first = max(trained[0], 1) if trained else len(costs)
 
     def step(self, trace: Trace | None) -> Step:
-        """Simulate a step. With ``in_flight`` of 3 or more, or a trace, it is the second.
+        """Simulate a step. With ``in_flight`` of 3 or more, or another order, it is the second.
 
         In the first, the scheduler finds out which units stay unsharded for backward, and records
-        the order of the trace. So it is if the memory of gradients lasts from step to step.
+        the order of the trace, if that is not the order of definition. So it is if the memory of
+        gradients lasts from step to step.
         """
-        is_like_others = self.how.in_flight < 3 and self.how.row.cuts_states and trace is None
+        is_known = trace is None or runs_in_order(trace)
+        is_like_others = self.how.in_flight < 3 and self.how.row.cuts_states and is_known
         for _ in range(1 if is_like_others else 2):
             for group in self._groups.values():
                 group.zero()
