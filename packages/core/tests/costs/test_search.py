@@ -34,6 +34,9 @@ PROBLEMS = {
     ),
     "micro-batches": problem(0, divisions=(division(3),), micro_batches=4),
     "no activations": problem(0, divisions=(division(3, has_trace=False),)),
+    "fp32 on gloo": problem(
+        0, 2, divisions=(division(2),), machine=machine("gloo"), compute_dtype=FP32
+    ),
     "offload": problem(0, divisions=(division(2),), allowed=frozenset({"offload"})),
 }
 

@@ -33,7 +33,7 @@ from vescale_fsdp.costs.problem import (
     Tuning,
 )
 from vescale_fsdp.costs.settings import Activations
-from vescale_fsdp.costs.units import UnitCosts
+from vescale_fsdp.costs.units import GroupCosts, UnitCosts
 from vescale_fsdp.costs.words import bucket, described, gib, why
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.program import ZERO_TABLE
@@ -408,13 +408,16 @@ class _Search:
             reduce_s,
             sum(g.seconds.replica_s for g in trained),
             tuple(
-                int(n) for n in running(sum(g.full_bytes for g in unit.groups) for unit in units)
+                int(n)
+                for n in running(
+                    sum(_full_bytes(g, candidate) for g in unit.groups) for unit in units
+                )
             ),
             sum(g.full_elements * g.reduce_dtype.itemsize for g in trained),
-            max(self._unit_bytes(unit) for unit in units),
+            max(self._unit_bytes(unit, candidate) for unit in units),
         )
 
-    def _unit_bytes(self, unit: UnitCosts) -> int:
+    def _unit_bytes(self, unit: UnitCosts, candidate: Candidate) -> int:
         """Return the least memory when all gradients of a unit are there, or are being copied."""
         has_streams = self._problem.machine.backend == "nccl"
         found = 0
@@ -423,8 +426,13 @@ class _Search:
                 local = group.reduce_dtype if has_streams else group.compute_dtype
                 made = group.elements * group.compute_dtype.itemsize
                 copied = group.full_elements * local.itemsize
-                found = max(found, made + max(group.full_bytes, copied))
+                found = max(found, made + max(_full_bytes(group, candidate), copied))
         return found
+
+
+def _full_bytes(group: GroupCosts, candidate: Candidate) -> int:
+    """Return the bytes of unsharded parameters, beside the shard."""
+    return 0 if group.is_one and not candidate.offload else group.full_bytes
 
 
 def _row(candidate: Candidate) -> tuple[object, ...]:

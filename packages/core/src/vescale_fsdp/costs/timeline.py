@@ -130,6 +130,7 @@ class _Model(Executor):
         self.summing: list[SimulatedGroup] = []
         self.kept: list[SimulatedGroup] = []
         self._moving: SimulatedGroup | None = None  # to the host
+        self._moves_until = 0.0
         self._units = [SimulatedUnit(each, self) for each in costs]
         # Trainable ones, by unit and place in it.
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
@@ -350,7 +351,7 @@ class _Model(Executor):
         before, self._moving = self._moving, group
         if before is not None:
             self.account.drop(REDUCED, before.of.shard_bytes)
-        group.expect(self.clock.issue(HOST, group.of.seconds.host_s))
+        self._moves_until = self.clock.issue(HOST, group.of.seconds.host_s)
 
     # Methods of an executor. All ranks are assumed to be equal.
 
@@ -410,7 +411,7 @@ class _Model(Executor):
         for group in self.summing:
             group.finish_sum()
         if self._moving is not None:
-            self.clock.wait(self._moving._ends)
+            self.clock.wait(self._moves_until)
             self.account.drop(REDUCED, self._moving.of.shard_bytes)
             self._moving = None
         for group in self.kept:
