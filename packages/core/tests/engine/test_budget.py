@@ -372,6 +372,28 @@ def test_a_written_choice_needs_no_measurement(tmp_path: Path) -> None:
     assert "zero3" in path.read_text()
 
 
+def read_by_the_first(path: str) -> int:
+    own = path if dist.get_rank() == 0 else "/no/folder/choice.yaml"
+    model = fully_shard(made(), budget=own)
+    return len(list(units_in(model)))
+
+
+def test_the_first_rank_reads_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "choice.yaml"
+    run_ranks(written, 2, str(path))
+    first, second = run_ranks(read_by_the_first, 2, str(path))
+    assert first == second
+
+
+def absent() -> str:
+    return attempt(lambda: fully_shard(made(), budget="/no/folder/choice.yaml"))
+
+
+def test_a_choice_that_is_not_there() -> None:
+    for text in run_ranks(absent, 2):
+        assert text.startswith("PlanError: cannot read the choice /no/folder/choice.yaml")
+
+
 def unwritable() -> str:
     return attempt(lambda: fully_shard(made(), budget=budget(save_to="/no/folder/choice.yaml")))
 
@@ -423,6 +445,7 @@ def test_no_options_of_a_budget() -> None:
         ({"allow": ["fp4"]}, "Budget(allow=['fp4']): expected a list of int8, offload"),
         ({"allow": "int8"}, "Budget(allow='int8'): expected a list of int8, offload"),
         ({"network": Link(1.0), "machine": SLOW}, "a machine has a network; use one"),
+        ({"save_to": "choice.txt"}, "Budget(save_to='choice.txt'): expected a path that ends with"),
         ({"inputs": 3}, "Budget(inputs=...) got a int, expected the arguments of forward"),
     ]
     for arguments, text in cases:

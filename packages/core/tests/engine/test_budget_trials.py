@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import repeated_blocks
 from vescale_fsdp.costs import Division
 from vescale_fsdp.engine.budget import Budget
 from vescale_fsdp.engine.budget.blocks import kind_of
+from vescale_fsdp.engine.budget.trace import loss_of
 from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.engine.budget.twins import meta_twin
 from vescale_fsdp.engine.budget.units import divisions_to_try
@@ -174,6 +176,61 @@ def test_a_model_that_cannot_be_copied() -> None:
     model.lines = (line for line in ())  # generators cannot be copied
     with pytest.raises(ValueError, match=r"copy\.deepcopy of LM raised TypeError: cannot pickle"):
         tried(model, batch())
+
+
+def test_without_inputs_nothing_is_copied() -> None:
+    model = LM()
+    model.lines = (line for line in ())
+    assert tried(model, None).model.num_parameters > 0
+
+
+def test_a_forward_that_copies_would_share() -> None:
+    model = LM()
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(PlanError, match=r"the forward of LM\.blocks\.1 was replaced by a function"):
+        tried(model, batch())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_reentrant_checkpoints() -> None:
+    division = tried(on_meta(Checkpointed), torch.randn(2, 8))
+    assert division.model.num_units == 4
+    assert division.times[1].backward_s > 0
+
+
+class Dropping(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = block(x)
+        return x
+
+
+def test_layers_left_out_at_random_are_the_same_on_all_ranks() -> None:
+    names = set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        names.add(tried(Dropping(), torch.randn(2, 8)).model.modules)
+    assert len(names) == 1
+
+
+def test_the_loss_is_a_tensor_with_a_gradient() -> None:
+    ids, scores = torch.ones(3), torch.ones(3, requires_grad=True)
+    assert loss_of({"ids": ids, "scores": scores}).requires_grad
 
 
 class Bypassing(LM):

@@ -41,7 +41,7 @@ def link_times(comm: Comm, device: torch.device) -> list[Sent]:
     found = []
     for num_bytes in _sizes(device):
         part_bytes = max(num_bytes // comm.size // 16, 1) * 16
-        full = torch.zeros(comm.size * part_bytes // 4, device=device)
+        full = torch.zeros(comm.size * part_bytes // 4, dtype=torch.float32, device=device)
         own = full.view(comm.size, -1)[comm.rank]
 
         def gather(full: torch.Tensor = full, own: torch.Tensor = own) -> None:
@@ -59,7 +59,7 @@ def replica_times(comm: Comm, device: torch.device) -> list[Sent]:
     """Measure all-reduces over replicas. Collective."""
     found = []
     for num_bytes in _sizes(device):
-        shard = torch.zeros(num_bytes // 4, device=device)
+        shard = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
 
         def reduce(shard: torch.Tensor = shard) -> None:
             comm.start_replica_sum(shard, pool_for(device), averages=True, cuts=False).finish()

@@ -32,8 +32,8 @@ class Budget:
             tuple, a dict of keyword arguments, or a tuple and a dict. They may be on the meta
             device. None: activations and the times of the model are unknown and count as nothing,
             so leave memory for activations out of ``memory``.
-        loss: from the output of forward. None: its ``.loss``, or the sum of its first tensor. What
-            is computed outside of forward and ``loss`` is not counted.
+        loss: from the output of forward. None: its ``.loss``, or the sum of its first tensor that
+            requires a gradient. What is computed outside of forward and ``loss`` is not counted.
         optimizer: whose states are counted: "adamw", "adamw8bit", "muon", "sgd" (with momentum) or
             "none".
         micro_batches: forwards and backwards for each step of the optimizer.
@@ -42,7 +42,7 @@ class Budget:
         network: its bandwidth and latency (`vescale_fsdp.costs.Link`). None: they are measured.
         machine: all rates, also of copies, optimizer and engine (`vescale_fsdp.costs.Machine`).
             None: they are measured.
-        save_to: path of a yaml to which the choice is written, by rank 0.
+        save_to: path of a ``.yaml`` or ``.yml`` to which the choice is written, by the first rank.
         unit_mp_policy: dtypes of units below the root. None: ``mp_policy``, without its
             ``output_dtype``.
 
@@ -87,6 +87,11 @@ class Budget:
             )
         if self.network is not None and self.machine is not None:
             raise ValueError("Budget(network=..., machine=...): a machine has a network; use one")
+        if self.save_to is not None and not is_path(fspath(self.save_to)):
+            raise ValueError(
+                f"Budget(save_to={fspath(self.save_to)!r}): expected a path that ends with .yaml "
+                "or .yml, as budget= takes it"
+            )
         if self.inputs is not None:
             try:
                 arguments_of(self.inputs)

@@ -35,14 +35,14 @@ from vescale_fsdp.engine.budget.attention import fused_attention
 from vescale_fsdp.engine.budget.describe import owners
 from vescale_fsdp.engine.budget.recorder import Recorder
 from vescale_fsdp.engine.budget.stowing import Kept, Offload
-from vescale_fsdp.engine.budget.twins import cast
+from vescale_fsdp.engine.budget.twins import cast, seed_generators
 from vescale_fsdp.errors import PlanError
 
 LossOf = Callable[[Any], torch.Tensor]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return ``.loss`` of an output, else the sum of its first tensor.
+    """Return ``.loss`` of an output, else the sum of its first tensor that requires a gradient.
 
     Raises:
         PlanError: there is no tensor.
@@ -53,7 +53,7 @@ def loss_of(output: Any) -> torch.Tensor:
         map_tensors(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
         if not found:
             raise PlanError(f"forward returned a {type(output).__name__} without tensors")
-        loss = found[0]
+        loss = next((each for each in found if each.requires_grad), found[0])
     return loss.sum() if loss.dim() else loss
 
 
@@ -87,6 +87,7 @@ class Job:
 
     def run(self) -> torch.Tensor:
         """Run forward and backward, and return the loss. What the model prints goes to stderr."""
+        seed_generators()
         with redirect_stdout(sys.stderr), torch.enable_grad():
             loss = self.loss_of(self.module(*self.args, **self.kwargs))
             if loss.requires_grad:

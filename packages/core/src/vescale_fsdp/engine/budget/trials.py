@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -87,11 +88,13 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
     Raises:
         PlanError: it does not run. The message says why.
     """
+    if subject.budget.inputs is None:
+        model = subject.described(subject.module, blocks)
+        return Division(model, (NOTHING,) * len(model.units))
+    _check_forwards(subject.module)
     twin = meta_twin(subject.module)
     twins = [twin.get_submodule(name) for name in subject.names_of(blocks)]
     model = subject.described(twin, twins)
-    if subject.budget.inputs is None:
-        return Division(model, (NOTHING,) * len(model.units))
     with untouched_generators(subject.device):
         try:
             outputs, traces, unfit = _traced(subject, twin, twins, model)
@@ -109,6 +112,23 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
             if unfit:
                 return divide(subject, _without(blocks, unfit))
     return Division(model, _of_units(model, seconds), traces)
+
+
+def _check_forwards(module: nn.Module) -> None:
+    """Raise for a function in place of a ``forward``, which a copy would share with the model.
+
+    It calls the forward of the original, whose parameters would get gradients.
+    """
+    for name, child in module.named_modules():
+        is_compiled = hasattr(child, "_orig_mod")  # torch.compile(module), whose copy is whole
+        if isinstance(vars(child).get("forward"), FunctionType) and not is_compiled:
+            where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            raise PlanError(
+                f"fully_shard(budget=...) tries the model on a copy, and the forward of {where} "
+                "was replaced by a function, which a copy cannot have for itself; replace it by a "
+                "method, as types.MethodType(function, module), or replace it after fully_shard, "
+                "or leave Budget(inputs=) out"
+            )
 
 
 def _without(blocks: Sequence[nn.Module], numbers: Collection[int]) -> list[nn.Module]:

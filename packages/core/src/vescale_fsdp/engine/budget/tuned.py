@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from vescale_fsdp import devices
 from vescale_fsdp.costs import (
     BlockOf,
+    Choice,
     Tensor,
     Tuning,
     read_choice,
@@ -34,6 +35,7 @@ from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.errors import PlanError
 
 _TUNINGS: weakref.WeakKeyDictionary[nn.Module, Tuning]
 _TUNINGS = weakref.WeakKeyDictionary()
@@ -111,9 +113,10 @@ def shard_within(
         passed: its arguments that the budget does not choose.
         is_given: the mesh is the user's. If not, replicas may be chosen (HSDP).
     """
+    ranks = Axes.of(mesh).ranks
     units, shard_with = budget.unit_mp_policy, partial(shard, **passed)
     if budget.path is not None:
-        choice = read_choice(budget.path)
+        choice = result_of("written choice", ranks, ranks[0], partial(_read, budget.path))
         if choice.num_ranks != mesh.size():
             raise ValueError(
                 f"fully_shard: {budget.path} has the settings for {choice.num_ranks} ranks, and "
@@ -127,12 +130,19 @@ def shard_within(
     problem, tuning = choose(subject, mesh, shard, blocks, is_given=is_given)
     if budget.save_to is not None:
         write = partial(write_choice, budget.save_to, problem, tuning)
-        result_of("written choice", ranks := Axes.of(mesh).ranks, ranks[0], write)
+        result_of("written choice", ranks, ranks[0], write)
     apply(module, tuning.chosen.candidate, shard_with, mesh, mp_policy, units)
     _TUNINGS[module] = tuning
-    if dist.get_rank() == 0:
+    if dist.get_rank() == ranks[0]:
         sys.stdout.write(f"{report(problem, tuning)}\n")
         sys.stdout.flush()
+
+
+def _read(path: str) -> Choice:
+    try:
+        return read_choice(path)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _blocks_of(module: nn.Module, granularity: Granularity | GranularityPolicy | None) -> BlockOf:
