@@ -211,6 +211,16 @@ def test_reentrant_checkpoints() -> None:
     assert division.times[1].backward_s > 0
 
 
+class Masked(Checkpointed):
+    """Asks whether there is padding, in both ways of transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x > x - 1
+        if not (mask.all() and mask.sum() == mask.numel()):
+            raise ValueError("padding")
+        return super().forward(x)
+
+
 class Dropping(Checkpointed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -218,6 +228,10 @@ class Dropping(Checkpointed):
             if torch.rand(()) < 0.5:
                 x = block(x)
         return x
+
+
+def test_questions_about_padding() -> None:
+    assert tried(on_meta(Masked), torch.randn(2, 8)).traces
 
 
 def test_layers_left_out_at_random_are_the_same_on_all_ranks() -> None:

@@ -41,8 +41,10 @@ class Recorder(compat.TorchDispatchMode):
         self._homes = homes
         self.stays = {tensor.untyped_storage()._cdata for tensor in tensors_of(module)}
         self._sizes: dict[int, int] = {}  # bytes of each storage
-        # Of the results of ``tensor.all()``, which count as True: no padding, nothing packed.
+        # Of the results of ``mask.all()``, which count as True: no padding, nothing packed. And
+        # the sums of masks, with their sizes, because ``mask.sum() == mask.numel()`` asks the same.
         self._all: set[int] = set()
+        self._sums: dict[int, int] = {}
         self._live = self._highest = 0
         map_tensors(self._see, inputs)
 
@@ -56,9 +58,19 @@ class Recorder(compat.TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._see(tensor)
+        self._note_questions(func, args, result)
+        return result
+
+    def _note_questions(self, func: Any, args: Any, result: Any) -> None:
+        """Remember results that say whether all elements of a mask are true."""
         if func is torch.ops.aten.all.default:
             self._all.add(result.untyped_storage()._cdata)
-        return result
+        elif func is torch.ops.aten.sum.default and args[0].dtype == torch.bool:
+            self._sums[result.untyped_storage()._cdata] = args[0].numel()
+        elif func is torch.ops.aten.eq.Scalar:
+            size = self._sums.get(args[0].untyped_storage()._cdata)
+            if size is not None and args[1] == size:
+                self._all.add(result.untyped_storage()._cdata)
 
     def _note_reads(self, arguments: Any) -> None:
         if compat.current_backward() != -1:
@@ -81,6 +93,7 @@ class Recorder(compat.TorchDispatchMode):
     def _end(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
         self._all.discard(key)
+        self._sums.pop(key, None)
 
     def hand_over(self, gradient: torch.Tensor) -> None:
         """Do not count a gradient any more: it is complete, and the engine's."""

@@ -10,8 +10,9 @@ engine unshards and reduces::
 for a parameter counts as an activation until its gradient is complete; then the engine has it.
 
 Recomputation and offload are as in ``fully_shard(activations=...)``, of all units but the root.
-On meta a condition on values is an error, except ``tensor.all()``, which is true: transformers asks
-whether all tokens belong to one sequence. There attention is fused, as on devices (`attention`).
+On meta a condition on values is an error, except ``mask.all()`` and ``mask.sum() == mask.numel()``,
+which are true: transformers asks whether all tokens belong to one sequence. There attention is
+fused, as on devices (`attention`).
 """
 
 from __future__ import annotations
