@@ -385,6 +385,15 @@ def test_the_first_rank_reads_for_all(tmp_path: Path) -> None:
     assert first == second
 
 
+def chosen_on_one_rank() -> None:
+    fully_shard(made(), budget="choice.yaml" if dist.get_rank() else "1GiB")
+
+
+def test_a_choice_on_one_rank_only() -> None:
+    with pytest.raises(RankError, match="ranks disagree about the budget"):
+        run_ranks(chosen_on_one_rank, 2)
+
+
 def absent() -> str:
     return attempt(lambda: fully_shard(made(), budget="/no/folder/choice.yaml"))
 

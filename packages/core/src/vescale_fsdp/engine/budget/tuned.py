@@ -27,6 +27,7 @@ from vescale_fsdp.costs import (
     split_anywhere,
     write_choice,
 )
+from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.budget.apply import Shard, apply
 from vescale_fsdp.engine.budget.choose import choose
@@ -115,6 +116,9 @@ def shard_within(
     """
     ranks = Axes.of(mesh).ranks
     units, shard_with = budget.unit_mp_policy, partial(shard, **passed)
+    kind = "an amount of memory" if budget.path is None else "a written choice"
+    advice = "Pass the same budget to fully_shard on every rank"
+    agree("budget", [kind], ranks, advice, timeout_s=LONG_TIMEOUT_S)
     if budget.path is not None:
         choice = result_of("written choice", ranks, ranks[0], partial(_read, budget.path))
         if choice.num_ranks != mesh.size():
