@@ -96,6 +96,21 @@ def check_against_ddp(sharding: str) -> None:
         torch.testing.assert_close(mine, other.data, rtol=1e-6, atol=1e-7)
 
 
+def check_writes_by_hand() -> None:
+    """They stay, as in DDP: there is one copy."""
+    model: Any = sharded("ddp")
+    before = [local(p).clone() for p in model.parameters()]
+    for module in [model, *model]:
+        module.unshard()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    for module in [model, *model]:
+        module.reshard()
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(local(param), was + 1)
+
+
 def check_casts() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded("ddp", mp_policy=policy)
@@ -129,6 +144,10 @@ def test_gradients_of_two_backwards_add_up(num_ranks: int) -> None:
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2"])
 def test_training_is_that_of_ddp(sharding: str) -> None:
     run_ranks(check_against_ddp, 4, sharding)
+
+
+def test_what_is_written_by_hand_stays() -> None:
+    run_ranks(check_writes_by_hand, 2)
 
 
 def test_a_compute_dtype_of_its_own() -> None:

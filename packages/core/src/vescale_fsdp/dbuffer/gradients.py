@@ -49,6 +49,11 @@ class GradientBuffer:
         self._flat: torch.Tensor | None = None
 
     @property
+    def becomes_grad(self) -> bool:
+        """Whether the buffer itself becomes ``.grad``, and no pool lends its memory."""
+        return self._memory is not None
+
+    @property
     def flat(self) -> torch.Tensor:
         """The buffer, flat, ``packing.layout.total_size`` elements."""
         if self._flat is None:

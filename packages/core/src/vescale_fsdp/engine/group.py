@@ -228,7 +228,10 @@ class Group(Parameters):
         register(self.slots, [slot.sharded for slot in self.slots])
 
     def take_by_hand(self) -> None:
-        """Record that the user has unsharded it. Writes are then dropped, as in FSDP2."""
+        """Record that the user has unsharded it. Writes are then dropped, as in FSDP2.
+
+        They stay where the shard is the unsharded parameters (`DBuffer.is_one`), as in DDP.
+        """
         if not self.is_by_hand:
             self._keep_writes()
             self.is_by_hand = True

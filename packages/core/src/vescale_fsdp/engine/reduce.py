@@ -231,7 +231,7 @@ class Gradients:
                 self.divide_factor,
                 only_sums=self.only_sums,
                 custom=self.custom,
-                copies=not self._stays_in_buffer(full.dtype),
+                copies=not gradients.becomes_grad,
             )
         self.expect(gradients, pending, comm)
         if comm.size == 1:  # the sum over the replicas need not wait
