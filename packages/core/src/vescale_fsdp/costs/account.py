@@ -12,8 +12,9 @@ REDUCING = "reductions"
 REDUCED = "reduced gradients"
 KEPT = "messages for backward"
 MADE = "gradients"
+SCRATCH = "temporary memory of the optimizer"
 ACTIVATIONS = "activations"
-KINDS = (ACTIVATIONS, GATHERED, INNER, KEPT, MADE, LOCAL, REDUCING, REDUCED)
+KINDS = (ACTIVATIONS, GATHERED, INNER, KEPT, MADE, LOCAL, REDUCING, REDUCED, SCRATCH)
 
 COMPUTE, RECOMPUTATION, ENGINE = "compute", "recomputation", "engine"
 COPIES, OPTIMIZER, WAITING = "copies", "optimizer", "waiting"

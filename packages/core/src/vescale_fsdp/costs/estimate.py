@@ -23,12 +23,14 @@ from dataclasses import dataclass
 
 from vescale_fsdp.costs.account import Peak
 from vescale_fsdp.costs.layouts import PlannedGroup
+from vescale_fsdp.costs.machine import Backend
 from vescale_fsdp.costs.model import Group, Model, Tensor, Unit
 from vescale_fsdp.costs.settings import Settings
 from vescale_fsdp.costs.timeline import Step, run_step
 from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 
 _CODE_BLOCK = 256  # elements that share a scale in 8-bit states
+_ONE_BY_ONE = ("adamw", "sgd", "none")  # optimizers of torch
 _LEAST_CODED = 4096  # elements; states of smaller tensors are not encoded
 
 
@@ -110,6 +112,30 @@ def states_of(planned: Sequence[PlannedGroup], optimizer: str) -> int:
                     tensor, each.group, each.unit, optimizer, stop - start
                 )
     return max(by_rank.values(), default=0)
+
+
+def scratch_of(planned: Sequence[PlannedGroup], optimizer: str, backend: Backend) -> int:
+    """Return the bytes that an optimizer allocates and frees in its step, on the rank with most.
+
+    With streams torch's ``foreach`` optimizers make one copy of all shards. So much is counted for
+    other optimizers than torch's too. On the CPU torch updates one tensor after the other: AdamW
+    has a square root and a quotient of it, and still the quotient of the tensor before. So it has
+    at most twice the largest tensor and once the second largest. Fused kernels have nothing.
+    """
+    trained = [each for each in planned if each.group.trainable]
+    if backend == "nccl" or optimizer not in _ONE_BY_ONE:
+        return sum(
+            each.unit.count * each.layout.shard_size * each.group.dtype.itemsize for each in trained
+        )
+    largest: dict[int, tuple[int, int]] = {}  # the two largest, by rank
+    for each in trained:
+        for index in range(len(each.group.tensors)):
+            for rank, start, stop in each.layout.shard_ranges(index):
+                size = (stop - start) * each.group.dtype.itemsize
+                sizes = (*largest.get(rank, (0, 0)), *[size] * min(each.unit.count, 2))
+                second, first = sorted(sizes)[-2:]
+                largest[rank] = first, second
+    return max((2 * first + second for first, second in largest.values()), default=0)
 
 
 def figures_of_others(

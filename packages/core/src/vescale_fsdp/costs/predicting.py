@@ -16,18 +16,18 @@ The peak is that of the simulated step, with the memory between steps, and 2% of
 in a step for what no simulation counts (rounding of allocators). Without streams that is also the
 state of random numbers, which each recomputed forward saves, and one message of small units for
 all-gathers and one for reductions (`dbuffer.message`). The step of the optimizer may be higher: it
-has gradients, and one temporary copy of its shards.
+has gradients, and temporary memory (`estimate.scratch_of`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vescale_fsdp.costs.account import KINDS, OPTIMIZER, REDUCED, Peak
-from vescale_fsdp.costs.estimate import group_costs, how_of, states_of, traffic_of
+from vescale_fsdp.costs.account import KINDS, OPTIMIZER, REDUCED, SCRATCH, Peak
+from vescale_fsdp.costs.estimate import group_costs, how_of, scratch_of, states_of, traffic_of
 from vescale_fsdp.costs.layouts import PlannedGroup, lay_out_model
 from vescale_fsdp.costs.machine import Link
 from vescale_fsdp.costs.model import Trace
@@ -55,12 +55,14 @@ class Shards:
         planned: the groups of each different unit.
         weights_bytes, states_bytes: between steps, on the rank that has most.
         elements: that the optimizer updates.
+        scratch_bytes: temporary memory of the optimizer's step.
     """
 
     planned: tuple[PlannedGroup, ...]
     weights_bytes: int
     states_bytes: int
     elements: int
+    scratch_bytes: int
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -75,6 +77,11 @@ class Shards:
     def resting_bytes(self) -> int:
         """Between steps."""
         return self.weights_bytes + self.states_bytes
+
+    @property
+    def updating_bytes(self) -> int:
+        """In the optimizer's step, beside these."""
+        return self.gradient_bytes + self.scratch_bytes
 
 
 class Predictor:
@@ -180,6 +187,7 @@ class Predictor:
                 sum(size * each.group.dtype.itemsize for each, size in sizes),
                 states_of(planned, self.problem.optimizer),
                 sum(size for each, size in sizes if each.group.trainable),
+                scratch_of(planned, self.problem.optimizer, self.problem.machine.backend),
             )
         return self._shards[key]
 
@@ -344,6 +352,7 @@ def _with_optimizer(peak: Peak, shards: Shards, candidate: Candidate) -> Peak:
     """Return the higher of two peaks: of forward and backward, or of the optimizer's step."""
     if candidate.offload:
         return peak
-    parts: Mapping[str, int] = {REDUCED: 2 * shards.gradient_bytes}
-    highest = sum(parts.values())
-    return peak if peak.num_bytes >= highest else Peak(highest, "the optimizer's step", {**parts})
+    if peak.num_bytes >= shards.updating_bytes:
+        return peak
+    parts = {REDUCED: shards.gradient_bytes, SCRATCH: shards.scratch_bytes}
+    return Peak(shards.updating_bytes, "the optimizer's step", parts)

@@ -342,12 +342,12 @@ class _Search:
         step_s += predictor.optimizer_s(candidate)
         # Memory
         resting = 0 if candidate.offload else shards.resting_bytes
-        gradients = 0 if candidate.offload else 2 * shards.gradient_bytes
+        updating = 0 if candidate.offload else shards.updating_bytes
         division = predictor.divisions[candidate.units]
         live, highest = self._activations_of(division, candidate)
         waits = sums.sum_bytes if times > 1 and not row.cuts_gradients else 0
         unit_bytes = sums.unit_bytes if not waits and not candidate.int8 else 0
-        in_step = max(kept_bytes + live + waits, highest, gradients, unit_bytes)
+        in_step = max(kept_bytes + live + waits, highest, updating, unit_bytes)
         return _Bound(step_s, resting + in_step)
 
     def _activations_of(self, division: Division, candidate: Candidate) -> tuple[int, int]:
