@@ -152,3 +152,22 @@ def test_what_is_written_by_hand_stays() -> None:
 
 def test_a_compute_dtype_of_its_own() -> None:
     run_ranks(check_casts, 2)
+
+
+def check_fused_optimizers() -> None:
+    for make_optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        weights = []
+        for sharding in ("ddp", "zero3"):
+            model = sharded(sharding)
+            optimizer = make_optimizer(model.parameters(), lr=0.1, fused=True)
+            for seed in range(3):
+                backward(model, seed)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append([p.full_tensor() for p in model.parameters()])  # type: ignore[attr-defined]
+        assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_fused_optimizers() -> None:
+    run_ranks(check_fused_optimizers, 2)

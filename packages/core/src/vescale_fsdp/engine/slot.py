@@ -31,6 +31,7 @@ from vescale_fsdp.engine.placement import (
     placements_of,
     spec_at_rest,
 )
+from vescale_fsdp.ragged import wrap_replicated
 from vescale_fsdp.ragged.tensor import NAME, wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
@@ -57,11 +58,15 @@ class Slot:
     def __post_init__(self) -> None:
         # Whether a gradient of the gathered parameter is what the buffer wants.
         self.lies_plainly = self.given is None and not self.dim
+        whole = all(placement.is_replicate() for placement in self.spec.placements)
+        self.is_replicated = whole and not self.dim
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """Return the sharded tensor for this rank's part, which may be flat."""
         if self.axes.shard is None:
             part = part.view(self.shape)
+            if self.is_replicated:
+                return wrap_replicated(part, self.spec)
         elif self.dim is None:
             return wrap_local(part, self.spec, False)
         elif part.dim() != len(self.shape):

@@ -2,7 +2,8 @@
 
 One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
 mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
-their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass).
+their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass);
+`replicated` for one that each rank has whole.
 Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `products`,
 `reductions` with `aggregates`, `random`.
 """
@@ -20,6 +21,7 @@ from vescale_fsdp.ragged.holdings import (
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.reductions import max_over_ranks
+from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap, wrap_local
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "RaggedShard",
     "RaggedTensor",
     "Region",
+    "ReplicatedTensor",
     "as_bytes",
     "contiguous_strides",
     "flat_range_to_boxes",
@@ -40,4 +43,5 @@ __all__ = [
     "remaining_box",
     "wrap",
     "wrap_local",
+    "wrap_replicated",
 ]

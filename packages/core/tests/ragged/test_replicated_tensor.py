@@ -1,0 +1,182 @@
+"""Optimizers do to ReplicatedTensors what they do to plain tensors; all else is as of DTensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from vescale_fsdp.ragged import ReplicatedTensor, wrap_replicated
+from vescale_fsdp.testing import run_ranks
+
+SHAPES = [(3, 4), (5,), (), (2, 1, 3), (0, 2), (1,)]
+
+
+def make(mesh: DeviceMesh, shape: tuple[int, ...], seed: int, ours: bool) -> DTensor:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    plain = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return wrap_replicated(plain.to_local(), plain._spec) if ours else plain
+
+
+def whole_or_ours(mesh: DeviceMesh, number: int, seed: int, ours: bool) -> Tensor:
+    replicated = make(mesh, SHAPES[number], seed, True)
+    return replicated if ours else replicated.to_local()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "lr tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=True),
+}
+
+
+def train(
+    mesh: DeviceMesh, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, ours: bool
+) -> None:
+    for step in range(3):
+        for number, param in enumerate(params):
+            param.grad = whole_or_ours(mesh, number, 100 * step + number, ours)
+        nn.utils.clip_grad_norm_(params, 1.0, foreach=step == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_optimizers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, optimizer in OPTIMIZERS.items():
+        results = []
+        for ours in (True, False):
+            values = [whole_or_ours(mesh, n, n, ours) for n in range(len(SHAPES))]
+            params = [nn.Parameter(value) for value in values]
+            made = optimizer(params)
+            train(mesh, params, made, ours)
+            states = [made.state[p] for p in params]
+            tensors = [v for s in states for v in s.values() if isinstance(v, Tensor)]
+            results.append([*params, *tensors])
+        for a, b in zip(*results, strict=True):
+            one, two = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+            assert torch.equal(one, two), name
+
+
+OPERATORS: list[Callable[[Any, Any, float, DeviceMesh], Any]] = [
+    lambda a, b, x, mesh: a + b,
+    lambda a, b, x, mesh: a.add_(b, alpha=x),
+    lambda a, b, x, mesh: a.mul_(x),
+    lambda a, b, x, mesh: a.copy_(b),
+    lambda a, b, x, mesh: torch.zeros_like(a),
+    lambda a, b, x, mesh: torch.full_like(a, x),
+    lambda a, b, x, mesh: a.clone(),
+    lambda a, b, x, mesh: a.detach(),
+    lambda a, b, x, mesh: a.to(torch.float64).to(torch.float32),
+    lambda a, b, x, mesh: torch.empty_like(a, dtype=torch.float64).zero_().float(),
+    lambda a, b, x, mesh: a.view(4, 3).view(3, 4),
+    lambda a, b, x, mesh: a.t().t(),
+    lambda a, b, x, mesh: a.lerp_(b, x),
+    lambda a, b, x, mesh: torch._foreach_add_([a], [b]),
+    lambda a, b, x, mesh: torch._foreach_mul_([a, b], x),
+    lambda a, b, x, mesh: torch._foreach_add([a, b], 1.0)[0],
+    lambda a, b, x, mesh: torch._foreach_sqrt([a.abs()])[0],
+    lambda a, b, x, mesh: a.sum(),
+    lambda a, b, x, mesh: torch.linalg.vector_norm(a),
+    lambda a, b, x, mesh: a.mm(b.t())[:3, :3].repeat(1, 2)[:, :4],
+    lambda a, b, x, mesh: a + torch.ones(3, 4),  # an error: a plain tensor
+    lambda a, b, x, mesh: torch._foreach_add_([a], [torch.ones(3, 4)]),  # also one
+    lambda a, b, x, mesh: a.add_(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])),  # too
+]
+
+
+def check_random_operators(seed: int) -> None:
+    """The same random sequence of operators gives the same, of the same kind."""
+    mesh = init_device_mesh("cpu", (2,))
+    outcomes = []
+    for ours in (True, False):
+        draw = random.Random(seed)
+        at_hand: list[Any] = [make(mesh, (3, 4), n, ours) for n in range(3)]
+        log: list[Any] = []
+        for _ in range(30):
+            a, b = draw.choice(at_hand), draw.choice(at_hand)
+            try:
+                result = draw.choice(OPERATORS)(a, b, draw.random(), mesh)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                log.append(type(error))
+                continue
+            if isinstance(result, DTensor):
+                log.append((result.placements, result.dtype, result is a))
+                if result.shape == (3, 4) and result.dtype == torch.float32:
+                    at_hand[draw.randrange(3)] = result
+            else:
+                log.append(type(result))
+        outcomes.append((log, [t.full_tensor() for t in at_hand]))
+    (log, wholes), (other_log, other_wholes) = outcomes
+    assert log == other_log
+    assert all(torch.equal(a, b) for a, b in zip(wholes, other_wholes, strict=True))
+
+
+def check_objects() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(make(mesh, (3, 4), 0, True))
+    assert isinstance(param, nn.Parameter)
+    assert type(param) is ReplicatedTensor
+    param.grad = make(mesh, (3, 4), 1, True)
+    twin = copy.deepcopy(param)
+    assert type(twin) is ReplicatedTensor
+    assert isinstance(twin, nn.Parameter)
+    assert twin.grad is not None
+    assert torch.equal(twin.grad.to_local(), param.grad.to_local())
+    assert twin.to_local().data_ptr() != param.to_local().data_ptr()
+    file = io.BytesIO()
+    torch.save({"p": param, "t": param.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for each in loaded.values():
+        assert type(each) is DTensor
+        assert torch.equal(each.to_local(), param.to_local())
+    assert isinstance(loaded["p"], nn.Parameter)
+    assert loaded["p"].requires_grad
+    # Two tensors on equal meshes that are not the same object.
+    other = make(init_device_mesh("cpu", (2,)), (3, 4), 2, True)
+    before = param.to_local().clone()
+    torch._foreach_add_([param.detach()], [other])
+    assert torch.equal(param.to_local(), before + other.to_local())
+    version = param.to_local()._version
+    with torch.no_grad():
+        torch._foreach_add_([param], [other])
+    assert param.to_local()._version > version  # the engine reads it
+    loss = (param * param).sum()
+    loss.backward()
+    assert isinstance(param.grad, DTensor)
+
+
+def test_optimizers() -> None:
+    run_ranks(check_optimizers, 2)
+
+
+@pytest.mark.parametrize("first", [0, 20])
+def test_random_operators(first: int) -> None:
+    run_ranks(check_sequences, 2, first)
+
+
+def check_sequences(first: int) -> None:
+    for seed in range(first, first + 20):
+        check_random_operators(seed)
+
+
+def test_objects() -> None:
+    run_ranks(check_objects, 2)
