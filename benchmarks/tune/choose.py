@@ -67,7 +67,7 @@ def _job(model_name: str, memory: int) -> tuple[nn.Module, Budget]:
     model = preset.make()
     inputs, targets = preset.draw(torch.Generator().manual_seed(dist.get_rank()))
     loss = partial(_loss, targets)
-    return model, Budget(memory=memory, inputs=inputs, loss=loss)
+    return model, Budget(memory=memory, inputs=inputs, loss=loss, optimizer="adamw_fused")
 
 
 def _loss(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

@@ -449,7 +449,7 @@ def test_no_budgets(value: Any) -> None:
 
 def test_no_options_of_a_budget() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"optimizer": "lion"}, "Budget(optimizer='lion'): expected one of adamw, adamw8bit"),
+        ({"optimizer": "lion"}, "Budget(optimizer='lion'): expected one of adamw, adamw_fused"),
         ({"micro_batches": 0}, "Budget(micro_batches=0): expected an int of at least 1"),
         ({"allow": ["fp4"]}, "Budget(allow=['fp4']): expected a list of int8, offload"),
         ({"allow": "int8"}, "Budget(allow='int8'): expected a list of int8, offload"),

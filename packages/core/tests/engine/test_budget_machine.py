@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.costs import Link, Machine
+from vescale_fsdp.costs import Link, Machine, OptimizerName
 from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
+from vescale_fsdp.engine.budget import rates
 from vescale_fsdp.engine.budget.rates import Sent, link_of, sending_s_per_byte
 from vescale_fsdp.testing import run_ranks
 
@@ -69,3 +70,14 @@ def test_latency_and_bandwidth_are_those_of_a_line() -> None:
 
 def test_the_processor_sends_the_largest_messages() -> None:
     assert sending_s_per_byte([Sent(10, 1.0, 1.0), Sent(100, 1.0, 2.0)]) == 0.02
+
+
+def check_fused_rates() -> None:
+    cpu = torch.device("cpu")
+    names: list[OptimizerName] = ["adamw", "adamw_fused", "sgd", "sgd_fused", "none"]
+    found = {name: rates.optimizer_elements_per_s(cpu, torch.float32, name) for name in names}
+    assert all(rate > 0 for rate in found.values()), found
+
+
+def test_optimizers_are_measured_by_name() -> None:
+    run_ranks(check_fused_rates, 1)

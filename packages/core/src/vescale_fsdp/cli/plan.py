@@ -19,7 +19,7 @@ from vescale_fsdp.cli.settings import (
     parse_dtype,
 )
 from vescale_fsdp.cli.text import InputError, console, plain, track
-from vescale_fsdp.costs import Code, Codes
+from vescale_fsdp.costs import Code, Codes, OptimizerName
 
 if TYPE_CHECKING:
     from vescale_fsdp.cli.report import Report
@@ -88,7 +88,7 @@ _ReduceCodec = Annotated[
 ]
 _Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
 _Optimizer = Annotated[
-    Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
+    OptimizerName,
     typer.Option(help="Optimizer whose states are counted (sgd: with momentum)."),
 ]
 _Reshard = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from vescale_fsdp.cli.settings import (
     parse_dtype,
 )
 from vescale_fsdp.cli.text import InputError, console
+from vescale_fsdp.costs import OptimizerName
 
 _Model = Annotated[
     str,
@@ -103,7 +104,7 @@ _ShardDtype = Annotated[
 _ComputeDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of compute.")]
 _ReduceDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of sums of gradients.")]
 _Optimizer = Annotated[
-    Literal["adamw", "adamw8bit", "muon", "sgd", "none"],
+    OptimizerName,
     typer.Option(help="Optimizer whose states are counted."),
 ]
 _Out = Annotated[

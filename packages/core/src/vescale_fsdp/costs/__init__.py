@@ -56,7 +56,14 @@ from vescale_fsdp.costs.problem import (
 )
 from vescale_fsdp.costs.report import report, shown_of
 from vescale_fsdp.costs.search import candidates, tune
-from vescale_fsdp.costs.settings import Activations, Code, Codes, Settings
+from vescale_fsdp.costs.settings import (
+    NUM_STATES,
+    Activations,
+    Code,
+    Codes,
+    OptimizerName,
+    Settings,
+)
 from vescale_fsdp.costs.words import described
 
 __all__ = [
@@ -65,6 +72,7 @@ __all__ = [
     "DTYPES",
     "FP32",
     "KINDS",
+    "NUM_STATES",
     "Activations",
     "Amount",
     "Backend",
@@ -84,6 +92,7 @@ __all__ = [
     "Machine",
     "Model",
     "Moment",
+    "OptimizerName",
     "Peak",
     "PlannedGroup",
     "Prediction",

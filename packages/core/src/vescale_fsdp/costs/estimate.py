@@ -25,7 +25,7 @@ from vescale_fsdp.costs.account import Peak
 from vescale_fsdp.costs.layouts import PlannedGroup
 from vescale_fsdp.costs.machine import Backend
 from vescale_fsdp.costs.model import Group, Model, Tensor, Unit
-from vescale_fsdp.costs.settings import Settings
+from vescale_fsdp.costs.settings import NUM_STATES, OptimizerName, Settings
 from vescale_fsdp.costs.timeline import Step, run_step
 from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 
@@ -79,20 +79,22 @@ class Figures:
         return self.resting_bytes + self.peak.num_bytes
 
 
-def state_bytes(tensor: Tensor, group: Group, unit: Unit, optimizer: str, num_elements: int) -> int:
+def state_bytes(
+    tensor: Tensor, group: Group, unit: Unit, optimizer: OptimizerName, num_elements: int
+) -> int:
     """Return the bytes of optimizer states for ``num_elements`` of a tensor, without step counts.
 
     Per element of the tensor, adamw has two elements in the shard's dtype. adamw8bit has two codes
     of one byte, and two fp32 scales per 256 elements; for tensors below 4,096 elements it is as
     adamw. muon has one element for matrices of hidden layers (two dimensions or more, not in the
-    root), two for other tensors. sgd has one (momentum).
+    root), two for other tensors. sgd has one (momentum). Fused ones have as many as others.
     """
     if not group.trainable or optimizer == "none":
         return 0
     if optimizer == "adamw8bit" and tensor.numel >= _LEAST_CODED:
         return 2 * num_elements + 8 * -(-num_elements // _CODE_BLOCK)
     is_muons = optimizer == "muon" and len(tensor.shape) >= 2 and not unit.is_root
-    states = 1 if optimizer == "sgd" or is_muons else 2
+    states = 1 if is_muons else NUM_STATES[optimizer]
     return states * num_elements * group.dtype.itemsize
 
 
@@ -102,7 +104,7 @@ def figures_of(model: Model, planned: Sequence[PlannedGroup], settings: Settings
     return _figures(model, planned, settings, memory, states_of(planned, settings.optimizer))
 
 
-def states_of(planned: Sequence[PlannedGroup], optimizer: str) -> int:
+def states_of(planned: Sequence[PlannedGroup], optimizer: OptimizerName) -> int:
     """Return the bytes of optimizer states of the rank that has most of them."""
     by_rank = Counter[int]()
     for each in planned:
@@ -114,7 +116,7 @@ def states_of(planned: Sequence[PlannedGroup], optimizer: str) -> int:
     return max(by_rank.values(), default=0)
 
 
-def scratch_of(planned: Sequence[PlannedGroup], optimizer: str, backend: Backend) -> int:
+def scratch_of(planned: Sequence[PlannedGroup], optimizer: OptimizerName, backend: Backend) -> int:
     """Return the bytes that an optimizer allocates and frees in its step, on the rank with most.
 
     With streams torch's ``foreach`` optimizers make one copy of all shards. So much is counted for
@@ -123,6 +125,8 @@ def scratch_of(planned: Sequence[PlannedGroup], optimizer: str, backend: Backend
     at most twice the largest tensor and once the second largest. Fused kernels have nothing.
     """
     trained = [each for each in planned if each.group.trainable]
+    if optimizer.endswith("_fused"):
+        return 0
     if backend == "nccl" or optimizer not in _ONE_BY_ONE:
         return sum(
             each.unit.count * each.layout.shard_size * each.group.dtype.itemsize for each in trained

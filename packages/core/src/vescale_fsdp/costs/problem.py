@@ -18,7 +18,7 @@ from vescale_fsdp.costs.estimate import Traffic
 from vescale_fsdp.costs.layouts import BlockOf
 from vescale_fsdp.costs.machine import Machine
 from vescale_fsdp.costs.model import BF16, FP32, Dtype, Model, Tensor, Trace
-from vescale_fsdp.costs.settings import Activations
+from vescale_fsdp.costs.settings import Activations, OptimizerName
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"]
 Extra = Literal["int8", "offload"]  # changes numbers, or needs the host's memory
@@ -78,7 +78,7 @@ class Problem:
     budget_bytes: int
     compute_dtype: Dtype = BF16
     reduce_dtype: Dtype = FP32
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     micro_batches: int = 1
     allowed: frozenset[Extra] = frozenset()
     block_of: BlockOf = split_anywhere

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from vescale_fsdp.dbuffer import Coding
 
 Activations = Literal["keep", "recompute", "offload", "recompute+offload"]
+OptimizerName = Literal[
+    "adamw", "adamw_fused", "adamw8bit", "muon", "sgd", "sgd_fused", "none"
+]  # fused: torch's with ``fused=True``
+NUM_STATES: dict[OptimizerName, int] = {  # of an element, at most
+    "adamw": 2,
+    "adamw_fused": 2,
+    "adamw8bit": 2,
+    "muon": 2,
+    "sgd": 1,
+    "sgd_fused": 1,
+    "none": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Settings:
     num_replicas: int = 1  # HSDP: num_ranks / num_replicas ranks shard one copy of the model
     compute_dtype: Dtype = BF16  # of unsharded parameters and of gradients
     reduce_dtype: Dtype = FP32  # in which gradients are summed
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     reshard: bool | None = None  # reshard_after_forward of all units; None: all but the root
     backend: Backend = "nccl"
     bandwidth_bytes_per_s: float = 50e9

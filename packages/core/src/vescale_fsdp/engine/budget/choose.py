@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.costs import (
+    NUM_STATES,
     BlockOf,
     BlockTimes,
     Division,
@@ -46,7 +47,6 @@ _SMALLEST = (
     "host_bytes_per_s",
     "host_elements_per_s",
 )
-_STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1, "none": 0}  # of a parameter, at most
 _LARGEST = ("unit_s", "collective_s", "parameter_s", "sending_s_per_byte")
 
 
@@ -75,7 +75,7 @@ def choose(
     machine = budget.machine
     if machine is None:
         by_node = mesh if is_given else mesh_by_node(mesh)
-        machine = measured_machine(mesh, by_node, shard, dtype, memory)
+        machine = measured_machine(mesh, by_node, shard, dtype, memory, subject.budget.optimizer)
     if budget.network is not None:
         machine = dataclasses.replace(machine, inside=budget.network, between=budget.network)
     machine, memory = _merged_machine(machine, memory, ranks)
@@ -163,7 +163,7 @@ def _other_bytes(subject: Subject) -> int:
     found = 0
     for tensor in tensors_of(subject.module):
         if id(tensor) in ignored:
-            states = _STATES[subject.budget.optimizer]
+            states = NUM_STATES[subject.budget.optimizer]
             found += tensor.nbytes * (2 + states if tensor.requires_grad else 1)
         elif id(tensor) not in parameters:
             found += tensor.nbytes

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name
-from vescale_fsdp.costs import Link, Machine
+from vescale_fsdp.costs import Link, Machine, OptimizerName
 from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.budget import rates
 from vescale_fsdp.engine.budget.apply import Shard
@@ -33,7 +33,12 @@ def mesh_by_node(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def measured_machine(
-    mesh: DeviceMesh, by_node: DeviceMesh, shard: Shard, dtype: torch.dtype, memory_bytes: int
+    mesh: DeviceMesh,
+    by_node: DeviceMesh,
+    shard: Shard,
+    dtype: torch.dtype,
+    memory_bytes: int,
+    optimizer: OptimizerName = "adamw",
 ) -> Machine:
     """Measure the machine with the process groups of its meshes. Collective.
 
@@ -58,6 +63,7 @@ def measured_machine(
     if axes.num_replicas > 1:
         outside = rates.link_of(rates.replica_times(comm, device))
     times = engine_times(partial(shard, mesh=mesh), mesh.size(), device)
+    cpu = torch.device("cpu")
     has_host = devices.has_streams(device)
     return Machine(
         name=f"measured on {mesh.size()} ranks",
@@ -67,11 +73,11 @@ def measured_machine(
         inside=inside,
         between=outside,
         copy_bytes_per_s=rates.copy_bytes_per_s(device),
-        optimizer_elements_per_s=rates.optimizer_elements_per_s(device, dtype),
+        optimizer_elements_per_s=rates.optimizer_elements_per_s(device, dtype, optimizer),
         unit_s=times.unit_s,
         collective_s=times.collective_s,
         parameter_s=times.parameter_s,
         sending_s_per_byte=sending_s,
         host_bytes_per_s=rates.host_bytes_per_s(device) if has_host else 1e15,
-        host_elements_per_s=rates.optimizer_elements_per_s(torch.device("cpu"), dtype),
+        host_elements_per_s=rates.optimizer_elements_per_s(cpu, dtype, optimizer),
     )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import devices
-from vescale_fsdp.costs import Link
+from vescale_fsdp.costs import Link, OptimizerName
 from vescale_fsdp.dbuffer import Comm, pool_for
 
 _SIZES = (1 << 14, 1 << 20, 1 << 23)  # bytes of all ranks' parts together
@@ -113,12 +113,18 @@ def host_bytes_per_s(device: torch.device) -> float:
     return here.nbytes / _least_s(lambda: here.copy_(there, non_blocking=True), device)
 
 
-def optimizer_elements_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure steps of AdamW."""
+def optimizer_elements_per_s(
+    device: torch.device, dtype: torch.dtype, optimizer: OptimizerName
+) -> float:
+    """Measure steps of the optimizer; of AdamW if it is not one of torch's."""
     param = nn.Parameter(torch.zeros(_times(1 << 21, device), dtype=dtype, device=device))
     param.grad = torch.zeros_like(param)
-    optimizer = torch.optim.AdamW([param])
-    return param.numel() / _least_s(optimizer.step, device)
+    fused = True if optimizer.endswith("_fused") else None
+    if optimizer.startswith("sgd"):
+        step = torch.optim.SGD([param], momentum=0.9, fused=fused).step
+    else:
+        step = torch.optim.AdamW([param], fused=fused).step
+    return param.numel() / _least_s(step, device)
 
 
 def _times(number: int, device: torch.device) -> int:

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import devices
-from vescale_fsdp.costs import Amount, Link, Machine, is_path
+from vescale_fsdp.costs import NUM_STATES, Amount, Link, Machine, OptimizerName, is_path
 
 _EXTRAS = ("int8", "offload")
-_OPTIMIZERS = ("adamw", "adamw8bit", "muon", "sgd", "none")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,8 +33,9 @@ class Budget:
             so leave memory for activations out of ``memory``.
         loss: from the output of forward. None: its ``.loss``, or the sum of its first tensor that
             requires a gradient. What is computed outside of forward and ``loss`` is not counted.
-        optimizer: whose states are counted: "adamw", "adamw8bit", "muon", "sgd" (with momentum) or
-            "none".
+        optimizer: whose states and time are counted: "adamw", "adamw8bit", "muon", "sgd" (with
+            momentum), "none", or "adamw_fused" and "sgd_fused" for torch's with ``fused=True``.
+            Times of "adamw8bit" and "muon" count as AdamW's.
         micro_batches: forwards and backwards for each step of the optimizer.
         allow: what may be chosen beside what keeps numbers and devices as they are: "int8"
             (weights and gradients are sent in 8 bits), "offload" (to the host's memory).
@@ -53,7 +53,7 @@ class Budget:
     memory: str | int | PathLike[str] = "auto"
     inputs: Any = None
     loss: Callable[[Any], torch.Tensor] | None = None
-    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd", "none"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     micro_batches: int = 1
     allow: Collection[Literal["int8", "offload"]] = ()
     network: Link | None = None
@@ -73,9 +73,9 @@ class Budget:
     def __post_init__(self) -> None:
         if self.path is None:
             Amount.parse(self.memory)
-        if self.optimizer not in _OPTIMIZERS:
+        if self.optimizer not in NUM_STATES:
             raise ValueError(
-                f"Budget(optimizer={self.optimizer!r}): expected one of {', '.join(_OPTIMIZERS)}"
+                f"Budget(optimizer={self.optimizer!r}): expected one of {', '.join(NUM_STATES)}"
             )
         if type(self.micro_batches) is not int or self.micro_batches < 1:
             raise ValueError(
