@@ -1,4 +1,4 @@
-"""With ``sharding="ddp"`` memory lasts from step to step, and is never taken from who holds it."""
+"""With replicated parameters memory lasts from step to step, and is not taken from who holds it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import CPUOffloadPolicy, QuantizedReduce, fully_shard
+from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import run_ranks
 
 WIDTH = 16
+LONG = 128  # so that the memory of a block's shard lasts, on 4 ranks too
 
 
-def make(num_blocks: int = 4) -> nn.Sequential:
+def make(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
 
-def sharded(sharding: str, **options: Any) -> nn.Sequential:
-    model = make()
+def sharded(sharding: str, width: int = WIDTH, **options: Any) -> nn.Sequential:
+    model = make(width)
     for block in model:
         fully_shard(block, sharding=sharding, **options)
     fully_shard(model, sharding=sharding, **options)
     return model
 
 
-def batch(seed: int) -> Tensor:
+def batch(seed: int, width: int) -> Tensor:
     rank = torch.distributed.get_rank()
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * seed + rank))
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def local(tensor: Any) -> Tensor:
@@ -40,7 +43,8 @@ def local(tensor: Any) -> Tensor:
 
 
 def backward(model: nn.Module, seed: int) -> None:
-    model(batch(seed)).square().mean().backward()
+    width = next(model.parameters()).shape[-1]
+    model(batch(seed, width)).square().mean().backward()
 
 
 def check_one_copy() -> None:
@@ -52,35 +56,108 @@ def check_one_copy() -> None:
     assert seen == before[:2]
 
 
-def check_gradients_that_somebody_holds() -> None:
-    model = sharded("ddp")
+def memory_of_grads(model: nn.Module) -> dict[int, int]:
+    """The bytes of gradients, by address."""
+    storages = [local(p.grad).untyped_storage() for p in model.parameters()]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def lasting(model: nn.Module) -> dict[int, int]:
+    """The bytes of the memory of gradients that lasts, by address."""
+    groups = [group for unit in units_in(model).values() for group in unit.groups]
+    flats = [group.gradients._memory._flat for group in groups]
+    return {flat.data_ptr(): flat.nbytes for flat in flats if flat is not None}
+
+
+def check_gradients_that_somebody_holds(sharding: str) -> None:
+    model = sharded(sharding, LONG)
     backward(model, 0)
+    held = [local(p.grad) for p in model.parameters()]
+    values, before = [g.clone() for g in held], memory_of_grads(model)
+    model.zero_grad()
+    for seed in (1, 2):
+        backward(model, seed)
+        assert all(torch.equal(g, v) for g, v in zip(held, values, strict=True))
+        assert not memory_of_grads(model).keys() & before
+        model.zero_grad()
+    del held
+    for seed in (3, 4):
+        backward(model, seed)
+        assert memory_of_grads(model) == lasting(model) == before
+        model.zero_grad()
+
+
+def check_ways_to_hold(sharding: str) -> None:
+    """A view, the DTensor itself, an array, and what a hook has kept."""
+    model = sharded(sharding, LONG)
+    kept: list[Tensor] = []
     params = list(model.parameters())
-    held = [local(p.grad) for p in params]
-    values, places = [g.clone() for g in held], [g.data_ptr() for g in held]
+    params[-2].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    backward(model, 0)
+    grads: list[Any] = [p.grad for p in params]
+    seen = [g.clone() for g in map(local, grads)]
+    view, whole, array = local(grads[0]).view(-1)[1:], grads[2], local(grads[4]).numpy()
+    del grads
     model.zero_grad()
     backward(model, 1)
-    assert all(torch.equal(g, v) for g, v in zip(held, values, strict=True))
-    del held
-    model.zero_grad()
-    backward(model, 2)
-    again = [local(p.grad).data_ptr() for p in params]
-    model.zero_grad()
-    backward(model, 3)
-    assert [local(p.grad).data_ptr() for p in params] == again != places
+    assert torch.equal(view, seen[0].view(-1)[1:])
+    assert torch.equal(local(whole), seen[2])
+    assert torch.equal(torch.from_numpy(array), seen[4])
+    assert torch.equal(local(kept[0]), seen[-2])
 
 
-def check_gradients_that_add_up() -> None:
-    model = sharded("ddp")
+def check_gradients_that_add_up(sharding: str) -> None:
+    model = sharded(sharding, LONG)
+    expected = []
+    for seed in (0, 1, 2):
+        backward(model, seed)
+        expected.append([local(p.grad).clone() for p in model.parameters()])
+        model.zero_grad()
+    for seed in (0, 1, 2):  # without zero_grad: torch adds
+        backward(model, seed)
+    for param, *each in zip(model.parameters(), *expected, strict=True):
+        assert torch.equal(local(param.grad), each[0] + each[1] + each[2])
+    assert lasting(model) == memory_of_grads(model)  # there is no more than one
+
+
+def check_micro_batches(sharding: str) -> None:
+    model: Any = sharded(sharding, LONG)
     expected = []
     for seed in (0, 1):
         backward(model, seed)
         expected.append([local(p.grad).clone() for p in model.parameters()])
         model.zero_grad()
+    for _ in range(2):
+        for seed in (0, 1):
+            model.set_requires_gradient_sync(seed == 1)
+            backward(model, seed)
+        for param, *each in zip(model.parameters(), *expected, strict=True):
+            torch.testing.assert_close(local(param.grad), each[0] + each[1])
+        model.zero_grad()
+
+
+def check_what_lasts(sharding: str, options: dict[str, Any], is_kept: bool) -> None:
+    """Whether it lasts or not, nobody loses what he holds."""
+    model = sharded(sharding, LONG, **options)
     backward(model, 0)
-    backward(model, 1)  # without zero_grad: torch adds
-    for param, *each in zip(model.parameters(), *expected, strict=True):
-        assert torch.equal(local(param.grad), each[0] + each[1])
+    held = [local(p.grad) for p in model.parameters()]
+    values = [g.clone() for g in held]
+    size = sum(memory_of_grads(model).values())
+    model.zero_grad()
+    backward(model, 1)
+    assert all(torch.equal(g, v) for g, v in zip(held, values, strict=True))
+    assert sum(lasting(model).values()) == (size if is_kept else 0)
+
+
+def check_flat_optimizer() -> None:
+    model = sharded("zero1", LONG)
+    optimizer = flatten_(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for seed in range(5):
+        backward(model, seed)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        assert memory_of_grads(model) == lasting(model)
+        model.zero_grad()
 
 
 def check_against_ddp(sharding: str) -> None:
@@ -94,6 +171,24 @@ def check_against_ddp(sharding: str) -> None:
     whole = [p.full_tensor() for p in ours.parameters()]  # type: ignore[attr-defined]
     for mine, other in zip(whole, theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other.data, rtol=1e-6, atol=1e-7)
+
+
+def check_that_nothing_changes(sharding: str) -> None:
+    """With memory that lasts training has the same numbers as without, where all is held."""
+    losses: list[Tensor] = []
+    held = []
+    for holds in (False, True):
+        model = sharded(sharding, LONG)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for seed in range(4):
+            loss = model(batch(seed, LONG)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if holds:
+                held.append([local(p.grad) for p in model.parameters()])
+            optimizer.step()
+            model.zero_grad()
+    assert losses[:4] == losses[4:]
 
 
 def check_writes_by_hand() -> None:
@@ -131,19 +226,62 @@ def test_parameters_have_one_copy(num_ranks: int) -> None:
     run_ranks(check_one_copy, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_memory_of_gradients_is_used_again_if_nobody_holds_them(num_ranks: int) -> None:
-    run_ranks(check_gradients_that_somebody_holds, num_ranks)
+ROWS = ["ddp", "zero1", "zero2"]
 
 
+@pytest.mark.parametrize("sharding", ROWS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients_of_two_backwards_add_up(num_ranks: int) -> None:
-    run_ranks(check_gradients_that_add_up, num_ranks)
+def test_memory_of_gradients_is_used_again_if_nobody_holds_them(
+    num_ranks: int, sharding: str
+) -> None:
+    run_ranks(check_gradients_that_somebody_holds, num_ranks, sharding)
+
+
+@pytest.mark.parametrize("sharding", ROWS)
+def test_gradients_stay_with_who_holds_them(sharding: str) -> None:
+    run_ranks(check_ways_to_hold, 2, sharding)
+
+
+@pytest.mark.parametrize("sharding", ROWS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_of_three_backwards_add_up(num_ranks: int, sharding: str) -> None:
+    run_ranks(check_gradients_that_add_up, num_ranks, sharding)
+
+
+@pytest.mark.parametrize("sharding", ROWS)
+def test_gradients_of_micro_batches_add_up(sharding: str) -> None:
+    run_ranks(check_micro_batches, 2, sharding)
+
+
+CASTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LASTS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "zero3": ("zero3", {}, False),
+    "zero3, unsharded": ("zero3", {"reshard_after_forward": False}, False),
+    "zero1, summed in bf16": ("zero1", {"mp_policy": CASTS}, False),
+    "zero1, summed in fp32": ("zero1", {"mp_policy": WIDE}, True),
+    "zero1, in 8 bits": ("zero1", {"reduce_codec": QuantizedReduce()}, False),
+    "zero2, offloaded": ("zero2", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
+}
+
+
+@pytest.mark.parametrize("name", LASTS)
+def test_sums_last_if_parameters_do_and_nothing_is_cast(name: str) -> None:
+    run_ranks(check_what_lasts, 2, *LASTS[name])
+
+
+def test_an_optimizer_on_flat_shards_lets_go_of_gradients() -> None:
+    run_ranks(check_flat_optimizer, 2)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2"])
 def test_training_is_that_of_ddp(sharding: str) -> None:
     run_ranks(check_against_ddp, 4, sharding)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2"])
+def test_training_is_the_same_if_memory_lasts(sharding: str) -> None:
+    run_ranks(check_that_nothing_changes, 2, sharding)
 
 
 def test_what_is_written_by_hand_stays() -> None:

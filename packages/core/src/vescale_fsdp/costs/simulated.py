@@ -22,6 +22,7 @@ from vescale_fsdp.program import Parcel, Reduction, Residency
 # As in `dbuffer.transport`, which loads torch: a rank's own part of at least this size is not
 # copied to the receive buffer.
 SHORTEST_EXCHANGE = 1 << 13
+SMALLEST_LASTING = 1 << 14  # as in `dbuffer.memory`
 
 
 class Rank(Protocol):
@@ -133,7 +134,11 @@ class SimulatedGroup(Reduction):
         # With one rank there is nothing to sum, and the copy of the gradients becomes ``.grad``. On
         # NCCL they are cast when they are copied. On gloo the memory is used in the next step too.
         self._hands_over = model.has_streams and group.num_shards == 1
-        self._lasts = self._is_spare = self._is_under_way = False
+        how, is_cast = model.how, group.shard_dtype != group.reduce_dtype
+        is_cast |= group.reduce_dtype.name == "float16"  # which is summed in fp32
+        self._lasts = not (model.has_streams or how.row.cuts_parameters or how.offload or is_cast)
+        self._lasts &= group.reduce_message is None and group.shard_bytes >= SMALLEST_LASTING
+        self._is_spare = self._is_under_way = False
         self._sums_at_end = group.num_shards > 1 and (
             not model.has_streams or group.reduce_message is not None
         )
@@ -165,7 +170,7 @@ class SimulatedGroup(Reduction):
         self._model.clock.spend(COPIES, group.seconds.copy_s * num_elements / group.elements)
 
     def _take_local(self) -> None:
-        if self._is_spare:
+        if self._is_spare and self.of.num_shards == 1:
             self._is_spare = False
             self._account.drop(REDUCED, self.of.shard_bytes)
         self._account.add(LOCAL, self._local_bytes)
@@ -220,8 +225,9 @@ class SimulatedGroup(Reduction):
             return
         self._is_under_way = False
         self._model.clock.wait(self._ends)
-        if self._sums_at_end:
+        if self._sums_at_end and not self._is_spare:
             account.add(REDUCED, self._sum_bytes)
+        self._is_spare = False
         if group.reduce_message is None:
             account.drop(LOCAL, self._local_bytes)
         else:  # the message of one rank, decoded in fp32
@@ -259,7 +265,9 @@ class SimulatedGroup(Reduction):
         group, account = self.of, self._account
         sum_bytes = group.shard_elements * group.reduce_dtype.itemsize
         if not self._is_used:
-            account.drop(REDUCED, sum_bytes)
+            self._is_spare = self._lasts and not self._has_gradient
+            if not self._is_spare:
+                account.drop(REDUCED, sum_bytes)
             return
         if group.shard_dtype != group.reduce_dtype:
             account.add(REDUCED, group.shard_bytes)
@@ -279,8 +287,9 @@ class SimulatedGroup(Reduction):
 
     def zero(self) -> None:
         """Drop ``.grad``."""
-        self._is_spare = self._lasts and self._has_gradient
-        if self._has_gradient and not self._is_spare:
+        if self._has_gradient and self._lasts:
+            self._is_spare = True
+        elif self._has_gradient:
             self._account.drop(REDUCED, self.of.shard_bytes)
         self._has_gradient = False
 

@@ -9,7 +9,8 @@ bytes, as many as ``engine/reduce`` and ``dbuffer/collectives`` need, and second
   dtype)
 * R: what the reduce-scatter needs in addition: on gloo a receive buffer of G's size (without this
   rank's part, if that is long), on NCCL nothing
-* g: the reduced gradient, one shard, which stays as ``.grad``
+* g: the reduced gradient, one shard, which stays as ``.grad``; without streams its memory stays for
+  the next step, if parameters are not sharded
 
 Example with the default ``in_flight=2``, a root ``r`` and blocks 1 to 4::
 
@@ -165,7 +166,8 @@ class _Model(Executor):
         gradients lasts from step to step.
         """
         is_known = trace is None or runs_in_order(trace)
-        is_like_others = self.how.in_flight < 3 and self.how.row.cuts_states and is_known
+        lasts = not (self.has_streams or self.how.row.cuts_parameters)
+        is_like_others = self.how.in_flight < 3 and is_known and not lasts
         for _ in range(1 if is_like_others else 2):
             for group in self._groups.values():
                 group.zero()

@@ -28,6 +28,7 @@ from vescale_fsdp.dbuffer.eight_bits import (
 )
 from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
 from vescale_fsdp.dbuffer.memory import (
+    SMALLEST_LASTING,
     Lasting,
     SlabPool,
     hand_back,
@@ -47,6 +48,7 @@ from vescale_fsdp.dbuffer.transport import (
 
 __all__ = [
     "SHORTEST_BYTES",
+    "SMALLEST_LASTING",
     "BlockCodec",
     "Cast",
     "CodeDtype",

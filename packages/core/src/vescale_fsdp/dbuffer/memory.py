@@ -143,6 +143,7 @@ if CAN_MAP:
     _mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
 
 _SMALLEST_FREED = 1 << 14  # bytes of a mapped region
+SMALLEST_LASTING = 1 << 14  # bytes of a sum of gradients; smaller ones may share a message
 _LARGEST_MAPPED = (32 << 20) - (64 << 10)  # bytes of a block, with room for glibc's own
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
@@ -265,7 +266,8 @@ class Lasting:
     """Memory of one flat tensor that is given out again once nobody else holds its storage.
 
     For results that users may keep: gradients. New memory would have to be mapped and cleared by
-    the kernel in each step.
+    the kernel in each step. While somebody holds it, others get memory that does not last. So it is
+    never more than one tensor, also if gradients of several backwards are added up.
     """
 
     def __init__(self) -> None:
@@ -276,9 +278,11 @@ class Lasting:
     def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat, uninitialised tensor. The caller need not return it."""
         kind = (num_elements, dtype, device)
-        if self._flat is None or self._kind != kind or self._is_held(self._flat):
+        if self._flat is None or self._kind != kind:
             self._flat, self._kind = mapped_empty(*kind), kind
             self._num_holders = compat.num_holders(self._flat)
+        elif self._is_held(self._flat):
+            return mapped_empty(*kind)
         return self._flat.detach()
 
     def _is_held(self, flat: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import compat, devices, waiting
 from vescale_fsdp.backends import backend_name
-from vescale_fsdp.dbuffer.memory import SlabPool, mapped_empty
+from vescale_fsdp.dbuffer.memory import Lasting, SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
 
 # Of the part for each rank. For shorter ones one call of a collective is enough.
@@ -286,6 +287,7 @@ class PendingReduce:
     done: torch.Tensor | None = None  # native: the sum over ranks, or the average
     is_average: bool = False
     divisor: float = 1.0
+    memory: Lasting | None = None  # of the sum of ``parts``, if it is in the reduce dtype
     _borrowed: list[torch.Tensor] = field(default_factory=list)
 
     def borrow(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -317,7 +319,9 @@ class PendingReduce:
         if self.parts is not None:
             # Before it is divided a sum may be too large for fp16.
             wide = torch.float32 if self.reduce_dtype == torch.float16 else self.reduce_dtype
-            result = self.sum_parts(self.parts) if self.sum_parts else _sum(self.parts, wide)
+            memory = self.memory if wide == self.reduce_dtype else None
+            add_up = self.sum_parts or partial(_sum, dtype=wide, memory=memory)
+            result = add_up(self.parts)
         assert result is not None, "a reduction has one of the two"
         if self.divisor != 1.0 and not self.is_average:
             result.mul_(1.0 / self.divisor)
@@ -328,10 +332,11 @@ class PendingReduce:
         return result
 
 
-def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype, memory: Lasting | None) -> torch.Tensor:
     """Sum in ``dtype`` and in rank order, so that the result is the same in every run."""
     first, second, *others = parts
-    result = mapped_empty(first.numel(), dtype, first.device)
+    allocate = mapped_empty if memory is None else memory.take
+    result = allocate(first.numel(), dtype, first.device)
     if first.dtype == dtype:
         torch.add(first, second, out=result)
     else:

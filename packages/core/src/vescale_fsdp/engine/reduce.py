@@ -19,6 +19,7 @@ import torch
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import (
+    SMALLEST_LASTING,
     BlockCodec,
     Coding,
     Comm,
@@ -73,15 +74,14 @@ class Gradients:
         self.hook_stream: Any = None
         self._reduce_dtype = reduce_dtype
         self._has_accumulated = False  # whether any rank may hold gradients that wait
-        self._memory = Lasting()  # of gradients that no rank shards
+        self.sum_lasts = False  # whether a sum that becomes ``.grad`` keeps its memory (CPU)
+        self._memory = Lasting()
         self._filling: GradientBuffer | None = None
         self._reducing: tuple[GradientBuffer, PendingReduce | SharedReduce, Comm] | None = None
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
-        self._arrival: devices.Arrival | None = (
-            None  # of what was reduced, where it rests on the CPU
-        )
+        self._arrival: devices.Arrival | None = None  # of ``_reduced``, if moved to the CPU
         self._packing = Packing(buffer.layout)  # of all that is not published yet
         self.bind(buffer, slots, pool)
 
@@ -100,7 +100,7 @@ class Gradients:
         twin.codings, twin.corrects = self.codings, self.corrects
         twin._packing = self._packing
         twin.residuals = self.residuals.copied()
-        twin.casts_first = self.casts_first
+        twin.casts_first, twin.sum_lasts = self.casts_first, self.sum_lasts
         return twin
 
     @property
@@ -202,14 +202,20 @@ class Gradients:
         dtype = self._filling_dtype
         shapes = [slot.shape for slot in self._slots]
         waits = self._has_accumulated
-        memory = self._memory if self._stays_in_buffer(dtype) else None
+        memory = self._memory_of_grad(dtype) if self._buffer.layout.num_shards == 1 else None
         return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits, memory=memory)
 
-    def _stays_in_buffer(self, dtype: torch.dtype) -> bool:
-        """Whether the buffer, of ``dtype``, becomes the gradients: nothing is sharded or cast."""
+    def _memory_of_grad(self, dtype: torch.dtype) -> Lasting | None:
+        """Return memory for what becomes ``.grad``. None: it is cast before, or has streams."""
         has_streams = devices.has_streams(self.pool.device)  # its pool does not take memory back
-        is_whole = self._buffer.layout.num_shards == 1 and not has_streams
-        return is_whole and dtype == self.sum_dtype == self._buffer.shard.dtype
+        is_final = not has_streams and dtype == self.sum_dtype == self._buffer.shard.dtype
+        return self._memory if is_final else None
+
+    def _memory_of_sum(self, comm: Comm) -> Lasting | None:
+        """Return memory for a sum that becomes ``.grad``. None: new memory in each step."""
+        is_last = self.sum_lasts and comm.replica_group is None
+        is_small = self._buffer.shard.nbytes < SMALLEST_LASTING
+        return self._memory_of_grad(self.sum_dtype) if is_last and not is_small else None
 
     @on_lane
     def start_reduce(self, comm: Comm) -> None:
@@ -233,6 +239,7 @@ class Gradients:
                 custom=self.custom,
                 copies=not gradients.becomes_grad,
             )
+            pending.memory = self._memory_of_sum(comm)
         self.expect(gradients, pending, comm)
         if comm.size == 1:  # the sum over the replicas need not wait
             self.finish_reduce()

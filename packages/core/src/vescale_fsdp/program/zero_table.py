@@ -13,9 +13,9 @@ hsdp_zero1 sharded over the inner axis  local sums *                 sharded ove
 ========== ============================ ============================ ============================
 
 With ddp in one dtype the shard is the unsharded parameters: there is one copy, and nothing to
-gather. With ddp, zero1 and zero2 on the CPU the unsharded parameters keep their memory from step to
-step, and with ddp the gradients do, as the buckets of ``DistributedDataParallel``: the kernel would
-have to clear it again in each step. An accelerator's allocator keeps it anyway.
+gather. With ddp, zero1 and zero2 on the CPU unsharded parameters and reduced gradients keep their
+memory from step to step, as the buckets of ``DistributedDataParallel``: the kernel would have to
+clear it again in each step. An accelerator's allocator keeps it anyway.
 
 Of two axes the first (outer) one replicates, for example between machines, and the second (inner)
 one shards. Micro-batches are those before the last of a step: backwards for which the user has
