@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.costs import Link, Machine, OptimizerName
-from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
 from vescale_fsdp.engine.budget import rates
+from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
 from vescale_fsdp.engine.budget.rates import Sent, link_of, sending_s_per_byte
 from vescale_fsdp.testing import run_ranks
 
