@@ -11,7 +11,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.costs import Link, Machine, OptimizerName
 from vescale_fsdp.engine.budget import rates
 from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
-from vescale_fsdp.engine.budget.rates import Sent, link_of, sending_s_per_byte
+from vescale_fsdp.engine.budget.rates import Sent, link_of
 from vescale_fsdp.testing import run_ranks
 
 
@@ -60,16 +60,12 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_latency_and_bandwidth_are_those_of_a_line() -> None:
-    points = [Sent(num_bytes, 1e-3 + num_bytes / 1e9, 0.0) for num_bytes in (1000, 500_000, 10**6)]
+    points = [Sent(num_bytes, 1e-3 + num_bytes / 1e9) for num_bytes in (1000, 500_000, 10**6)]
     link = link_of(points)
     assert abs(link.bytes_per_s / 1e9 - 1) < 1e-6
     assert abs(link.latency_s - 1e-3) < 1e-9
     assert link.seconds(0) == 0
     assert link == Link(link.bytes_per_s, link.latency_s)
-
-
-def test_the_processor_sends_the_largest_messages() -> None:
-    assert sending_s_per_byte([Sent(10, 1.0, 1.0), Sent(100, 1.0, 2.0)]) == 0.02
 
 
 def check_fused_rates() -> None:

@@ -55,6 +55,7 @@ class Machine:
         unit_s, collective_s, parameter_s: time of the engine on the processor, for each forward or
             backward of a unit, each collective, and the gradient of each parameter.
         sending_s_per_byte: time of the processor for what a rank sends; 0 where a device sends.
+        summing_s_per_byte: the same for what it sends of an all-reduce.
         flops_per_s: that blocks reach; 0 if times of blocks are measured.
         host_bytes_per_s: between the device and the host's memory, one way.
         host_elements_per_s: that an optimizer on the host updates.
@@ -72,6 +73,7 @@ class Machine:
     collective_s: float = 0.0
     parameter_s: float = 0.0
     sending_s_per_byte: float = 0.0
+    summing_s_per_byte: float = 0.0
     flops_per_s: float = 0.0
     host_bytes_per_s: float = 25e9
     host_elements_per_s: float = 1e9

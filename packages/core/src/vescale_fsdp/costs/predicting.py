@@ -317,8 +317,10 @@ class Predictor:
         """Return the seconds of the processor for the same."""
         machine, num_summed = self.problem.machine, settings.num_summed
         part = (num_summed - 1) * group.inner_elements * group.reduce_dtype.itemsize / num_summed
-        rounds = 1 if settings.num_outer > 1 else 2
-        sent_s = rounds * part * machine.sending_s_per_byte
+        if settings.num_outer > 1:
+            sent_s = part * machine.sending_s_per_byte
+        else:
+            sent_s = 2 * part * machine.summing_s_per_byte
         return machine.collective_s + sent_s if part else 0.0
 
     def _replica_gather_s(self, group: GroupCosts, settings: Settings) -> float:

@@ -54,12 +54,12 @@ def measured_machine(
     axes = Axes.of(by_node)
     comm = comm_for(axes)
     inside = outside = _ALONE
-    sending_s = 0.0
+    sending = rates.SendingTimes(0.0, 0.0)
     if axes.num_shards > 1:
         points = rates.link_times(comm, device)
         inside = outside = rates.link_of(points)
         if device.type == "cpu":
-            sending_s = rates.sending_s_per_byte(points)
+            sending = rates.sending_times(comm)
     if axes.num_replicas > 1:
         outside = rates.link_of(rates.replica_times(comm, device))
     times = engine_times(partial(shard, mesh=mesh), mesh.size(), device)
@@ -77,7 +77,8 @@ def measured_machine(
         unit_s=times.unit_s,
         collective_s=times.collective_s,
         parameter_s=times.parameter_s,
-        sending_s_per_byte=sending_s,
+        sending_s_per_byte=sending.gather_s_per_byte,
+        summing_s_per_byte=sending.sum_s_per_byte,
         host_bytes_per_s=rates.host_bytes_per_s(device) if has_host else 1e15,
         host_elements_per_s=rates.optimizer_elements_per_s(cpu, dtype, optimizer),
     )

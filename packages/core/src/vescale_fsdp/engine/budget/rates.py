@@ -9,17 +9,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 from vescale_fsdp.costs import Link, OptimizerName
 from vescale_fsdp.dbuffer import Comm, pool_for
+from vescale_fsdp.devices import Waitable
 
 _SIZES = (1 << 14, 1 << 20, 1 << 23)  # bytes of all ranks' parts together
 _LARGER = 16  # times as much on accelerators, whose caches and networks are that much larger
+_ROUNDS, _MOST_PRODUCTS = 15, 200
 _RUNS = 6  # the least of them counts: others may use the machine too
 
 
@@ -28,7 +31,6 @@ class Sent(NamedTuple):
 
     num_bytes: int  # that a rank sends
     seconds: float
-    processor_s: float  # of all threads of this process
 
 
 def link_times(comm: Comm, device: torch.device) -> list[Sent]:
@@ -72,15 +74,14 @@ def replica_times(comm: Comm, device: torch.device) -> list[Sent]:
 def _sent(run: Callable[[], None], device: torch.device, num_bytes: int) -> Sent:
     run()
     run()
-    times, used = [], []
+    times = []
     for _ in range(_RUNS):
         devices.synchronize(device)
-        start, processor = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         run()
         devices.synchronize(device)
         times.append(time.perf_counter() - start)
-        used.append(time.process_time() - processor)
-    return Sent(num_bytes, min(times), min(used))
+    return Sent(num_bytes, min(times))
 
 
 def link_of(points: Sequence[Sent]) -> Link:
@@ -92,16 +93,60 @@ def link_of(points: Sequence[Sent]) -> Link:
     return Link(rate, max(latency_s - small / rate, 0.0))
 
 
-def sending_s_per_byte(points: Sequence[Sent]) -> float:
-    """Return the processor's seconds for each byte that a rank sends, from the largest messages."""
-    large = max(point.num_bytes for point in points)
-    used = statistics.mean(point.processor_s for point in points if point.num_bytes == large)
-    return used / large
+class SendingTimes(NamedTuple):
+    """Seconds of the processor for each byte that a rank sends: see `vescale_fsdp.costs.Machine`."""
+
+    gather_s_per_byte: float
+    sum_s_per_byte: float
+
+
+def sending_times(comm: Comm) -> SendingTimes:
+    """Measure what sending takes of the processor, on the CPU. Collective.
+
+    They are the seconds of an all-gather or an all-reduce while this rank computes, beyond those of
+    computing: twice as many as alone, because each takes caches and cores from the other.
+
+    Cost: 16 all-gathers of at most 4 MiB from each rank, 64 MiB in all, and as many all-reduces.
+    """
+    part_bytes = min(4 << 20, (64 << 20) // comm.size)
+    full = torch.zeros(comm.size * part_bytes // 4, dtype=torch.float32)
+    own = full.view(comm.size, -1)[comm.rank]
+    factors = torch.zeros(256, 256), torch.zeros(256, 1024)
+    product = torch.empty(256, 1024)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(*factors, out=product)
+
+    def gather() -> Waitable:
+        return comm.all_gather(full, own)
+
+    def total() -> Waitable:
+        return compat.all_reduce(full, comm.reduce_group)
+
+    def used_s(send: Callable[[], Waitable] | None) -> float:
+        start = time.process_time()
+        work = None if send is None else send()
+        compute(times)
+        if work is not None:
+            work.wait()
+        return time.process_time() - start
+
+    start = time.perf_counter()
+    gather().wait()
+    sending_s = time.perf_counter() - start
+    product_s = _least_s(partial(compute, 1), torch.device("cpu"))
+    times = min(1 + int(2 * sending_s / product_s), _MOST_PRODUCTS)
+    rounds = [(used_s(None), used_s(gather), used_s(total)) for _ in range(_ROUNDS)]
+    gather_s = statistics.median(gathers - alone for alone, gathers, _ in rounds)
+    sum_s = statistics.median(sums - alone for alone, _, sums in rounds)
+    sent_bytes = (comm.size - 1) * part_bytes  # of an all-reduce, twice as many
+    return SendingTimes(max(gather_s, 0.0) / sent_bytes, max(sum_s, 0.0) / (2 * sent_bytes))
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Measure copies on the device. Bytes read and written count."""
-    source = torch.zeros(_times(1 << 22, device), device=device)
+    """Measure copies on the device, of more than caches hold. Bytes read and written count."""
+    source = torch.zeros(1 << (26 if devices.has_streams(device) else 24), device=device)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / _least_s(lambda: target.copy_(source), device)
 
