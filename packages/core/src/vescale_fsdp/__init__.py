@@ -122,7 +122,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"vescale_fsdp.{_HOME[name]}"), name)
-    if name in ("checkpoint", "optim", "planner"):
+    if name in ("checkpoint", "elastic", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
     raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
 

@@ -253,6 +253,23 @@ class LocalPlan:
         self._planner.set_up_planner(contents.planned, is_coordinator=is_first)
         self._items = self._planner.create_local_plan().items
         self._contents = contents
+        self._copies: list[Piece] = []
+
+    def stage(self) -> None:
+        """Copy everything to host memory: `chosen` and the contents then have today's values.
+
+        Cost: host memory for all that this rank holds, replicas included. No communication.
+        """
+        staging = devices.Staging()
+        copies = [
+            piece._replace(data=encoding.staged(piece.data, staging))
+            for piece in self.chosen({"boxes": range(len(self._items))})
+        ]
+        for item in self._contents.own.values():
+            item.tensors = {n: encoding.staged(t, staging) for n, t in item.tensors.items()}
+        staging.wait()
+        self._copies = copies
+        self._contents.planned.clear()  # they change while the copies are written
 
     def offer(self) -> Offer:
         """Return what this rank can write, as JSON."""
@@ -263,6 +280,9 @@ class LocalPlan:
     def chosen(self, task: Task) -> Iterator[Piece]:
         """Yield the boxes that this rank writes."""
         for number in task["boxes"]:
+            if self._copies:
+                yield self._copies[number]
+                continue
             item = self._items[number]
             assert item.tensor_data is not None, "bytes are not planned here"
             name, shape = item.index.fqn, item.tensor_data.size

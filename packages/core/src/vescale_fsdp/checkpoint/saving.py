@@ -7,15 +7,12 @@ import datetime
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
-from vescale_fsdp import devices
-from vescale_fsdp.checkpoint import encoding, seal
+from vescale_fsdp.checkpoint import parts, seal
 from vescale_fsdp.checkpoint.contents import (
     Contents,
     LocalPlan,
@@ -26,8 +23,8 @@ from vescale_fsdp.checkpoint.contents import (
     collect,
     divide,
 )
-from vescale_fsdp.checkpoint.files import DataWriter, bytes_of, write_errors
-from vescale_fsdp.checkpoint.manifest import Chunk, Manifest, Seal, Span, TensorEntry, Variant
+from vescale_fsdp.checkpoint.files import write_errors
+from vescale_fsdp.checkpoint.manifest import Manifest, Seal
 from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
@@ -161,14 +158,19 @@ def save(
 
     writing.plan(collected)
     step = writing.contents.step
-    items: list[_Item] = []
+    items: list[parts.Item] = []
+
+    def chosen(*, copies: bool) -> list[parts.Item]:
+        return parts.items_of(writing.contents, writing.local, writing.task, copies=copies)
+
     if async_:
-        writing.agree(lambda: items.extend(_items(writing, copies=True)))
+        writing.agree(lambda: items.extend(chosen(copies=True)))
         del writing.contents, writing.local  # only the copies are needed from here on
 
     def write() -> Any:
         try:
-            return _write(writing, items if async_ else _items(writing, copies=False))
+            found = items if async_ else chosen(copies=False)
+            return parts.write_items(writing.folder, writing.ranks.rank, found)
         finally:
             items.clear()  # free the copies
 
@@ -321,84 +323,15 @@ def publish_files(stage: seal.Stage, names: Sequence[str]) -> None:
         stage.publish(None)
 
 
-class _Item(NamedTuple):
-    """A box of a tensor, or a text, that this rank writes."""
-
-    name: str
-    data: torch.Tensor | bytes
-    box: tuple[Sequence[int], Sequence[int]] = ((), ())
-    shape: Sequence[int] = ()
-    ranks: Sequence[int] = ()  # the ranks that have the same text
-
-
-def _items(writing: Writing, *, copies: bool) -> list[_Item]:
-    """Return what this rank writes, in the order of the file: tensors first, then texts.
-
-    With ``copies`` the tensors are copied to host memory.
-    """
-    staging, found = devices.Staging(), []
-    contents, task = writing.contents, writing.task
-    for item in writing.local.chosen(task):
-        data = encoding.staged(item.data, staging) if copies else item.data
-        found.append(_Item(item.name, data, (item.offsets, item.sizes), item.shape))
-    texts = []
-    for name, ranks in task["values"].items():
-        own = contents.own.get(name)
-        text = contents.texts[name] if own is None else own.text
-        texts.append(_Item(name, text.encode(), ranks=ranks))
-        suffix = f"@{ranks[0]}" if name in task["several"] else ""
-        for key, tensor in own.tensors.items() if own is not None else ():
-            data = encoding.staged(tensor, staging) if copies else encoding.on_host(tensor)
-            box = ((0,) * data.dim(), tuple(data.shape))
-            found.append(_Item(key + suffix, data, box, data.shape))
-    staging.wait()
-    return [*found, *texts]
-
-
-def _write(writing: Writing, items: Sequence[_Item]) -> Any:
-    chunks, variants = [], []
-    with DataWriter(writing.folder, seal.data_name(writing.ranks.rank)) as writer:
-        for item in items:
-            if isinstance(item.data, bytes):
-                span = writer.write(memoryview(item.data), f"value {item.name!r}")
-                variants.append([item.name, item.ranks, astuple(span)])
-            else:
-                data = encoding.on_host(item.data)
-                span = writer.write(bytes_of(data), f"tensor {item.name!r}")
-                dtype = encoding.dtype_name(data.dtype)
-                chunks.append([item.name, dtype, item.shape, item.box, astuple(span)])
-        writer.finish()
-    return {"file": [writer.name, writer.num_bytes], "chunks": chunks, "values": variants}
-
-
 def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -> bytes:
     """Return the text of the manifest. Raises if `load` could not read the result.
 
     Args:
-        written: for each rank its file and size, its chunks ``[name, dtype, shape, (offsets,
-            sizes), span]`` and its values ``[name, ranks, span]``.
+        written: what `parts.write_items` returned on each rank.
     """
-    found: dict[str, tuple[str, Any, list[Chunk]]] = {}
-    values: dict[str, list[Variant]] = {}
-    for part in written:
-        for name, dtype, shape, (offsets, sizes), span in part["chunks"]:
-            chunks = found.setdefault(name, (dtype, shape, []))[2]
-            chunks.append(Chunk(tuple(offsets), tuple(sizes), Span(*span)))
-        for name, ranks, span in part["values"]:
-            values.setdefault(name, []).append(Variant(tuple(ranks), Span(*span)))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    manifest = Manifest(
-        Seal(stage.id, next_sequence(stage.target.parent), step, now),
-        world_size=len(written),
-        software=_software(),
-        files=dict(sorted(part["file"] for part in written if part["chunks"] or part["values"])),
-        tensors={
-            name: TensorEntry(dtype, tuple(shape), tuple(chunks))
-            for name, (dtype, shape, chunks) in sorted(found.items())
-        },
-        values={name: tuple(each) for name, each in sorted(values.items())},
-    )
-    text = manifest.render()
+    sequence = next_sequence(stage.target.parent)
+    text = parts.manifest_of(Seal(stage.id, sequence, step, now), written).render()
     for file, num_bytes in Manifest.parse(text, str(stage.path / "manifest.json")).files.items():
         path = stage.path / file
         size = path.stat().st_size if path.exists() else None
@@ -409,9 +342,3 @@ def manifest_text(stage: seal.Stage, step: int | None, written: Sequence[Any]) -
                 "must be on a file system that all ranks share"
             )
     return text
-
-
-def _software() -> dict[str, str]:
-    import vescale_fsdp
-
-    return {"vescale-fsdp": vescale_fsdp.__version__, "torch": torch.__version__}

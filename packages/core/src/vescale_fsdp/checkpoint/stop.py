@@ -140,6 +140,11 @@ class StopOnSignal:
         return answer
 
     @property
+    def received(self) -> bool:
+        """Whether this process itself has got a signal. Others may have got one instead."""
+        return self._received is not None
+
+    @property
     def signal(self) -> signal.Signals | None:
         """The signal, after `requested` has returned True; the same on all ranks."""
         return None if self._reason is None else signal.Signals(self._reason)

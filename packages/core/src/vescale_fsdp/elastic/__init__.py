@@ -1,0 +1,28 @@
+"""Training that goes on when ranks come and go, from copies in the memory of other hosts.
+
+::
+
+    elastic.init_process_group("gloo")
+    ...
+    with elastic.training("runs/a", model, optimizer, every=10, replicas=1) as run:
+        for step in run.batches(data, global_batch=64, micro_batch=8, until=10_000):
+            for inputs, targets in step:
+                step.backward(loss_of(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+torchrun restarts the processes; this package gives them the state. The files, from the bottom up:
+
+* `order`: the samples of a step, for any number of ranks; `batches` loads them
+* `choice`: which state is the newest that is whole, and who sends what; no messages
+* `memory`: the folder of a host; `copies`: files from rank to rank
+* `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
+* `training`: the context around the loop
+"""
+
+from vescale_fsdp.elastic.batches import Step
+from vescale_fsdp.elastic.keeping import Kept
+from vescale_fsdp.elastic.training import Run, training
+from vescale_fsdp.engine import init_process_group
+
+__all__ = ["Kept", "Run", "Step", "init_process_group", "training"]

@@ -1,0 +1,181 @@
+"""The samples of each step as micro-batches, and their weights in the mean of the global batch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vescale_fsdp import compat
+from vescale_fsdp.elastic.order import Order, Part, parts
+
+
+class Step:
+    """One optimizer step: an iterator over this rank's micro-batches.
+
+    Attributes:
+        number: how many steps have been made before this one, also in earlier attempts.
+        weight: of the mean loss of the current micro-batch: the gradients of ``loss * weight``,
+            summed over a rank's micro-batches and averaged over the ranks as the engine does, are
+            those of the mean over the global batch. 1 if there is one micro-batch a rank, of the
+            same size on all ranks.
+        is_last: whether the current micro-batch is the last one of this rank.
+    """
+
+    def __init__(
+        self, number: int, parts: list[Part], batches: Iterator[Any], scale: float
+    ) -> None:
+        self.number, self.weight, self.is_last = number, 0.0, False
+        self._parts, self._batches, self._scale = parts, batches, scale
+        self._taken = 0
+        self._loss: Tensor | None = None
+
+    def __len__(self) -> int:
+        """The number of micro-batches, the same on all ranks."""
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._taken < len(self._parts):
+            part = self._parts[self._taken]
+            self._taken += 1
+            self.is_last = self._taken == len(self._parts)
+            self.weight = part.num_samples * self._scale
+            yield next(self._batches)
+
+    def backward(self, loss: Tensor) -> None:
+        """Call it in place of ``loss.backward()``.
+
+        Args:
+            loss: the mean over the samples of the current micro-batch, a scalar.
+        """
+        weighted = loss * self.weight
+        weighted.backward()
+        own = weighted.detach()
+        self._loss = own if self._loss is None else self._loss + own
+
+    def mean_loss(self) -> float:
+        """The mean loss of the global batch, from the losses given to `backward`. Collective.
+
+        Cost: an all-reduce of one number, and a wait for the device.
+        """
+        total = torch.zeros(()) if self._loss is None else self._loss.double()
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return float(total)
+        group = dist.group.WORLD
+        assert group is not None, "it is initialized"
+        total = total.clone()
+        compat.all_reduce(total, group).wait()
+        return float(total) / dist.get_world_size()
+
+    def check_taken(self) -> None:
+        """Raise if the loop has left micro-batches."""
+        if self._taken < len(self._parts):
+            raise RuntimeError(
+                f"step {self.number} has {len(self._parts)} micro-batches on this rank, and the "
+                f"loop took {self._taken}: iterate over all of them, `for batch in step`, before "
+                "the next step"
+            )
+
+
+class Batches:
+    """Loads the micro-batches of a rank, step after step.
+
+    Args:
+        data: with ``__len__`` and ``__getitem__``.
+        global_batch: samples of a step, of all ranks together.
+        micro_batch: the most samples that a rank takes at once. None: all of its samples.
+        seed: of the shuffles; None: no shuffle.
+        rank, num_ranks: of the data-parallel ranks.
+        options: of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        global_batch: int,
+        micro_batch: int | None,
+        seed: int | None,
+        rank: int,
+        num_ranks: int,
+        options: dict[str, Any],
+    ) -> None:
+        taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & options.keys()
+        if taken:
+            raise ValueError(
+                f"batches() decides {', '.join(sorted(taken))} itself, from global_batch, "
+                "micro_batch and seed; leave it out"
+            )
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise TypeError(
+                f"batches() needs data with __len__ and __getitem__, got {type(data).__name__}; "
+                "with a stream of your own, iterate over run.steps(until) and choose its samples "
+                "by the number of the step"
+            )
+        if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
+            raise ValueError(
+                f"global_batch is {global_batch} and micro_batch {micro_batch}; both must be at "
+                "least 1"
+            )
+        num_samples = len(data)
+        if not num_samples:
+            raise ValueError("the data has no samples")
+        self.global_batch = global_batch
+        self._data, self._options = data, dict(options)
+        self._order = Order(num_samples, seed)
+        self._micro_batch = micro_batch or -(-global_batch // num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def steps(self, number: int, num_samples: int, until: int) -> Iterator[Step]:
+        """Yield the steps from ``number`` to ``until``.
+
+        Args:
+            num_samples: that earlier steps have taken.
+        """
+
+        def parts_from(step: int) -> list[Part]:
+            first = num_samples + (step - number) * self.global_batch
+            return parts(first, self.global_batch, self._rank, self._num_ranks, self._micro_batch)
+
+        chosen = (
+            list(self._order.indices(part.start, part.stop))
+            for step in range(number, until)
+            for part in parts_from(step)
+        )
+        options = self._options
+        if options.get("num_workers"):
+            options = {**options, "worker_init_fn": _Init(options.get("worker_init_fn"))}
+        # A generator of its own, because each new iterator of a loader draws a number.
+        options.setdefault("generator", torch.Generator().manual_seed(number))
+        batches = iter(DataLoader(self._data, batch_sampler=_Once(chosen), **options))
+        scale = self._num_ranks / self.global_batch
+        for step in range(number, until):
+            made = Step(step, parts_from(step), batches, scale)
+            yield made
+            made.check_taken()
+
+
+class _Once:
+    """An iterator that a loader takes as a sampler."""
+
+    def __init__(self, chosen: Iterator[list[int]]) -> None:
+        self._chosen = chosen
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._chosen
+
+
+class _Init:
+    """Initializes a worker of a loader: it ignores SIGTERM, which torchrun sends to it too."""
+
+    def __init__(self, given: Callable[[int], Any] | None) -> None:
+        self._given = given
+
+    def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._given is not None:
+            self._given(number)

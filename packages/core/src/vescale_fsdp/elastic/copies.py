@@ -1,0 +1,79 @@
+"""Sends files from rank to rank, from mapped memory into mapped memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic.choice import Transfer
+
+_TAG = 7_653  # not those of `checkpoint.ranks`
+_PIECE = 32 << 20  # bytes of a message
+
+
+class Copying:
+    """This rank's part of some transfers. Call `reserve`, then `carry_out`, on every rank.
+
+    Args:
+        rank: this one.
+        folder: the generation's, on this host.
+        transfers: the same list on every rank.
+    """
+
+    def __init__(self, rank: int, folder: Path, transfers: Iterable[Transfer]) -> None:
+        self._folder = folder
+        each = list(transfers)
+        self._sent = [transfer for transfer in each if transfer.sender == rank]
+        self._received = [transfer for transfer in each if transfer.receiver == rank]
+        self._held: list[Any] = []
+
+    @property
+    def files(self) -> list[str]:
+        """The files that this rank receives."""
+        return [transfer.file for transfer in self._received]
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """The bytes that this rank sends and receives."""
+        sent = sum(transfer.num_bytes for transfer in self._sent)
+        return sent, sum(transfer.num_bytes for transfer in self._received)
+
+    def reserve(self) -> None:
+        """Allocate the memory for the files that this rank receives.
+
+        Raises:
+            CheckpointWriteError: there is not so much memory.
+        """
+        for transfer in self._received:
+            memory.reserve(self._folder / transfer.file, transfer.num_bytes)
+
+    def carry_out(self, group: dist.ProcessGroup) -> None:
+        """Send and receive. Returns when this rank has received its files.
+
+        The sends may not have ended: a wait for one whose receiver has died would not end (see
+        `checkpoint.ranks`). Keep this object until all ranks have said that they have their files.
+
+        Raises:
+            RuntimeError: another rank has died.
+        """
+        waits = []
+        for transfer in self._received:
+            for piece in self._pieces(transfer, shared=True):
+                waits.append(dist.irecv(piece, group=group, tag=_TAG, group_src=transfer.sender))
+        for transfer in self._sent:
+            for piece in self._pieces(transfer, shared=False):
+                work = dist.isend(piece, group=group, tag=_TAG, group_dst=transfer.receiver)
+                self._held.append((work, piece))
+        for wait in waits:
+            assert wait is not None, "this rank is in the group"
+            wait.wait()
+
+    def _pieces(self, transfer: Transfer, *, shared: bool) -> Iterable[torch.Tensor]:
+        path = str(self._folder / transfer.file)
+        mapped: torch.Tensor = torch.from_file(path, shared=shared, size=transfer.num_bytes, dtype=torch.uint8)
+        return list(mapped.split(_PIECE))

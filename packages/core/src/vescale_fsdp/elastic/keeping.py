@@ -1,0 +1,190 @@
+"""Makes memory checkpoints in the background, one after the other.
+
+::
+
+    main thread   | step 10 | copy the shards | step 11 | step 12 | ...            | step 20 | wait
+    background                                | plan | write | send to neighbours | confirm |
+
+1. Each rank offers what it holds; rank 0 decides who writes what (as `checkpoint.save` does).
+2. Each rank writes its file into its host's memory; rank 0 makes the manifest of all.
+3. Each rank sends its file to ranks of the next hosts. The receivers write to mapped files.
+4. Receivers check the bytes, and each host gets the manifest. When all ranks have confirmed this,
+   the generation before is not needed any more. It is deleted when the next one is begun.
+
+So a host has at most two generations, and at any time one that all have confirmed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint import parts
+from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
+from vescale_fsdp.checkpoint.manifest import Manifest, Seal
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.checkpoint.seal import data_name
+from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic.choice import Age, Hosts, to_neighbours
+from vescale_fsdp.elastic.copies import Copying
+from vescale_fsdp.errors import CheckpointWriteError
+
+_log = logging.getLogger(__name__)
+LAST_WORDS_S = 2.0  # time for a generation under way when the training has raised
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a memory checkpoint has cost this rank.
+
+    Attributes:
+        step: its step.
+        num_bytes: of this rank's file.
+        sent_bytes, received_bytes: the copies.
+        blocked_s: time in which the training waited: for the one before, and for the copy of the
+            shards in host memory.
+        background_s: time from then until all ranks had confirmed it.
+    """
+
+    step: int
+    num_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    blocked_s: float
+    background_s: float
+
+
+class Keeper:
+    """Makes the memory checkpoints of one attempt on this rank.
+
+    Args:
+        place: the memory of this host.
+        hosts: of all ranks.
+        ranks: for messages; used by the background thread only.
+        group: of the same ranks, with gloo; None for a single rank.
+        replicas: number of other hosts that get a copy of each file.
+        attempt: the number of this attempt.
+        newest: the generation that was restored, if it is in memory.
+    """
+
+    def __init__(
+        self,
+        place: memory.Memory,
+        hosts: Hosts,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        replicas: int,
+        attempt: int,
+        newest: Age | None,
+    ) -> None:
+        self._place, self._hosts, self._ranks, self._group = place, hosts, ranks, group
+        self._replicas, self._attempt = replicas, attempt
+        self._leads = hosts.is_leader(ranks.rank)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._blocked_s = 0.0
+        self.newest = newest  # confirmed by all ranks
+        self.last: Kept | None = None
+
+    def start(self, contents: Contents, step: int, began: float) -> None:
+        """Copy the shards, then make a generation of them in the background. Collective.
+
+        Args:
+            began: ``time.monotonic()`` at the beginning of `finish` of the one before.
+        """
+        local = LocalPlan(contents, self._ranks.is_first)
+        local.stage()
+        blocked_s = time.monotonic() - began
+        # A daemon: it may wait for a rank that hangs, and must not keep this process alive.
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(contents, local, step, blocked_s),
+            name="vescale-fsdp elastic",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the generation under way.
+
+        Raises:
+            Exception: another rank has died, or a state cannot be saved. A host whose memory is
+                full is only logged: the generation before remains.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def give_up(self) -> None:
+        """After an error: let the generation under way end, if it does so at once."""
+        if self._thread is not None:
+            self._thread.join(LAST_WORDS_S)
+
+    def _run(self, contents: Contents, local: LocalPlan, step: int, blocked_s: float) -> None:
+        began = time.monotonic()
+        try:
+            num_bytes, sent, received = self._make(contents, local, Age(self._attempt, step))
+        except CheckpointWriteError as error:
+            if self._ranks.is_first:
+                kept = "none" if self.newest is None else f"that of step {self.newest.step}"
+                text = memory.no_memory(error, self._place.folder)
+                _log.warning(
+                    "no memory checkpoint of step %d (the last one is %s): %s", step, kept, text
+                )
+        except Exception as error:  # noqa: BLE001  `finish` raises it
+            self._error = error
+        else:
+            background_s = time.monotonic() - began
+            self.last = Kept(step, num_bytes, sent, received, blocked_s, background_s)
+            _log.debug("memory checkpoint: %s", self.last)
+
+    def _make(self, contents: Contents, local: LocalPlan, age: Age) -> tuple[int, int, int]:
+        ranks, folder = self._ranks, self._place.path(age)
+        what = f"the memory checkpoint of step {age.step}"
+
+        def offer() -> Any:
+            if self._leads:
+                self._place.keep([] if self.newest is None else [self.newest])
+            return local.offer()
+
+        task = ranks.exchange(what, offer, divide)
+
+        def write() -> Any:
+            folder.mkdir(exist_ok=True)
+            items = parts.items_of(contents, local, task)
+            return parts.write_items(folder, ranks.rank, items)
+
+        def combine(written: list[Any]) -> list[Any]:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            seal = Seal(secrets.token_hex(16), age.attempt, age.step, now)
+            text = parts.manifest_of(seal, written).render().decode()
+            return [text] * len(written)
+
+        text = ranks.exchange(what, write, combine).encode()
+        manifest = Manifest.parse(text, str(folder))
+        names = [data_name(rank) for rank in range(ranks.size)]
+        sizes = [(name, manifest.files.get(name, 0)) for name in names]
+        copying = Copying(ranks.rank, folder, to_neighbours(self._hosts, sizes, self._replicas))
+        ranks.agree(what, copying.reserve)
+        if self._group is not None:
+            copying.carry_out(self._group)
+
+        def confirm() -> None:
+            good = memory.whole(folder, manifest, copying.files)
+            if len(good) < len(copying.files):
+                raise CheckpointWriteError(f"a copy in {folder} was damaged on its way")
+            if self._leads:
+                memory.write_manifest(folder, text)
+
+        ranks.agree(what, confirm)
+        self.newest = age
+        return sizes[ranks.rank][1], *copying.num_bytes

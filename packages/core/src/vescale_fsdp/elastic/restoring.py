@@ -1,0 +1,271 @@
+"""Finds the newest state after a restart, in the memory of the hosts or on disk, and loads it.
+
+1. Each host reports what it has. Rank 0 sorts the generations; those on disk count too.
+2. All ranks check the bytes of the newest one, each a share of its host's files. If a file is whole
+   nowhere, the next one is tried.
+3. Hosts that have a file send it to those that lack it.
+4. The loader of checkpoints reads it on every rank; the number of ranks may be another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp import checkpoint
+from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
+from vescale_fsdp.checkpoint.manifest import NAME, Manifest
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.checkpoint.seal import read_manifest
+from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic.choice import Age, Candidate, Found, Hosts, candidates, to_lacking
+from vescale_fsdp.elastic.copies import Copying
+from vescale_fsdp.errors import CheckpointCorruptError, CheckpointWriteError, RankMismatchError
+
+_log = logging.getLogger(__name__)
+KEY = "elastic"  # in the extra values of a checkpoint
+_WHAT = "the search for the newest state"
+
+
+@dataclass
+class Restored:
+    """Where an attempt begins.
+
+    Attributes:
+        attempt: its number.
+        source: "memory", "disk" or "start".
+        extra: of the checkpoint.
+        age: of the generation in memory.
+        reason: for the log.
+    """
+
+    attempt: int
+    source: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    age: Age | None = None
+    reason: str = ""
+
+
+def meet(ranks: Ranks, directory: Path, root: Path) -> tuple[Hosts, memory.Memory]:
+    """Agree on the run's name and on the hosts. Collective.
+
+    Raises:
+        RankMismatchError: ranks see different folders on disk.
+    """
+    run = ranks.exchange(
+        _WHAT,
+        lambda: memory.run_name(directory) if ranks.is_first else None,
+        lambda values: [values[0]] * len(values),
+    )
+
+    def who() -> str:
+        found = memory.run_name(directory)
+        if found != run:
+            raise RankMismatchError(
+                f"the folder {directory.absolute()} of rank {ranks.rank} is not that of rank 0 "
+                f"(run {found}, expected {run}): it must be on a file system that all ranks share"
+            )
+        return memory.name_in(root / "host")
+
+    names = ranks.exchange(_WHAT, who, lambda values: [values] * len(values))
+    place, hosts = memory.Memory(root, directory, run), Hosts.named(names)
+    # First one rank of each host, because it deletes what earlier runs have left.
+    ranks.agree(_WHAT, lambda: place.make() if hosts.is_leader(ranks.rank) else None)
+    return hosts, place
+
+
+class Restoring:
+    """The search and the load on this rank.
+
+    Args:
+        ranks, group: for messages; group is None for a single rank.
+        hosts: of all ranks.
+        place: the memory of this host.
+        directory: the run's folder on disk.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        hosts: Hosts,
+        place: memory.Memory,
+        directory: Path,
+    ) -> None:
+        self._ranks, self._group, self._hosts = ranks, group, hosts
+        self._place, self._directory = place, directory
+        self._host = hosts.of_rank[ranks.rank]
+        self._notes: list[str] = []  # why generations were not chosen; on rank 0
+        self._candidates: list[Candidate] = []  # newest first; on rank 0
+
+    def carry_out(
+        self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
+    ) -> Restored:
+        """Load the newest state. Collective.
+
+        Raises:
+            CheckpointMismatchError: it belongs to another model or optimizer.
+            CheckpointCorruptError, CheckpointIncompleteError: no generation in memory is whole,
+                and the checkpoint on disk is damaged.
+        """
+        attempt, disk, ages = self._look()
+        for number, age in enumerate(ages):
+            if self._bring(number, age):
+                try:
+                    path = self._place.path(age)
+                    extra = checkpoint.load(path, model, optimizer, stateful=stateful)
+                except CheckpointCorruptError as error:
+                    self._notes.append(f"step {age.step} is damaged: {error}")
+                    continue
+                return self._begin(Restored(attempt, "memory", extra, age, self._reason()))
+        if disk is not None:
+            extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
+            return self._begin(Restored(attempt, "disk", extra, None, self._reason()))
+        return self._begin(Restored(attempt, "start", {}, None, self._reason()))
+
+    def _reason(self) -> str:
+        return "; ".join(self._notes) or "it is the newest"
+
+    def _look(self) -> tuple[int, Path | None, list[Age]]:
+        """Return the number of the new attempt, the last checkpoint on disk, and what to try."""
+        rank, leads = self._ranks.rank, self._hosts.is_leader(self._ranks.rank)
+
+        def report() -> Any:
+            if not leads:
+                return None
+            found = [
+                [*each.age, each.id, dict(each.files), list(each.here)]
+                for each in self._place.found()
+            ]
+            return [self._place.attempt, found, self._on_disk() if rank == 0 else None]
+
+        def combine(reports: list[Any]) -> list[Any]:
+            told = [each for each in reports if each is not None]
+            disk, on_disk = told[0][2]
+            found = [
+                [Found(Age(a, s), id_, files, here) for a, s, id_, files, here in generations]
+                for _, generations, _ in told
+            ]
+            last = max(
+                [number for number, _, _ in told]
+                + [each.age.attempt for one in found for each in one]
+                + [on_disk[0]]
+            )
+            self._candidates = [
+                each for each in candidates(found) if disk is None or each.age >= Age(*on_disk)
+            ]
+            if not any(found):
+                self._notes.append("no host has a state in memory")
+            elif not self._candidates:
+                self._notes.append("those in memory are older")
+            ages = [list(each.age) for each in self._candidates]
+            return [[last + 1, disk, ages]] * len(reports)
+
+        attempt, disk, ages = self._ranks.exchange(_WHAT, report, combine)
+        return attempt, None if disk is None else Path(disk), [Age(*age) for age in ages]
+
+    def _on_disk(self) -> Any:
+        path = checkpoint.latest(self._directory)
+        if path is None:
+            return [None, [0, 0]]
+        extra = checkpoint.read_extra(path)
+        return [str(path), [extra.get(KEY, {}).get("attempt", 0), extra.get("step", 0)]]
+
+    def _bring(self, number: int, age: Age) -> bool:
+        """Bring a whole generation into the memory of each host. Collective.
+
+        Returns whether that was possible.
+        """
+        folder, rank = self._place.path(age), self._ranks.rank
+        place, num_local = self._hosts.place(rank)
+
+        def check() -> Any:
+            """Return the manifest if this rank leads its host, and its share of the whole files."""
+            mine = next((each for each in self._place.found() if each.age == age), None)
+            if mine is None:
+                return [None, None, []]
+            manifest = read_manifest(folder)
+            text = (folder / NAME).read_text() if place == 0 else None
+            share = sorted(mine.here)[place::num_local]
+            return [mine.id, text, memory.whole(folder, manifest, share)]
+
+        def combine(checked: list[Any]) -> list[Any]:
+            return [self._of_hosts(checked, self._candidates[number])] * len(checked)
+
+        answer = self._ranks.exchange(_WHAT, check, combine)
+        if answer is None:
+            return False
+        text, holders = answer
+        manifest = Manifest.parse(text.encode(), str(folder))
+        candidate = Candidate(age, manifest.seal.id, manifest.files, holders, [])
+        wanted = {host: list(manifest.files) for host in range(len(self._hosts))}
+        copying = Copying(rank, folder, to_lacking(self._hosts, candidate, wanted))
+
+        def reserve() -> None:
+            if place == 0:
+                folder.mkdir(exist_ok=True)
+                memory.write_manifest(folder, text.encode())
+
+        try:
+            self._ranks.agree(_WHAT, reserve)
+            self._ranks.agree(_WHAT, copying.reserve)
+            if self._group is not None:
+                copying.carry_out(self._group)
+            self._ranks.agree(_WHAT, lambda: self._confirm(folder, manifest, copying.files))
+        except (CheckpointWriteError, CheckpointCorruptError) as error:
+            self._notes.append(f"step {age.step} could not be copied: {error}")
+            return False
+        return True
+
+    def _of_hosts(self, checked: list[Any], candidate: Candidate) -> Any:
+        """Return the manifest and the holders of each file; None if the generation is not whole."""
+        text, holders = None, {file: set[int]() for file in candidate.files}
+        for rank, (id_, its_text, files) in enumerate(checked):
+            if id_ == candidate.id:
+                text = text or its_text
+                for file in files:
+                    holders[file].add(self._hosts.of_rank[rank])
+        lost = sorted(file for file, hosts in holders.items() if not hosts)
+        if lost or text is None:
+            shown = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
+            self._notes.append(
+                f"step {candidate.age.step} in memory lacks {len(lost)} of "
+                f"{len(holders)} files ({shown}): no host that is here has them whole"
+            )
+            return None
+        return text, {file: sorted(hosts) for file, hosts in holders.items()}
+
+    @staticmethod
+    def _confirm(folder: Path, manifest: Manifest, files: list[str]) -> None:
+        if len(memory.whole(folder, manifest, files)) < len(files):
+            raise CheckpointCorruptError(f"a copy in {folder} was damaged on its way")
+
+    def _begin(self, restored: Restored) -> Restored:
+        """Record the attempt on every host, and delete what is not needed any more. Collective."""
+
+        def record() -> None:
+            if self._hosts.is_leader(self._ranks.rank):
+                self._place.attempt = restored.attempt
+                self._place.keep([] if restored.age is None else [restored.age])
+
+        self._ranks.agree(_WHAT, record)
+        if self._ranks.is_first:
+            step = restored.extra.get("step", 0)
+            where = {
+                "memory": f"step {step}, from memory",
+                "disk": f"step {step}, from disk",
+                "start": "the beginning",
+            }[restored.source]
+            is_usual = restored.source == "start" or not self._notes
+            _log.log(
+                logging.INFO if is_usual else logging.WARNING,
+                "attempt %d begins on %d ranks of %d hosts with %s (%s)",
+                restored.attempt, self._ranks.size, len(self._hosts), where, restored.reason,
+            )  # fmt: skip
+        return restored

@@ -1,0 +1,309 @@
+"""`training`: the context around a loop that goes on after ranks have come or gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from vescale_fsdp import checkpoint, compat, waiting
+from vescale_fsdp.backends import is_fake
+from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.checkpoint.saving import finish_saves
+from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic.batches import Batches, Step
+from vescale_fsdp.elastic.keeping import Keeper, Kept
+from vescale_fsdp.elastic.restoring import KEY, Restored, Restoring, meet
+
+_log = logging.getLogger(__name__)
+_OWN_SIGNAL_S = 5.0  # torchrun sends SIGTERM to all ranks within this time
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `training` was given."""
+
+    directory: Path
+    model: nn.Module
+    optimizer: Optimizers
+    stateful: Mapping[str, Stateful]
+    every: int
+    replicas: int
+    every_on_disk: int | None
+    keep_last: int
+    signals: tuple[signal.Signals, ...]
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("replicas", 0), ("every_on_disk", 1), ("keep_last", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, expected at least {least}")
+
+
+@contextmanager
+def training(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    stateful: Mapping[str, Stateful] | None = None,
+    every: int = 10,
+    replicas: int = 1,
+    every_on_disk: int | None = 1000,
+    keep_last: int = 2,
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+    memory_directory: str | os.PathLike[str] | None = None,
+) -> Iterator[Run]:
+    """Restore the newest state, keep copies of it while training, and resume after a restart.
+
+    ::
+
+        with elastic.training("runs/a", model, optimizer, every=10) as run:
+            for step in run.batches(data, global_batch=64, micro_batch=8, until=10_000):
+                for inputs, targets in step:
+                    step.backward(loss_of(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Collective: enter it on every rank, after ``init_process_group``, with the model sharded and the
+    optimizer made. When it is entered, model and optimizer get the newest state that is whole, from
+    the memory of the hosts or from disk, whichever is newer; the log says which, and why.
+
+    Ranks that read and write the same memory folder are one host. A memory checkpoint is complete
+    with the hosts that are there if each of its files is on one of them. So it survives the loss of
+    any ``replicas`` hosts, and of any number of processes.
+
+    Args:
+        directory: of the run on disk, on a file system that all ranks share. A new folder is a new
+            run.
+        model: sharded.
+        optimizer: one, or a mapping of names to several.
+        stateful: schedulers and others by name, as for `vescale_fsdp.checkpoint.save`.
+        every: steps between memory checkpoints. After a loss at most so many steps are repeated.
+        replicas: number of other hosts that get a copy of each rank's part. With fewer other hosts,
+            each of them gets one.
+        every_on_disk: steps between checkpoints on disk. None: only at the end, and after a signal.
+        keep_last: checkpoints on disk that are kept, at least 2.
+        signals: after one of these to any rank, all ranks finish the step, save in memory and on
+            disk, and exit. Empty: signals are not handled.
+        memory_directory: by default ``VESCALE_FSDP_MEMORY_DIR``, or a folder of this user in
+            ``/dev/shm``.
+
+    Cost: in host memory (1 + replicas) times a rank's part (parameters, optimizer states and small
+    ones), twice; while one is made, once more the part itself. When a restarted job has read its
+    state from memory, each host holds all of it, until the second memory checkpoint from there.
+    Each memory checkpoint sends ``replicas`` times a rank's part, and ten small messages a rank to
+    and from rank 0, in the background. The training waits for a copy of the part in host memory.
+
+    Raises:
+        CheckpointMismatchError: the newest state belongs to another model or optimizer.
+        CheckpointCorruptError: the memory has no whole state, and that on disk is damaged.
+        CheckpointWriteError: a folder cannot be made.
+        RankMismatchError: ranks see different folders.
+    """
+    options = Options(
+        Path(directory), model, optimizer, dict(stateful or {}),
+        every, replicas, every_on_disk, keep_last, signals,
+    )  # fmt: skip
+    root = Path(memory_directory) if memory_directory else memory.default_root()
+    run = _begin(options, root)
+    try:
+        yield run
+    except BaseException:
+        run._close(failed=True)
+        raise
+    run._close(failed=False)
+
+
+def _begin(options: Options, root: Path) -> Run:
+    """Restore the newest state. Collective."""
+    ranks, group = _own_ranks()
+    hosts, place = meet(ranks, options.directory, root)
+    restoring = Restoring(ranks, group, hosts, place, options.directory)
+    restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
+    if ranks.is_first and options.replicas > len(hosts) - 1:
+        _log.warning(
+            "replicas=%d, but there %s: memory checkpoints have %d copies on other hosts",
+            options.replicas,
+            "is 1 host" if len(hosts) == 1 else f"are {len(hosts)} hosts",
+            len(hosts) - 1,
+        )
+    attempt, newest = restored.attempt, restored.age
+    keeper = Keeper(place, hosts, ranks, group, options.replicas, attempt, newest)
+    return Run(options, restored, keeper, place, leads=hosts.is_leader(ranks.rank))
+
+
+def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
+    """Return all ranks, with a communicator that only `elastic` uses. Collective."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1 or is_fake():
+        return Ranks(None), None
+    group = compat.new_gloo_group()
+    if group is None:
+        raise RuntimeError(
+            "elastic training sends copies between hosts by gloo, and this torch was built without "
+            "it: install one with gloo"
+        )
+    # When another wait fails, these connections are closed too, so that no thread waits for long.
+    waiting.register(group)
+    return Ranks(group), group
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class Run:
+    """A training under way: what `training` returns.
+
+    Attributes:
+        step: number of steps made, with those of earlier attempts.
+        attempt: 1 in the first, higher after each restart.
+        source: where the state is from: "memory", "disk" or "start".
+        extra: values of the first rank that are saved and restored with the state.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        restored: Restored,
+        keeper: Keeper,
+        place: memory.Memory,
+        *,
+        leads: bool,
+    ) -> None:
+        self._options, self._keeper, self._place, self._leads = options, keeper, place, leads
+        self.attempt, self.source = restored.attempt, restored.source
+        self.extra = {k: v for k, v in restored.extra.items() if k not in ("step", KEY)}
+        self.step = int(restored.extra.get("step", 0))
+        own = restored.extra.get(KEY, {})
+        self._num_samples: int | None = 0 if self.source == "start" else own.get("samples")
+        self._is_done = False
+        self._stop = checkpoint.StopOnSignal(*options.signals) if options.signals else None
+
+    @property
+    def last_kept(self) -> Kept | None:
+        """What the last memory checkpoint has cost this rank. None: there was none."""
+        return self._keeper.last
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield the numbers of the steps that are left, for data of your own.
+
+        After the body of each, the state is saved if it is time. Choose the samples of a step by
+        its number, so that a restarted job takes the same.
+        """
+        while self.step < until:
+            yield self.step
+            self._made(until, 0)
+        self._is_done = True
+
+    def batches(
+        self,
+        data: Dataset[Any],
+        *,
+        global_batch: int,
+        until: int,
+        micro_batch: int | None = None,
+        seed: int | None = 0,
+        **options: Any,
+    ) -> Iterator[Step]:
+        """Yield the steps that are left, each with this rank's micro-batches.
+
+        A step takes the same samples with any number of ranks. Ranks have the same number of
+        micro-batches, and their sizes differ by one sample at most.
+
+        Args:
+            data: with ``__len__`` and ``__getitem__``.
+            global_batch: samples of a step, of all ranks together.
+            until: the number of steps of the whole training.
+            micro_batch: the most samples that a rank takes at once. With fewer ranks there are more
+                micro-batches. None: a rank takes all of its samples at once.
+            seed: of the shuffle, a new one for each epoch. None: samples in the order of the data.
+            options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
+        """
+        rank, size = _rank_and_size()
+        batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
+        if self._num_samples is None:  # a checkpoint that a loop without this context has saved
+            self._num_samples = self.step * global_batch
+        for step in batches.steps(self.step, self._num_samples, until):
+            yield step
+            step.check_taken()
+            self._made(until, global_batch)
+        self._is_done = True
+
+    def _made(self, until: int, num_samples: int) -> None:
+        """Count a step, and save if it is time. Collective."""
+        self.step += 1
+        if self._num_samples is not None:
+            self._num_samples += num_samples
+        options, is_last = self._options, self.step >= until
+        stops = self._stop is not None and self._stop.requested()
+        if stops or (self.step % options.every == 0 and not is_last):
+            self._keep()
+        on_disk = options.every_on_disk is not None and self.step % options.every_on_disk == 0
+        if stops:
+            self._leave()
+        elif on_disk or is_last:
+            self._save(async_=not is_last)
+
+    def _state(self) -> dict[str, Any]:
+        own = {"samples": self._num_samples, "attempt": self.attempt}
+        return {**self.extra, "step": self.step, KEY: own}
+
+    def _keep(self) -> None:
+        """Begin a memory checkpoint. Waits for the one before."""
+        options, began = self._options, time.monotonic()
+        self._keeper.finish()
+        contents = collect(
+            options.model, options.optimizer, self._state(), options.stateful, with_rng=True
+        )
+        self._keeper.start(contents, self.step, began)
+
+    def _save(self, *, async_: bool) -> None:
+        options = self._options
+        checkpoint.save(
+            options.directory / f"step-{self.step}-attempt-{self.attempt}",
+            options.model,
+            options.optimizer,
+            extra=self._state(),
+            stateful=options.stateful,
+            keep_last=options.keep_last,
+            async_=async_,
+        )
+
+    def _leave(self) -> None:
+        """After a signal: save in memory, then on disk, and end the process."""
+        assert self._stop is not None, "it has received the signal"
+        self._keeper.finish()
+        self._save(async_=False)
+        # torchrun counts a process that ends by itself as failed, and the restart as one of
+        # --max-restarts; one that ends after its signal is not counted. So wait for it.
+        end = time.monotonic() + _OWN_SIGNAL_S
+        while not self._stop.received and time.monotonic() < end:
+            time.sleep(0.05)
+        sys.exit(self._stop.exit_code)
+
+    def _close(self, *, failed: bool) -> None:
+        try:
+            if failed:
+                self._keeper.give_up()
+                return
+            self._keeper.finish()
+            finish_saves()()
+            if self._is_done and self._leads:
+                self._place.delete()
+        finally:
+            if self._stop is not None:
+                self._stop.close()

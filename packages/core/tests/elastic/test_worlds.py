@@ -1,0 +1,34 @@
+"""Ranks and hosts come and go: the losses are those of a run that nobody disturbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import Losses, train
+
+
+def attempt(root: Path, until: int, stop_at: int | None, hosts: list[str]) -> tuple[Losses, str, int]:
+    return train(root, until, stop_at=stop_at, hosts=hosts)
+
+
+def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
+    quiet = run_ranks(attempt, 4, tmp_path / "quiet", 12, None, ["a", "b"])[0][0]
+    root, found = tmp_path / "torn", {}
+    sources = []
+    for ranks, stop_at, hosts in (
+        (4, 4, ["a", "b"]),
+        (3, 7, ["b", "c"]),  # a is lost, c is new
+        (2, 10, ["c"]),
+        (4, None, ["a", "c"]),  # a comes back
+    ):
+        losses, source, _ = run_ranks(attempt, ranks, root, 12, stop_at, hosts)[0]
+        found |= losses
+        sources.append((source, min(losses)))
+    assert sources == [("start", 0), ("memory", 4), ("memory", 6), ("memory", 10)]
+    assert found.keys() == quiet.keys() == set(range(12))
+    for step, loss in quiet.items():
+        assert found[step] == pytest.approx(loss, abs=1e-6), step
