@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import elastic, fully_shard
+from vescale_fsdp.checkpoint.saving import finish_saves
 from vescale_fsdp.elastic.training import Run
 
 GLOBAL_BATCH, WIDTH = 12, 6
@@ -32,10 +33,13 @@ class Stop(Exception):
     """What ends an attempt."""
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def make(
+    hidden: int = 16, dropout: float = 0.0
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(0)
+    middle = nn.Sequential(nn.Tanh(), nn.Dropout(dropout))
     model = nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+        nn.Linear(WIDTH, hidden), middle, nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)
     )
     for layer in (model[0], model[2]):
         fully_shard(layer)
@@ -56,13 +60,14 @@ def train(
     ranks_per_host: int = 2,
     hosts: list[str] | None = None,
     before: Callable[[Run, int], None] | None = None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Losses, str, int]:
     """Train to step ``until``, or raise `Stop` inside of the loop before step ``stop_at``.
 
     Returns the losses by step, where the state was from, and the attempt.
     """
-    model, optimizer, schedule = make()
+    model, optimizer, schedule = make(dropout=dropout)
     host = dist.get_rank() // ranks_per_host if dist.is_initialized() else 0
     name = hosts[host] if hosts is not None else f"host{host}"
     losses: Losses = {}
@@ -82,6 +87,7 @@ def train(
             ):
                 if step.number == stop_at:
                     run._keeper.finish()
+                    finish_saves()()
                     raise Stop
                 if before is not None:
                     before(run, step.number)

@@ -11,7 +11,9 @@ from vescale_fsdp.testing import run_ranks
 from .helpers import Losses, train
 
 
-def attempt(root: Path, until: int, stop_at: int | None, hosts: list[str]) -> tuple[Losses, str, int]:
+def attempt(
+    root: Path, until: int, stop_at: int | None, hosts: list[str]
+) -> tuple[Losses, str, int]:
     return train(root, until, stop_at=stop_at, hosts=hosts)
 
 
@@ -32,3 +34,24 @@ def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
     assert found.keys() == quiet.keys() == set(range(12))
     for step, loss in quiet.items():
         assert found[step] == pytest.approx(loss, abs=1e-6), step
+
+
+def bitwise(root: Path, until: int, stop_at: int | None) -> Losses:
+    return train(root, until, stop_at=stop_at, ranks_per_host=1, dropout=0.3)[0]
+
+
+def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path) -> None:
+    quiet = run_ranks(bitwise, 2, tmp_path / "quiet", 12, None)
+    for stop_at in (3, 8, None):
+        torn = run_ranks(bitwise, 2, tmp_path / "torn", 12, stop_at)
+        for found, expected in zip(torn, quiet, strict=True):
+            assert found
+            assert found == {step: expected[step] for step in found}
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    (quiet,) = run_ranks(bitwise, 1, tmp_path / "quiet", 8, None)
+    (first,) = run_ranks(bitwise, 1, tmp_path / "torn", 8, 5)
+    (second,) = run_ranks(bitwise, 1, tmp_path / "torn", 8, None)
+    assert first == {step: quiet[step] for step in range(5)}
+    assert second == {step: quiet[step] for step in range(4, 8)}

@@ -75,5 +75,7 @@ class Copying:
 
     def _pieces(self, transfer: Transfer, *, shared: bool) -> Iterable[torch.Tensor]:
         path = str(self._folder / transfer.file)
-        mapped: torch.Tensor = torch.from_file(path, shared=shared, size=transfer.num_bytes, dtype=torch.uint8)
+        mapped: torch.Tensor = torch.from_file(
+            path, shared=shared, size=transfer.num_bytes, dtype=torch.uint8
+        )
         return list(mapped.split(_PIECE))

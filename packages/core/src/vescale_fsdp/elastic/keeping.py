@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.seal import data_name
-from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic import attempts, memory
 from vescale_fsdp.elastic.choice import Age, Hosts, to_neighbours
 from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.errors import CheckpointWriteError
@@ -65,6 +66,7 @@ class Keeper:
     """Makes the memory checkpoints of one attempt on this rank.
 
     Args:
+        directory: the run's folder on disk.
         place: the memory of this host.
         hosts: of all ranks.
         ranks: for messages; used by the background thread only.
@@ -76,6 +78,7 @@ class Keeper:
 
     def __init__(
         self,
+        directory: Path,
         place: memory.Memory,
         hosts: Hosts,
         ranks: Ranks,
@@ -85,6 +88,7 @@ class Keeper:
         newest: Age | None,
     ) -> None:
         self._place, self._hosts, self._ranks, self._group = place, hosts, ranks, group
+        self._directory = directory
         self._replicas, self._attempt = replicas, attempt
         self._leads = hosts.is_leader(ranks.rank)
         self._thread: threading.Thread | None = None
@@ -115,7 +119,8 @@ class Keeper:
         """Wait for the generation under way.
 
         Raises:
-            Exception: another rank has died, or a state cannot be saved. A host whose memory is
+            Exception: another rank has died, a state cannot be saved, or a later attempt has begun
+                elsewhere. A host whose memory is
                 full is only logged: the generation before remains.
         """
         if self._thread is not None:
@@ -152,6 +157,8 @@ class Keeper:
         what = f"the memory checkpoint of step {age.step}"
 
         def offer() -> Any:
+            if ranks.is_first:
+                attempts.check(self._directory, self._attempt)
             if self._leads:
                 self._place.keep([] if self.newest is None else [self.newest])
             return local.offer()

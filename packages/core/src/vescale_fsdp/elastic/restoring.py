@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
 from vescale_fsdp.checkpoint.manifest import NAME, Manifest
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.seal import read_manifest
-from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic import attempts, memory
 from vescale_fsdp.elastic.choice import Age, Candidate, Found, Hosts, candidates, to_lacking
 from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointWriteError, RankMismatchError
@@ -165,12 +165,14 @@ class Restoring:
             elif not self._candidates:
                 self._notes.append("those in memory are older")
             ages = [list(each.age) for each in self._candidates]
-            return [[last + 1, disk, ages]] * len(reports)
+            attempt = attempts.claim(self._directory, last + 1)
+            return [[attempt, disk, ages]] * len(reports)
 
         attempt, disk, ages = self._ranks.exchange(_WHAT, report, combine)
         return attempt, None if disk is None else Path(disk), [Age(*age) for age in ages]
 
     def _on_disk(self) -> Any:
+        """Return the last checkpoint on disk, or None, and its age."""
         path = checkpoint.latest(self._directory)
         if path is None:
             return [None, [0, 0]]

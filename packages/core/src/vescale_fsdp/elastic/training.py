@@ -22,7 +22,7 @@ from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.saving import finish_saves
-from vescale_fsdp.elastic import memory
+from vescale_fsdp.elastic import attempts, memory
 from vescale_fsdp.elastic.batches import Batches, Step
 from vescale_fsdp.elastic.keeping import Keeper, Kept
 from vescale_fsdp.elastic.restoring import KEY, Restored, Restoring, meet
@@ -111,7 +111,8 @@ def training(
         CheckpointMismatchError: the newest state belongs to another model or optimizer.
         CheckpointCorruptError: the memory has no whole state, and that on disk is damaged.
         CheckpointWriteError: a folder cannot be made.
-        RankMismatchError: ranks see different folders.
+        RankMismatchError: ranks see different folders. In the loop: a later attempt of this run has
+            begun elsewhere (see `attempts`), or another rank has died.
     """
     options = Options(
         Path(directory), model, optimizer, dict(stateful or {}),
@@ -130,6 +131,11 @@ def training(
 def _begin(options: Options, root: Path) -> Run:
     """Restore the newest state. Collective."""
     ranks, group = _own_ranks()
+    if ranks.is_first and _cannot_grow():
+        _log.warning(
+            "torchrun shares one store for all attempts: a node that joins later would wait for an "
+            "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
     hosts, place = meet(ranks, options.directory, root)
     restoring = Restoring(ranks, group, hosts, place, options.directory)
     restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
@@ -141,8 +147,16 @@ def _begin(options: Options, root: Path) -> Run:
             len(hosts) - 1,
         )
     attempt, newest = restored.attempt, restored.age
-    keeper = Keeper(place, hosts, ranks, group, options.replicas, attempt, newest)
+    keeper = Keeper(
+        options.directory, place, hosts, ranks, group, options.replicas, attempt, newest
+    )
     return Run(options, restored, keeper, place, leads=hosts.is_leader(ranks.rank))
+
+
+def _cannot_grow() -> bool:
+    """Whether torchrun's agents would hang if a node joined (torch 2.13 and 2.14)."""
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
@@ -273,6 +287,8 @@ class Run:
 
     def _save(self, *, async_: bool) -> None:
         options = self._options
+        if self._leads:
+            attempts.check(options.directory, self.attempt)
         checkpoint.save(
             options.directory / f"step-{self.step}-attempt-{self.attempt}",
             options.model,
