@@ -1,7 +1,9 @@
 """A small training with `vescale_fsdp.elastic`, for `test_elastic`: run it with torchrun.
 
 The folder of the run gets ``losses-ATTEMPT.jsonl``, a line for each step. The environment variable
-FAULTS has lines ``attempt step rank signal``: that rank sends itself this signal in that step.
+FAULTS has lines ``attempt step rank signal``: that rank sends itself this signal in that step. With
+KILLS=n, in each of the first n attempts a random rank is killed at a random time. With
+RANKS_PER_HOST each so many ranks have a memory folder of their own.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -39,6 +43,22 @@ def faults() -> dict[tuple[int, int, int], int]:
     return {(int(a), int(s), int(r)): signal.Signals[name] for a, s, r, name in lines}
 
 
+def kill_at_random(attempt: int) -> None:
+    """Start a timer that may kill this process, while it trains or makes a memory checkpoint."""
+    chance = random.Random(attempt)
+    victim, delay_s = chance.randrange(dist.get_world_size()), chance.uniform(0.0, 1.5)
+    if attempt <= int(os.environ.get("KILLS", "0")) and victim == dist.get_rank():
+        timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+
+def memory_directory() -> str | None:
+    each = int(os.environ.get("RANKS_PER_HOST", "0"))
+    root = os.environ["VESCALE_FSDP_MEMORY_DIR"]
+    return f"{root}-{dist.get_rank() // each}" if each else None
+
+
 def main(out: Path, until: int, pause_s: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -51,8 +71,15 @@ def main(out: Path, until: int, pause_s: float) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
     planned, rank = faults(), dist.get_rank()
     with elastic.training(
-        out, model, optimizer, stateful={"schedule": schedule}, every=2, every_on_disk=None
+        out,
+        model,
+        optimizer,
+        stateful={"schedule": schedule},
+        every=int(os.environ.get("EVERY", "2")),
+        every_on_disk=None,
+        memory_directory=memory_directory(),
     ) as run:
+        kill_at_random(run.attempt)
         log = open(out / f"losses-{run.attempt}.jsonl", "a") if rank == 0 else None  # noqa: SIM115
         for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, micro_batch=3, until=until):
             for x, y in step:

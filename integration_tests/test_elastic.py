@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,13 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).resolve().parent / "elastic_run.py"
 STEPS, PAUSE_S, EVERY = 60, 0.3, 2
 # How long torchrun waits for further nodes, and for a node that sends no heartbeat.
-RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
+# The store is a file, so that no host is special.
+RENDEZVOUS = "store_type=file,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
 
 
 class Host:
     """An agent of torchrun with two ranks, and its memory."""
 
-    def __init__(self, root: Path, name: str, port: int, **environ: str) -> None:
+    def __init__(self, root: Path, name: str, **environ: str) -> None:
         self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
         self._stream = open(self.log, "a")  # noqa: SIM115
         own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1", **environ}
@@ -43,7 +43,7 @@ class Host:
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(root / "meeting")),
                 *("--rdzv-id", "elastic", "--rdzv-conf", RENDEZVOUS),
                 *(str(SCRIPT), str(root / "run"), str(STEPS), str(PAUSE_S)),
             ],
@@ -77,11 +77,6 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as made:
-        return made.connect_ex(("localhost", port)) == 0
-
-
 def lines(run: Path, attempt: int | None = None) -> list[dict[str, Any]]:
     found = []
     for file in sorted(run.glob(f"losses-{attempt or '*'}.jsonl")):
@@ -108,20 +103,19 @@ def hosts() -> Iterator[list[Host]]:
         host.close()
 
 
-def undisturbed(tmp_path: Path) -> dict[int, float]:
+def undisturbed(tmp_path: Path, steps: int = STEPS) -> dict[int, float]:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     environ |= {"MASTER_PORT": str(free_port()), "VESCALE_FSDP_MEMORY_DIR": str(tmp_path / "m")}
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "quiet"), str(STEPS), "0"]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "quiet"), str(steps), "0"]
     subprocess.run(command, env={**os.environ, **environ}, check=True, timeout=120)
     return {line["step"]: line["loss"] for line in lines(tmp_path / "quiet")}
 
 
 @pytest.mark.timeout(500)
 def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: list[Host]) -> None:
-    run, port = tmp_path / "run", free_port()
-    hosts.append(Host(tmp_path, "a", port, FAULTS="1 7 1 SIGKILL"))
-    wait_for(lambda: listens(port), hosts)  # the store of the rendezvous is on this host
-    hosts.append(Host(tmp_path, "b", port))
+    run = tmp_path / "run"
+    hosts.append(Host(tmp_path, "a", FAULTS="1 7 1 SIGKILL"))
+    hosts.append(Host(tmp_path, "b", FAULTS="1 7 1 SIGKILL"))
 
     def reached(step: int, ranks: int, *, after: int) -> Callable[[], bool]:
         return lambda: any(
@@ -130,14 +124,14 @@ def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: li
         )
 
     wait_for(reached(12, 4, after=1), hosts)
-    hosts[1].die()
+    hosts[0].die()
     wait_for(reached(16, 2, after=2), hosts)
     alone = lines(run)[-1]["attempt"]
-    hosts.append(Host(tmp_path, "c", port))
+    hosts.append(Host(tmp_path, "c"))
     wait_for(reached(0, 4, after=alone), hosts)
-    wait_for(lambda: hosts[0].process.poll() is not None, hosts)
-    wait_for(lambda: hosts[2].process.poll() is not None, hosts)
-    assert hosts[0].process.returncode == 0, hosts[0].log.read_text()
+    for host in hosts[1:]:
+        wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
+        assert host.process.returncode == 0, host.log.read_text()
 
     expected, found = undisturbed(tmp_path), lines(run)
     assert {line["step"] for line in found} == set(range(STEPS))
@@ -149,4 +143,32 @@ def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: li
             last = max(line["step"] for line in found if line["attempt"] < attempt)
             assert first["source"] == "memory", first
             assert last - first["step"] < 2 * EVERY, (last, first)
-    assert not list((tmp_path / "memory-a").glob("run-*")), "it is deleted at the end"
+    assert not list((tmp_path / "memory-b").glob("run-*")), "it is deleted at the end"
+
+
+@pytest.mark.timeout(500)
+def test_random_ranks_are_killed_at_random_times(tmp_path: Path) -> None:
+    """With a memory checkpoint after every step, so that most kills are in the middle of one."""
+    run, kills, steps = tmp_path / "run", 6, 400
+    environ = {"KILLS": str(kills), "EVERY": "1", "RANKS_PER_HOST": "2", "OMP_NUM_THREADS": "1"}
+    environ["VESCALE_FSDP_MEMORY_DIR"] = str(tmp_path / "memory")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--max-restarts", str(kills), "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(run), str(steps), "0"],
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    expected, found = undisturbed(tmp_path, steps), lines(run)
+    assert {line["step"] for line in found} == set(range(steps))
+    reached = 0
+    for line in found:
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-6), line
+        assert line["step"] >= reached - 2, "at most two steps are repeated"
+        assert line["source"] == ("memory" if reached and line["attempt"] > 1 else "start"), line
+        reached = max(reached, line["step"] + 1)

@@ -48,6 +48,7 @@ ASSUMED = {
 NOT_RUN = {
     ("docs/checkpoints.md", 1): "waits for a signal",
     ("docs/coming-from-deepspeed.md", 1): "loads what a command has converted",
+    ("vescale_fsdp.elastic.training", 0): "docs/elastic.md has the same",
     ("docs/full-parameters.md", 3): "accelerate launch starts processes",
     ("docs/generation.md", 2): "accelerate launch starts processes",
     ("docs/lightning.md", 6): "loads what other blocks do not save",

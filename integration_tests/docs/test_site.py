@@ -17,6 +17,7 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 PUBLIC = {
     "vescale_fsdp": "core",
     "vescale_fsdp.checkpoint": "core",
+    "vescale_fsdp.elastic": "core",
     "vescale_fsdp.optim": "core",
     "vescale_fsdp.planner": "core",
     "vescale_fsdp.testing": "core",

@@ -58,7 +58,8 @@ optimizer: Any = AdamW(model.parameters())
 inputs = x = torch.randn(16, 64)
 targets = torch.zeros(16, 8)
 micro_batches = [(inputs, targets)]
-loader = DataLoader(TensorDataset(inputs, targets), batch_size=2)
+data = TensorDataset(inputs, targets)
+loader = DataLoader(data, batch_size=2)
 lr = 1e-3
 
 # Of blocks that are checked and do not run.

@@ -18,6 +18,7 @@ PACKAGES = [
     "vescale_fsdp.costs",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.elastic",
     "vescale_fsdp.optim",
     "vescale_fsdp.cli",
     "vescale_fsdp.testing",

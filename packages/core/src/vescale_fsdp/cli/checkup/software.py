@@ -25,11 +25,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
     "VESCALE_FSDP_CODEC": ("auto", "torch", "triton"),
+    "VESCALE_FSDP_MEMORY_DIR": (),
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
     "VESCALE_FSDP_SMALL_BYTES": (),
     "VESCALE_FSDP_TIMEOUT_S": (),
     "VESCALE_FSDP_WATCHDOG_S": (),
 }
+_PATHS = ("VESCALE_FSDP_MEMORY_DIR",)
 _SHOWN = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
@@ -183,7 +185,7 @@ def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None
             section.better(f"{name} is not one of our variables", f"unset it; there is {close[0]}")
         elif OURS[name] and value not in OURS[name]:
             section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
-        elif not OURS[name] and not _is_amount(value):
+        elif not OURS[name] and name not in _PATHS and not _is_amount(value):
             section.broken(f"{name}={value}", "unset it, or set a number that is not negative")
 
 
