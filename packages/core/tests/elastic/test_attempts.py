@@ -32,7 +32,7 @@ def cut_off(root: Path) -> int:
         if step == 5:
             attempts.claim(root / "run", 1)
 
-    with pytest.raises(RankMismatchError, match=r"attempt 2 has begun"):
+    with pytest.raises(RankMismatchError, match=r"attempt [23] has begun"):
         train(root, 30, before=before)
     return made[-1]
 
