@@ -74,8 +74,14 @@ def problem(num_ranks: int, micro_batches: int, is_long: bool) -> Problem:
     return Problem((usual,), num_ranks, on, 0, dtype, FP32, micro_batches=micro_batches)
 
 
+def predictor_of(this: Problem) -> Predictor:
+    joined = [grouped(this.divisions[0], size) for size in (2, 4)]
+    return Predictor(this, tuple(each for each in joined if each is not None))
+
+
 UNITS = tuple((f"blocks.{number}",) for number in range(BLOCKS))
 PAIRS = tuple((f"blocks.{i}", f"blocks.{i + 1}") for i in range(0, BLOCKS, 2))
+UNEVEN = tuple(tuple(f"blocks.{i}" for i in each) for each in (range(4), range(4, BLOCKS)))
 ZERO3 = Candidate("zero3", UNITS)
 CASES: dict[str, tuple[Candidate, int, int]] = {  # with ranks and micro-batches
     "ddp": (Candidate("ddp", UNITS), 2, 1),
@@ -100,6 +106,7 @@ CASES: dict[str, tuple[Candidate, int, int]] = {  # with ranks and micro-batches
         2,
         1,
     ),
+    "four and two": (Candidate("zero3", UNEVEN, in_flight=4), 2, 1),
     "ddp, micro-batches": (Candidate("ddp", UNITS), 2, 3),
     "zero1, micro-batches": (Candidate("zero1", UNITS), 2, 3),
     "zero2, micro-batches": (Candidate("zero2", UNITS), 2, 3),
@@ -172,13 +179,19 @@ def test_a_peak_is_not_below_the_real_one_and_at_most_a_tenth_above(
 ) -> None:
     candidate, num_ranks, micro_batches = CASES[name]
     this = problem(num_ranks, micro_batches, is_long=True)
-    pairs = grouped(this.divisions[0], 2)
-    assert pairs is not None
-    predicted = Predictor(this, (pairs,)).predict(candidate)
+    predicted = predictor_of(this).predict(candidate)
     assert 1.0 <= predicted.peak_bytes / measured[name] <= 1.1
 
 
-FEW = ["ddp", "ddp, micro-batches", "zero1", "zero1, micro-batches", "zero2", "zero3"]
+FEW = [
+    "ddp",
+    "ddp, micro-batches",
+    "zero1",
+    "zero1, micro-batches",
+    "zero2",
+    "zero3",
+    "four and two",
+]
 
 
 def measure_few(is_fused: bool) -> dict[str, int]:
@@ -200,5 +213,5 @@ def test_so_is_that_of_few_activations_in_one_dtype(
     candidate, num_ranks, micro_batches = CASES[name]
     optimizer, measured = measured_few
     this = replace(problem(num_ranks, micro_batches, is_long=False), optimizer=optimizer)
-    predicted = Predictor(this).predict(candidate)
+    predicted = predictor_of(this).predict(candidate)
     assert 1.0 <= predicted.peak_bytes / measured[name] <= 1.1

@@ -145,6 +145,7 @@ if CAN_MAP:
 _SMALLEST_FREED = 1 << 14  # bytes of a mapped region
 SMALLEST_LASTING = 1 << 14  # bytes of a sum of gradients; smaller ones may share a message
 _LARGEST_MAPPED = (32 << 20) - (64 << 10)  # bytes of a block, with room for glibc's own
+_MOST_TIMES, _MOST_IDLE = 1.25, 8  # of a slab for what it is taken for; of unused slabs
 _STEPS_PER_HEAP_TRIM = 16  # costs the next step a few ms of page faults
 
 
@@ -292,8 +293,8 @@ class Lasting:
 class SlabPool:
     """A pool of temporary tensors (slabs) on one device.
 
-    It has as many slabs as were in use at the same time. Unused slabs have no memory. On an
-    accelerator it uses the caching allocator instead.
+    A slab is at most a quarter larger than what it is taken for. Unused slabs have no memory, and
+    are few. On an accelerator it uses the caching allocator instead.
 
     Attributes:
         lane: the stream on which slabs are allocated, written to and freed.
@@ -311,13 +312,13 @@ class SlabPool:
         num_bytes = num_elements * dtype.itemsize
         if devices.has_streams(self.device) or num_bytes == 0:
             return torch.empty(num_elements, dtype=dtype, device=self.device)
-        fitting = [region for region in self._idle if region.num_bytes >= num_bytes]
-        if fitting:
-            region = min(fitting, key=lambda each: each.num_bytes)
+        fits = [r for r in self._idle if num_bytes <= r.num_bytes <= num_bytes * _MOST_TIMES]
+        if fits:
+            region = min(fits, key=lambda each: each.num_bytes)
             self._idle.remove(region)
         else:
-            if self._idle:  # too small: replace one, so that sizes do not pile up
-                self._idle.remove(min(self._idle, key=lambda each: each.num_bytes))
+            if len(self._idle) >= _MOST_IDLE:  # so that sizes do not pile up
+                del self._idle[0]
             region = make_region(num_bytes, self.device)
         region.materialize()
         self._lent[region.storage._cdata] = region
