@@ -203,9 +203,9 @@ def test_the_log_says_on_one_line_what_was_chosen_and_why(tmp_path: Path) -> Non
     (generations(tmp_path, "host1")["1-4"] / "rank-00002.bin").unlink()
     (line,) = run_ranks(logged, 4, tmp_path, 12, 5)[0]
     assert line == (
-        "attempt 2 begins on 4 ranks of 2 hosts with step 4, from disk (step 6 in memory lacks 1 "
-        "of 4 files (rank-00001.bin): no host that is here has them whole; step 4 in memory lacks 1 "
-        "of 4 files (rank-00002.bin): no host that is here has them whole)"
+        "attempt 2 begins on 4 ranks of 2 hosts with step 4, from disk (step 6 in memory lacks "
+        "1 of 4 files (rank-00001.bin): no host that is here has them whole; step 4 in memory "
+        "lacks 1 of 4 files (rank-00002.bin): no host that is here has them whole)"
     )
 
 

@@ -7,7 +7,8 @@
 
 1. Each rank offers what it holds; rank 0 decides who writes what (as `checkpoint.save` does).
 2. Each rank writes its file into its host's memory; rank 0 makes the manifest of all.
-3. Each rank sends its file to ranks of the next hosts. The receivers write to mapped files.
+3. Each rank sends its file to ranks of the next hosts, while the network is idle. The receivers
+   write to mapped files.
 4. Receivers check the bytes, and each host gets the manifest. When all ranks have confirmed this,
    the generation before is not needed any more. It is deleted when the next one is begun.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import secrets
 import threading
 import time
@@ -38,6 +40,7 @@ from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.errors import CheckpointWriteError
 
 _log = logging.getLogger(__name__)
+PATIENCE = 0.6  # of the time between two memory checkpoints: the copies wait for an idle network
 LAST_WORDS_S = 2.0  # time for a generation under way when the training has raised
 
 
@@ -93,7 +96,7 @@ class Keeper:
         self._leads = hosts.is_leader(ranks.rank)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._blocked_s = 0.0
+        self._began, self._patience_s = math.nan, 0.0
         self.newest = newest  # confirmed by all ranks
         self.last: Kept | None = None
 
@@ -103,6 +106,9 @@ class Keeper:
         Args:
             began: ``time.monotonic()`` at the beginning of `finish` of the one before.
         """
+        if not math.isnan(self._began):
+            self._patience_s = PATIENCE * (began - self._began)
+        self._began = began
         local = LocalPlan(contents, self._ranks.is_first)
         local.stage()
         blocked_s = time.monotonic() - began
@@ -183,7 +189,7 @@ class Keeper:
         copying = Copying(ranks.rank, folder, to_neighbours(self._hosts, sizes, self._replicas))
         ranks.agree(what, copying.reserve)
         if self._group is not None:
-            copying.carry_out(self._group)
+            copying.carry_out(self._group, self._patience_s)
 
         def confirm() -> None:
             good = memory.whole(folder, manifest, copying.files)
