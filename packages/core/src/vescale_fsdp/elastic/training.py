@@ -91,7 +91,8 @@ def training(
         model: sharded.
         optimizer: one, or a mapping of names to several.
         stateful: schedulers and others by name, as for `vescale_fsdp.checkpoint.save`.
-        every: steps between memory checkpoints. After a loss at most so many steps are repeated.
+        every: steps between memory checkpoints. After a loss at most so many steps are repeated;
+            twice as many if not all ranks have confirmed the last one.
         replicas: number of other hosts that get a copy of each rank's part. With fewer other hosts,
             each of them gets one.
         every_on_disk: steps between checkpoints on disk. None: only at the end, and after a signal.

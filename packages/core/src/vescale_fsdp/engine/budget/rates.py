@@ -94,7 +94,7 @@ def link_of(points: Sequence[Sent]) -> Link:
 
 
 class SendingTimes(NamedTuple):
-    """Seconds of the processor for each byte that a rank sends: see `vescale_fsdp.costs.Machine`."""
+    """Seconds of the processor for each byte that a rank sends, as in `costs.Machine`."""
 
     gather_s_per_byte: float
     sum_s_per_byte: float
