@@ -8,6 +8,7 @@ from vescale_fsdp.elastic.choice import (
     Hosts,
     Transfer,
     candidates,
+    to_have,
     to_lacking,
     to_neighbours,
 )
@@ -63,10 +64,19 @@ def test_each_rank_sends_to_the_next_hosts() -> None:
     assert to_neighbours(Hosts([0, 0]), SIZES[:2], 1) == []
 
 
+def test_a_host_has_what_its_ranks_need_and_enough_copies_of_all() -> None:
+    hosts = Hosts([0, 0, 1, 2])
+    (one,) = candidates([[found(1, 10, FIRST, SECOND)], [], []])
+    needed = [[FIRST], [FIRST], [SECOND], []]
+    assert to_have(hosts, one, needed, 0) == [[FIRST], [SECOND], []]
+    assert to_have(hosts, one, needed, 1) == [[FIRST], [FIRST, SECOND], []]
+    assert to_have(hosts, one, needed, 9) == [[FIRST, SECOND]] * 3
+
+
 def test_what_a_host_lacks_comes_from_the_ranks_with_the_least_to_send() -> None:
     hosts = Hosts([0, 0, 1])
     (one,) = candidates([[found(1, 10, FIRST, SECOND)], []])
-    wanted = {0: FILES, 1: FILES}
+    wanted = [FILES, FILES]
     assert to_lacking(hosts, one, wanted) == [
         Transfer(FIRST, 8, 0, 2),
         Transfer(SECOND, 6, 1, 2),

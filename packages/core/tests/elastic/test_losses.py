@@ -62,6 +62,23 @@ def test_without_replicas_a_host_has_its_own_files_only(tmp_path: Path) -> None:
     assert (min(losses), source, number) == (2, "memory", 2)
 
 
+def names_after(root: Path, ranks: int) -> list[set[str]]:
+    """The files of each host after a restart, each rank a host, without replicas."""
+    run(root, 5, ranks, ranks_per_host=1, replicas=0, every=4)
+    assert run(root, 5, ranks, ranks_per_host=1, replicas=0)[1] == "memory"
+    return [
+        {each.name for each in generations(root, f"host{rank}")["1-4"].iterdir()}
+        for rank in range(ranks)
+    ]
+
+
+def test_a_host_gets_what_its_ranks_read_and_no_more(tmp_path: Path) -> None:
+    found = names_after(tmp_path, 4)
+    for rank, names in enumerate(found):
+        assert {"manifest.json", f"rank-{rank:05d}.bin"} <= names
+        assert names <= {"manifest.json", "rank-00000.bin", f"rank-{rank:05d}.bin"}
+
+
 @pytest.mark.parametrize("lost", ["host0", "host1"])
 def test_a_host_is_lost_and_another_takes_its_place(tmp_path: Path, lost: str) -> None:
     run(tmp_path, 7)

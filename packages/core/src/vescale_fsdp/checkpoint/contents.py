@@ -318,15 +318,20 @@ def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bo
     return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
 
 
-def divide(offers: Sequence[Offer]) -> list[Task]:
+def divide(offers: Sequence[Offer], small: int = 0) -> list[Task]:
     """Return the task of each rank. Each box is written once.
 
     If several ranks have it, the one with the fewest bytes to write does it.
+
+    Args:
+        small: unsharded tensors with up to so many elements are written by the first rank that has
+            them. So a rank that loads finds all of them in one file.
     """
     _check_agreement(offers)
     plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
     try:
-        final, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        final, _ = planner.create_global_plan(_without_repeated(plans, small))
     except ValueError as error:
         raise CheckpointMismatchError(
             f"the ranks do not hold all of each tensor: {error}"
@@ -340,6 +345,24 @@ def divide(offers: Sequence[Offer]) -> list[Task]:
     shared = [name for task in tasks for name in task["values"]]
     several = sorted(name for name in set(shared) if shared.count(name) > 1)
     return [{**task, "several": several} for task in tasks]
+
+
+def _without_repeated(plans: list[SavePlan], small: int) -> list[SavePlan]:
+    """Leave out small unsharded tensors that an earlier rank has."""
+    seen: set[MetadataIndex] = set()
+    kept = []
+    for plan in plans:
+        items = []
+        for item in plan.items:
+            assert item.tensor_data is not None, "bytes are not planned here"
+            is_small = item.tensor_data.size.numel() <= small
+            if is_small and item.type is WriteItemType.TENSOR:
+                if item.index in seen:
+                    continue
+                seen.add(item.index)
+            items.append(item)
+        kept.append(SavePlan(items))
+    return kept
 
 
 def _check_agreement(offers: Sequence[Offer]) -> None:

@@ -94,9 +94,29 @@ def load(
 
     After an error nothing has changed on any rank.
     """
+    return load_from(Path(path), model, optimizer, strict, stateful, rng, weights)
+
+
+def load_from(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    strict: bool = True,
+    stateful: Mapping[str, Stateful] | None = None,
+    rng: bool | None = None,
+    weights: Weights = "all",
+    *,
+    is_checked: bool = False,
+) -> dict[str, Any]:
+    """Load as `load` does.
+
+    Args:
+        is_checked: all bytes have been checked. A rank reads only what it needs, and files that no
+            part of this rank is in need not be there.
+    """
     check_last = finish_saves()
-    ranks, folder = all_ranks(), Path(path)
-    change = Change(ranks, f"the load of {path}")
+    ranks = all_ranks()
+    change = Change(ranks, f"the load of {folder}")
     with_rng = optimizer is not None if rng is None else rng
     returned: dict[str, Any] = {}
 
@@ -116,7 +136,8 @@ def load(
             change.targets.append(extra)
             if with_rng:
                 change.targets.append(RngTarget(saved))
-            change.take(read(reader, manifest, change.wanted, ranks.rank, ranks.size))
+            num_checking = 0 if is_checked else ranks.size
+            change.take(read(reader, manifest, change.wanted, ranks.rank, num_checking))
         if not isinstance(extra.value, dict):
             raise CheckpointCorruptError(f"the extra of {folder} is not a mapping")
         returned.update(extra.value)
@@ -197,8 +218,13 @@ def read(
     rank: int,
     num_ranks: int,
 ) -> Iterator[Arrival]:
-    """Check this rank's share of the bytes, and read its part of the wanted tensors."""
-    mine = {span: label for span, label in shares(manifest, rank, num_ranks) if span.length}
+    """Check this rank's share of the bytes, and read its part of the wanted tensors.
+
+    Args:
+        num_ranks: among which the check is divided; 0: it has been done.
+    """
+    own = shares(manifest, rank, num_ranks) if num_ranks else []
+    mine = {span: label for span, label in own if span.length}
 
     def boxes(name: str, chunk: Chunk) -> Boxes:
         is_mine = mine.pop(chunk.span, None) is not None
@@ -221,7 +247,7 @@ def arrivals(
         wanted: tensors by their names in the manifest, of the same shapes. They are not changed.
         boxes: opens a chunk. Returns a function that reads boxes of it into new memory.
     """
-    parts = _parts_of(manifest, wanted)
+    parts = parts_of(manifest, wanted)
     for span in sorted(parts, key=lambda span: (span.file, span.offset)):
         box_of = boxes(parts[span][0].name, parts[span][0].chunk)
         for part in parts[span]:
@@ -240,7 +266,7 @@ class _Part:
     place: torch.Tensor
 
 
-def _parts_of(manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> dict[Span, list[_Part]]:
+def parts_of(manifest: Manifest, wanted: Mapping[str, torch.Tensor]) -> dict[Span, list[_Part]]:
     """Return the boxes of each chunk that this rank needs for its part of the wanted tensors."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(wanted), _metadata(manifest, wanted))

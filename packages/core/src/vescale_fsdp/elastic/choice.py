@@ -139,18 +139,41 @@ def to_neighbours(hosts: Hosts, sizes: Sequence[tuple[str, int]], replicas: int)
     return made
 
 
+def to_have(
+    hosts: Hosts, candidate: Candidate, needed: Sequence[Iterable[str]], replicas: int
+) -> list[list[str]]:
+    """Return the files that each host should have.
+
+    These are the files that its ranks need, and so many others that each file is on
+    ``replicas + 1`` hosts, or on all of them: a second loss may come before the next generation.
+
+    Args:
+        needed: for each rank the files that it reads.
+    """
+    have = [{file for rank in hosts.ranks(h) for file in needed[rank]} for h in range(len(hosts))]
+    for number, file in enumerate(sorted(candidate.files)):
+        there = {h for h, files in enumerate(have) if file in files} | {*candidate.holders[file]}
+        for distance in range(len(hosts)):
+            host = (number + distance) % len(hosts)
+            if len(there) > replicas:
+                break
+            there.add(host)
+            have[host].add(file)
+    return [sorted(files) for files in have]
+
+
 def to_lacking(
-    hosts: Hosts, candidate: Candidate, wanted: Mapping[int, Iterable[str]]
+    hosts: Hosts, candidate: Candidate, wanted: Sequence[Iterable[str]]
 ) -> list[Transfer]:
     """Return who sends the files that hosts want and lack. The senders with the least to do.
 
     Args:
-        wanted: for each host the files that it needs.
+        wanted: for each host the files that it should have.
     """
     sent = dict.fromkeys(range(len(hosts.of_rank)), 0)
     received = dict(sent)
     made = []
-    for host, files in sorted(wanted.items()):
+    for host, files in enumerate(wanted):
         for file in sorted(files):
             holders = candidate.holders[file]
             if host in holders:

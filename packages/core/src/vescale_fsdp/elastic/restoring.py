@@ -3,7 +3,7 @@
 1. Each host reports what it has. Rank 0 sorts the generations; those on disk count too.
 2. All ranks check the bytes of the newest one, each a share of its host's files. If a file is whole
    nowhere, the next one is tried.
-3. Hosts that have a file send it to those that lack it.
+3. Hosts that have a file send it to those that need it, and so that there are enough copies.
 4. The loader of checkpoints reads it on every rank; the number of ranks may be another one.
 """
 
@@ -20,13 +20,28 @@ from torch import nn
 
 from vescale_fsdp import checkpoint
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
+from vescale_fsdp.checkpoint.loading import load_from
 from vescale_fsdp.checkpoint.manifest import NAME, Manifest
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.seal import read_manifest
 from vescale_fsdp.elastic import attempts, memory
-from vescale_fsdp.elastic.choice import Age, Candidate, Found, Hosts, candidates, to_lacking
+from vescale_fsdp.elastic.choice import (
+    Age,
+    Candidate,
+    Found,
+    Hosts,
+    candidates,
+    to_have,
+    to_lacking,
+)
 from vescale_fsdp.elastic.copies import Copying
-from vescale_fsdp.errors import CheckpointCorruptError, CheckpointWriteError, RankMismatchError
+from vescale_fsdp.elastic.needed import files_of
+from vescale_fsdp.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointWriteError,
+    RankMismatchError,
+)
 
 _log = logging.getLogger(__name__)
 KEY = "elastic"  # in the extra values of a checkpoint
@@ -88,6 +103,7 @@ class Restoring:
         hosts: of all ranks.
         place: the memory of this host.
         directory: the run's folder on disk.
+        replicas: each file is then on so many more hosts than one.
     """
 
     def __init__(
@@ -97,10 +113,10 @@ class Restoring:
         hosts: Hosts,
         place: memory.Memory,
         directory: Path,
+        replicas: int,
     ) -> None:
         self._ranks, self._group, self._hosts = ranks, group, hosts
-        self._place, self._directory = place, directory
-        self._host = hosts.of_rank[ranks.rank]
+        self._place, self._directory, self._replicas = place, directory, replicas
         self._notes: list[str] = []  # why generations were not chosen; on rank 0
         self._candidates: list[Candidate] = []  # newest first; on rank 0
 
@@ -116,13 +132,19 @@ class Restoring:
         """
         attempt, disk, ages = self._look()
         for number, age in enumerate(ages):
-            if self._bring(number, age):
+            for whole in (False, True):
+                if not self._bring(number, age, None if whole else (model, optimizer)):
+                    break
+                path = self._place.path(age)
                 try:
-                    path = self._place.path(age)
-                    extra = checkpoint.load(path, model, optimizer, stateful=stateful)
+                    extra = load_from(path, model, optimizer, stateful=stateful, is_checked=True)
                 except CheckpointCorruptError as error:
                     self._notes.append(f"step {age.step} is damaged: {error}")
-                    continue
+                    break
+                except CheckpointIncompleteError:
+                    if whole:
+                        raise
+                    continue  # a file was needed that `needed` does not know of: bring all files
                 return self._begin(Restored(attempt, "memory", extra, age, self._reason()))
         if disk is not None:
             extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
@@ -179,10 +201,14 @@ class Restoring:
         extra = checkpoint.read_extra(path)
         return [str(path), [extra.get(KEY, {}).get("attempt", 0), extra.get("step", 0)]]
 
-    def _bring(self, number: int, age: Age) -> bool:
-        """Bring a whole generation into the memory of each host. Collective.
+    def _bring(self, number: int, age: Age, targets: tuple[nn.Module, Optimizers] | None) -> bool:
+        """Bring a generation into the memory of each host. Collective.
 
-        Returns whether that was possible.
+        Args:
+            number, age: of the candidate.
+            targets: each host gets what it needs for these. None: all files.
+
+        Returns whether that was possible: whether all files are whole on some host.
         """
         folder, rank = self._place.path(age), self._ranks.rank
         place, num_local = self._hosts.place(rank)
@@ -206,7 +232,15 @@ class Restoring:
         text, holders = answer
         manifest = Manifest.parse(text.encode(), str(folder))
         candidate = Candidate(age, manifest.seal.id, manifest.files, holders, [])
-        wanted = {host: list(manifest.files) for host in range(len(self._hosts))}
+
+        def need() -> list[str]:
+            return sorted(manifest.files if targets is None else files_of(manifest, *targets, rank))
+
+        def divide(needed: list[list[str]]) -> list[Any]:
+            have = to_have(self._hosts, candidate, needed, self._replicas)
+            return [have] * len(needed)
+
+        wanted = self._ranks.exchange(_WHAT, need, divide)
         copying = Copying(rank, folder, to_lacking(self._hosts, candidate, wanted))
 
         def reserve() -> None:

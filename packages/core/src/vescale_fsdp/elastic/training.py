@@ -138,7 +138,7 @@ def _begin(options: Options, root: Path) -> Run:
             "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
     hosts, place = meet(ranks, options.directory, root)
-    restoring = Restoring(ranks, group, hosts, place, options.directory)
+    restoring = Restoring(ranks, group, hosts, place, options.directory, options.replicas)
     restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
     if ranks.is_first and options.replicas > len(hosts) - 1:
         _log.warning(
