@@ -14,7 +14,8 @@
 torchrun restarts the processes; this package gives them the state. The files, from the bottom up:
 
 * `order`: the samples of a step, for any number of ranks; `batches` loads them
-* `needed`: the files that a rank reads; `choice`: which state is the newest that is whole, and who sends what; no messages
+* `choice`: which state is the newest that is whole, and who sends what; no messages
+* `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
