@@ -103,10 +103,11 @@ def training(
             ``/dev/shm``.
 
     Cost: in host memory (1 + replicas) times a rank's part (parameters, optimizer states and small
-    ones), twice; while one is made, once more the part itself. After a restart from memory a host has the files that its ranks read (those
-    that overlap their shards, and that of rank 0), until the second memory checkpoint from there.
-    Each memory checkpoint sends ``replicas`` times a rank's part, and ten small messages a rank to
-    and from rank 0, in the background. The training waits for a copy of the part in host memory.
+    ones), twice; while one is made, once more the part itself. After a restart from memory a host
+    has the files that its ranks read (those that overlap their shards, and that of rank 0), until
+    the second memory checkpoint from there. Each memory checkpoint sends ``replicas`` times a
+    rank's part, and ten small messages a rank to and from rank 0, in the background. The training
+    waits for a copy of the part in host memory.
 
     Raises:
         CheckpointMismatchError: the newest state belongs to another model or optimizer.
