@@ -117,7 +117,8 @@ def check_gradients_that_add_up(sharding: str) -> None:
         backward(model, seed)
     for param, *each in zip(model.parameters(), *expected, strict=True):
         assert torch.equal(local(param.grad), each[0] + each[1] + each[2])
-    assert lasting(model) == memory_of_grads(model)  # there is no more than one
+    if sharding != "zero2":  # whose sums do not last
+        assert lasting(model) == memory_of_grads(model)  # there is no more than one
 
 
 def check_micro_batches(sharding: str) -> None:
@@ -229,7 +230,7 @@ def test_parameters_have_one_copy(num_ranks: int) -> None:
 ROWS = ["ddp", "zero1", "zero2"]
 
 
-@pytest.mark.parametrize("sharding", ROWS)
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_memory_of_gradients_is_used_again_if_nobody_holds_them(
     num_ranks: int, sharding: str
@@ -261,12 +262,13 @@ LASTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "zero1, summed in bf16": ("zero1", {"mp_policy": CASTS}, False),
     "zero1, summed in fp32": ("zero1", {"mp_policy": WIDE}, True),
     "zero1, in 8 bits": ("zero1", {"reduce_codec": QuantizedReduce()}, False),
-    "zero2, offloaded": ("zero2", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
+    "zero1, offloaded": ("zero1", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
+    "zero2": ("zero2", {}, False),
 }
 
 
 @pytest.mark.parametrize("name", LASTS)
-def test_sums_last_if_parameters_do_and_nothing_is_cast(name: str) -> None:
+def test_sums_last_if_the_row_does_not_shard_them_and_nothing_is_cast(name: str) -> None:
     run_ranks(check_what_lasts, 2, *LASTS[name])
 
 

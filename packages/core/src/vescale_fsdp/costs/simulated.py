@@ -136,7 +136,8 @@ class SimulatedGroup(Reduction):
         self._hands_over = model.has_streams and group.num_shards == 1
         how, is_cast = model.how, group.shard_dtype != group.reduce_dtype
         is_cast |= group.reduce_dtype.name == "float16"  # which is summed in fp32
-        self._lasts = not (model.has_streams or how.row.cuts_parameters or how.offload or is_cast)
+        frees = how.row.cuts_parameters or how.row.cuts_gradients
+        self._lasts = not (model.has_streams or frees or how.offload or is_cast)
         self._lasts &= group.reduce_message is None and group.shard_bytes >= SMALLEST_LASTING
         self._is_spare = self._is_under_way = False
         self._sums_at_end = group.num_shards > 1 and (

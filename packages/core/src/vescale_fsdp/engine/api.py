@@ -325,6 +325,7 @@ def _make_groups(
                 torch.device("meta") if on_meta else rests_on,
                 offloads=offloads,
                 keeps_full=not unit.row.cuts_parameters,
+                keeps_sums=not (unit.row.cuts_parameters or unit.row.cuts_gradients),
                 compute_device=device,
                 pin_memory=pins,
                 compute_dtype=unit.mp_policy.param_dtype,

@@ -68,7 +68,8 @@ class Parameters(ABC):
         axes: of the mesh, over which they are sharded and replicated.
         device: of the shard (meta while the parameters are there).
         offloads: whether the shard stays on the CPU, wherever the parameters are used.
-        keeps_full: whether full buffer and reduced gradients keep their memory for the next step.
+        keeps_full: whether the full buffer keeps its memory for the next step.
+        keeps_sums: whether reduced gradients do.
         compute_device: of the unsharded parameters.
         pin_memory: of a shard on the CPU.
         compute_dtype: of the unsharded parameters; None for that of the sharded ones.
@@ -88,6 +89,7 @@ class Parameters(ABC):
         *,
         offloads: bool,
         keeps_full: bool,
+        keeps_sums: bool,
         compute_device: torch.device,
         pin_memory: bool,
         compute_dtype: torch.dtype | None,
@@ -129,7 +131,7 @@ class Parameters(ABC):
             buffer, self.slots, reduce_dtype, self.pool, cuts_outside=axes.cuts_outside
         )
         self.gradients.codings = [reduce for _, reduce in self.codings]
-        self.gradients.sum_lasts = keeps_full
+        self.gradients.sum_lasts = keeps_sums
         for index, (p, placement) in enumerate(zip(params, placements, strict=True)):
             self.slots.append(self._new_slot(p, placement, self._own_part(index, p.data)))
         self._make_gathered()
