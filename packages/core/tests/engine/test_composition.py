@@ -238,7 +238,7 @@ def what_outlives(stage: Callable[[nn.Module], Any]) -> list[str]:
                 watched[f"gathered memory of {name}"] = weakref.ref(full_buffer.region)
                 watched[f"scratch memory of {name}"] = weakref.ref(group.pool)
         del model, optimizer, kept, unit, group, full_buffer
-        for _ in range(100):  # gloo's threads let go of what they have sent a moment later
+        for _ in range(500):  # gloo's threads let go of what they have sent a moment later
             alive = [name for name, reference in watched.items() if reference() is not None]
             if not alive:
                 break
