@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale_fsdp.ragged import ReplicatedTensor, wrap_replicated
+from vescale_fsdp.ragged import RaggedShard, RaggedTensor, ReplicatedTensor, wrap_replicated
 from vescale_fsdp.testing import run_ranks
 
 SHAPES = [(3, 4), (5,), (), (2, 1, 3), (0, 2), (1,)]
@@ -162,6 +162,35 @@ def check_objects() -> None:
     loss = (param * param).sum()
     loss.backward()
     assert isinstance(param.grad, DTensor)
+
+
+def check_beside_ragged_ones() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0)
+    for ragged_first in (True, False):
+        for fused in (True, False):
+            ours = nn.Parameter(make(mesh, (2, 3), 0, True))
+            ragged = nn.Parameter(
+                RaggedTensor.distribute(whole.view(2, 3), mesh, [RaggedShard((0,), (1, 1))])
+            )
+            before = ours.to_local().clone()
+            ours.grad = torch.ones_like(ours)
+            ragged.grad = torch.ones_like(ragged)
+            params = [ragged, ours] if ragged_first else [ours, ragged]
+            optimizer = torch.optim.SGD(params, lr=1.0, fused=fused, foreach=not fused)
+            optimizer.step()
+            assert torch.equal(ours.to_local(), before - 1)
+            assert torch.equal(ragged.full_tensor(), whole.view(2, 3) - 1)
+    try:
+        torch._foreach_add_([torch.ones(2, 3)], [make(mesh, (2, 3), 0, True)])
+    except RuntimeError as error:
+        assert "mixed" in str(error)
+    else:
+        raise AssertionError("a plain tensor was written to")
+
+
+def test_lists_beside_ragged_ones() -> None:
+    run_ranks(check_beside_ragged_ones, 2)
 
 
 def test_optimizers() -> None:

@@ -43,13 +43,17 @@ class ReplicatedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(issubclass(each, DTensor) and each not in (cls, DTensor) for each in types):
+            return NotImplemented  # a ragged one, which torch's DTensor would take for replicated
         kwargs = kwargs or {}
         if func in _LIKE and type(args[0]) is ReplicatedTensor:
             spec, made = args[0]._spec, func(args[0]._local_tensor, *args[1:], **kwargs)
             same = made.dtype == args[0].dtype and made.device == args[0].device
             return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
-        if _updates_lists(func):
-            meshes = _Meshes(next(each for each in args[0] if isinstance(each, DTensor)))
+        written = args[0] if _updates_lists(func) else ()
+        first = next((each for each in written if isinstance(each, DTensor)), None)
+        if first is not None:
+            meshes = _Meshes(first)
             local_args = [_local(arg, meshes) for arg in args]
             local_kwargs = {key: _local(value, meshes) for key, value in kwargs.items()}
             if not any(each is _OTHER for each in (*local_args, *local_kwargs.values())):
