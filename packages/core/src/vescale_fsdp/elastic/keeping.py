@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import secrets
 import threading
 import time
@@ -97,7 +96,7 @@ class Keeper:
         self._leads = hosts.is_leader(ranks.rank)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._began, self._patience_s = math.nan, 0.0
+        self._began, self._patience_s = time.monotonic(), 0.0
         self.newest = newest  # confirmed by all ranks
         self.last: Kept | None = None
 
@@ -107,9 +106,7 @@ class Keeper:
         Args:
             began: ``time.monotonic()`` at the beginning of `finish` of the one before.
         """
-        if not math.isnan(self._began):
-            self._patience_s = PATIENCE * (began - self._began)
-        self._began = began
+        self._patience_s, self._began = PATIENCE * (began - self._began), began
         local = LocalPlan(contents, self._ranks.is_first)
         local.stage()
         blocked_s = time.monotonic() - began

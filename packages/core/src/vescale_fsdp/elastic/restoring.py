@@ -34,7 +34,7 @@ from vescale_fsdp.elastic.choice import (
     to_have,
     to_lacking,
 )
-from vescale_fsdp.elastic.copies import Copying
+from vescale_fsdp.elastic.copies import LARGE_PIECE, Copying
 from vescale_fsdp.elastic.needed import files_of
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -241,7 +241,8 @@ class Restoring:
             return [have] * len(needed)
 
         wanted = self._ranks.exchange(_WHAT, need, divide)
-        copying = Copying(rank, folder, to_lacking(self._hosts, candidate, wanted))
+        transfers = to_lacking(self._hosts, candidate, wanted)
+        copying = Copying(rank, folder, transfers, LARGE_PIECE)
 
         def reserve() -> None:
             if place == 0:

@@ -17,6 +17,7 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
   collectives), `settling` (of a step).
+- `remesh` moves all of it to another number of ranks.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
   `buckets`), `profiling`.
 """
@@ -66,6 +67,7 @@ from vescale_fsdp.engine.quantized import (
     QuantizedReduce,
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
+from vescale_fsdp.engine.remesh import check_remesh, remesh
 from vescale_fsdp.engine.store import init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
@@ -94,6 +96,7 @@ __all__ = [
     "blank_tensors",
     "cast_parameters",
     "check_gradients",
+    "check_remesh",
     "clip_grad_norm_",
     "combine",
     "describe",
@@ -108,6 +111,7 @@ __all__ = [
     "may_be_hidden",
     "profile",
     "register_fsdp_forward_method",
+    "remesh",
     "repeated_blocks",
     "share_comm_ctx",
     "store_for",

@@ -37,6 +37,7 @@ from vescale_fsdp.engine.placement import (
     InnerShard,
     even_chunks,
     given_spec,
+    mesh_at_rest,
     placements_of,
     spec_at_rest,
     warn_of_padding,
@@ -366,6 +367,28 @@ class Parameters(ABC):
         self._move_into_new_buffer(current, locals_, placements, shard.dtype, shard.device)
         return gone
 
+    def move_to(self, axes: Axes) -> None:
+        """Shard over the ranks of other axes. Values and gradients are lost; no communication.
+
+        The parameters keep their identity. Nothing may be under way on the former axes.
+        """
+        self.axes, self.rank, self.num_shards = axes, axes.resting_rank, axes.num_resting_shards
+        self._work = self._part = self._part_in_flight = None
+        self.state, self.is_exposed, self.is_by_hand = State.SHARDED, False, False
+        self._guard, self._users = Guard(), devices.Users(self._compute_device)
+        self._inner_shard = InnerShard() if axes.cuts_outside else None
+        self.gradients = self.gradients.copied(self.buffer, self.slots, self.pool)
+        planned = self._lay_out([*self.layout.specs], self.slots[0].dim)
+        for slot in self.slots:
+            slot.axes, slot.used, slot.sharded.grad = axes, False, None
+        placements = [
+            placements_of(axes, placement, slot.inner)
+            for placement, slot in zip(planned, self.slots, strict=True)
+        ]
+        current, shard = [slot.sharded for slot in self.slots], self.buffer.shard
+        nothing = [None] * len(current)
+        self._move_into_new_buffer(current, nothing, placements, shard.dtype, shard.device)
+
     def _move_into_new_buffer(
         self,
         current: Sequence[nn.Parameter],
@@ -382,7 +405,8 @@ class Parameters(ABC):
             if local is not None:
                 with torch.no_grad():
                     view.copy_(slot.flat(local))
-            slot.spec = spec_at_rest(slot.spec.mesh, placed, slot.spec.shape, dtype)
+            mesh = mesh_at_rest(slot.axes, slot.inner, slot.fqn)
+            slot.spec = spec_at_rest(mesh, placed, slot.spec.shape, dtype)
             fresh = slot.new_sharded(view, param.requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it
                 fresh.grad = param.grad

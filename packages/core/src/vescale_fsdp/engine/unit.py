@@ -372,12 +372,16 @@ class Unit(Residency):
             self.running.call.kept.leave()
 
     def forget(self) -> None:
-        """Discard the state of an interrupted step."""
+        """Discard the state of an interrupted step. Waits for its collectives."""
+        self.forget_calls()
+        for group in self.groups:
+            group.reset()
+
+    def forget_calls(self) -> None:
+        """Discard what is known of forwards and backwards that were interrupted."""
         super().forget()
         self.running.modules_left.clear()
         self.running.call, self.running.has_begun = None, False
-        for group in self.groups:
-            group.reset()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -1,0 +1,163 @@
+"""A sharded model moves to another number of ranks, in processes that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_fsdp import RankMismatchError, checkpoint, fully_shard, waiting
+from vescale_fsdp.engine import check_remesh, remesh
+from vescale_fsdp.optim import AdamW8bit, Muon
+from vescale_fsdp.testing import run_ranks
+
+WIDTH = 12
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(model.parameters(), lr=0.05)
+
+
+def eight_bits(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamW8bit(model.parameters(), lr=0.05, block_size=16, min_8bit_size=1)
+
+
+def built(make: Make, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    sizes = [(WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, 4)]
+    first, second, last = (nn.Linear(*size, bias=False) for size in sizes)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
+    if make is eight_bits:
+        options["granularity"] = AdamW8bit.granularity(16)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model, make(model)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """One step on 12 samples, divided among the ranks."""
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(number))
+    own = x.chunk(dist.get_world_size())[dist.get_rank()]
+    loss = model(own).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def new_world(root: Path, name: str, size: int) -> bool:
+    """Leave the world, and join one of the first ``size`` ranks, if this is one of them."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank >= size:
+        return False
+    store = dist.FileStore(str(root / name), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return True
+
+
+def moved(root: Path, make: Make, options: dict[str, Any]) -> list[float]:
+    """Two steps on 4 ranks, two on 3, two on 1, two on 3."""
+    model, optimizer = built(make, **options)
+    check_remesh(model)
+    params = list(model.parameters())
+    losses = [step(model, optimizer, number) for number in range(2)]
+    checkpoint.save(root / "4", model, optimizer)
+    number = 2
+    for former, name, size in (("4", "3", 3), ("3", "1", 1)):
+        if not new_world(root, f"world-{name}", size):
+            return losses
+        remesh(model)
+        optimizer.state.clear()
+        checkpoint.load(root / former, model, optimizer)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert all(param.grad is None for param in params)
+        losses += [step(model, optimizer, number + i) for i in range(2)]
+        number += 2
+        checkpoint.save(root / name, model, optimizer)
+    return losses
+
+
+def undisturbed(make: Make, options: dict[str, Any]) -> list[float]:
+    model, optimizer = built(make, **options)
+    return [step(model, optimizer, number) for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adamw, {}),
+        (adamw, {"sharding": "zero1"}),
+        (adamw, {"sharding": "ddp"}),
+        (muon, {}),
+        (eight_bits, {}),
+    ],
+    ids=["zero3", "zero1", "ddp", "muon", "adamw8bit"],
+)
+def test_losses_are_those_of_one_world(
+    tmp_path: Path, make: Make, options: dict[str, Any]
+) -> None:
+    found = run_ranks(moved, 4, tmp_path, make, options)[0]
+    expected = run_ranks(undisturbed, 4, make, options)[0]
+    assert len(found) == 6
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def broken_off(root: Path, where: str) -> tuple[str, list[float]]:
+    """Rank 3 leaves in a step; the others find out in their forward or backward, and go on."""
+    model, optimizer = built(adamw)
+    losses = [step(model, optimizer, number) for number in range(2)]
+    checkpoint.save(root / "saved", model, optimizer)
+    if dist.get_rank() == 3:
+        loss = None if where == "forward" else model(torch.ones(3, WIDTH)).sum()
+        waiting.close([], "it leaves")
+        del loss
+        new_world(root, "unused", 0)
+        return "", losses
+    with pytest.raises(RankMismatchError) as caught:
+        step(model, optimizer, 2)
+    error = str(caught.value)
+    del caught
+    new_world(root, "world", 3)
+    remesh(model)
+    optimizer.state.clear()
+    checkpoint.load(root / "saved", model, optimizer)
+    return error, losses + [step(model, optimizer, number) for number in range(2, 6)]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_was_broken_off_is_forgotten(tmp_path: Path, where: str) -> None:
+    results = run_ranks(broken_off, 4, tmp_path, where)
+    expected = run_ranks(undisturbed, 4, adamw, {})[0]
+    for error, losses in results[:3]:
+        assert error
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"the root is sharded over the axes \('outer'"):
+        check_remesh(model)
+    part = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh["inner"])
+    with pytest.raises(NotImplementedError, match="is on 2 of 4 ranks"):
+        check_remesh(part)
+
+
+def test_what_cannot_move() -> None:
+    run_ranks(refused, 4)
