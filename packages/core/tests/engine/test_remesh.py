@@ -39,7 +39,7 @@ def built(make: Make, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]
     first, second, last = (nn.Linear(*size, bias=False) for size in sizes)
     model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
     if make is eight_bits:
-        options["granularity"] = AdamW8bit.granularity(16)
+        options["granularity"] = AdamW8bit.granularity(16, min_8bit_size=1)
     for layer in (model[0], model[2]):
         fully_shard(layer, **options)
     fully_shard(model, **options)

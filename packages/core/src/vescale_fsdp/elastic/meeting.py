@@ -1,0 +1,342 @@
+"""Ranks meet in a folder that all hosts share, again and again, without their launchers.
+
+torchrun's rendezvous is one of agents: when a rank is lost, or a host comes, all agents kill their
+ranks. Here each host has a torchrun of its own, which watches its own ranks only, and the ranks meet
+themselves. So those that survive keep their process::
+
+    /shared/job1/
+      000003/                    a round: the ranks of one world
+        a-1.0.4711               a rank: its host, the number there, its process. It is touched
+        a-1.1.4712               once a second while the process lives
+        b-1.0.4390
+        closed                   the ranks of this world in order, when nobody else can come
+        store                    the address of its store
+      000004/                    the next one: ranks that have lost others, or come later
+
+A host counts when all of its ranks have come. A round is closed by the first of its ranks when the
+largest number of hosts is there, or when nobody has come for a while and no rank of the former
+round that lives is missing. A rank that finds a round closed without it comes to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from vescale_fsdp.errors import RankMismatchError
+
+MEETING, HOSTS = "VESCALE_FSDP_MEETING", "VESCALE_FSDP_HOSTS"
+_log = logging.getLogger(__name__)
+_BEAT_S = 0.5  # between two touches of a rank's file
+_LOST_S = 2.5  # without a touch for so long, a rank is not waited for
+_FIRST_CALL_S, _LAST_CALL_S = 5.0, 1.0  # how long nobody has come: at the start, and later
+_AWAITED_S = 20.0  # for ranks of the former round that live and do not come
+_CONNECT_S = 20.0
+_POLL_S = 0.05
+_ROUND = re.compile(r"[0-9]{6,}")
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """A rank that has come. Its name is unique: another process has another one.
+
+    Attributes:
+        host: of its launcher.
+        local: its number there, and the number of ranks of that launcher.
+    """
+
+    host: str
+    local: int
+    num_local: int
+    process: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}.{self.local}.{self.num_local}.{self.process}"
+
+    @staticmethod
+    def of(name: str) -> Member | None:
+        """None for another file."""
+        host, *numbers = name.rsplit(".", 3)
+        if len(numbers) < 3 or not all(each.isdigit() for each in numbers):
+            return None
+        return Member(host, *map(int, numbers))
+
+    @staticmethod
+    def here() -> Member:
+        """This process, by the environment that torchrun has set."""
+        environ = os.environ
+        run = environ.get("TORCHELASTIC_RUN_ID", "")
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        host = re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{run}-{os.getppid()}")
+        local, num_local = environ.get("LOCAL_RANK", "0"), environ.get("LOCAL_WORLD_SIZE", "1")
+        return Member(f"{host}-{attempt}", int(local), int(num_local), os.getpid())
+
+
+def complete(members: Iterable[Member]) -> list[list[Member]]:
+    """Return the hosts whose ranks have all come, each with its ranks in order."""
+    hosts: dict[str, dict[int, Member]] = {}
+    for each in sorted(members):
+        hosts.setdefault(each.host, {})[each.local] = each
+    return [
+        [ranks[local] for local in sorted(ranks)]
+        for _, ranks in sorted(hosts.items())
+        if len(ranks) == next(iter(ranks.values())).num_local
+    ]
+
+
+def ordered(
+    hosts: Sequence[Sequence[Member]], former: Sequence[str], most: int
+) -> list[Sequence[Member]]:
+    """Return up to ``most`` hosts in the order of ranks: those of the former world first."""
+    places = {name: number for number, name in enumerate(former)}
+    last = len(former)
+
+    def place(host: Sequence[Member]) -> tuple[int, str]:
+        return min(places.get(each.name, last) for each in host), host[0].host
+
+    return sorted(hosts, key=place)[:most]
+
+
+class Pulse:
+    """Tells which processes live, by the times of their files. Clocks of hosts are not compared."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[int, float]] = {}
+
+    def lives(self, file: Path) -> bool:
+        """Whether the file was touched lately, or is seen for the first time."""
+        try:
+            stamp, now = file.stat().st_mtime_ns, time.monotonic()
+        except OSError:
+            return False
+        last = self._seen.get(file)
+        if last is None or last[0] != stamp:
+            self._seen[file] = stamp, now
+            return True
+        return now - last[1] < _LOST_S
+
+
+@dataclass(frozen=True)
+class World:
+    """The outcome of a round.
+
+    Attributes:
+        names: of its ranks, in order.
+    """
+
+    number: int
+    names: Sequence[str]
+    rank: int
+    store: dist.Store
+
+
+class Meeting:
+    """This process' part in the rounds.
+
+    Args:
+        folder: that all hosts share.
+        least, most: numbers of hosts.
+        member: this process.
+    """
+
+    def __init__(self, folder: Path, least: int, most: int, member: Member) -> None:
+        self._folder, self._least, self._most, self.member = folder, least, most, member
+        self.world: World | None = None
+        self._own: Path | None = None
+        self._pulse, self._looked, self._has_left = Pulse(), 0.0, False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._beat, name="vescale-fsdp pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave: the others wait for this rank no longer."""
+        self._has_left = True
+
+    def _beat(self) -> None:
+        while not self._has_left:
+            own = self._own
+            if own is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(own)
+            time.sleep(_BEAT_S)
+
+    def join(self, timeout_s: float = 600.0) -> World:
+        """Come to a round, and return when its ranks are connected to one store.
+
+        Raises:
+            RankMismatchError: there were not enough hosts in time.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            round_ = self._come()
+            names = self._wait_closed(round_, end)
+            if names is None:
+                continue
+            try:
+                store = self._connect(round_, names)
+            except (dist.DistError, OSError) as error:
+                _log.warning("round %s ends: not all of its ranks came (%s)", round_.name, error)
+                continue
+            self.world = World(int(round_.name), names, names.index(self.member.name), store)
+            return self.world
+
+    def is_wanted(self) -> bool:
+        """Whether a host waits in the next round, and may come. Looks at most once a second."""
+        if self.world is None or time.monotonic() < self._looked + 1.0:
+            return False
+        if len({name.rsplit(".", 3)[0] for name in self.world.names}) >= self._most:
+            return False
+        self._looked = time.monotonic()
+        return bool(complete(self._living(self._folder / f"{self.world.number + 1:06d}")))
+
+    def _come(self) -> Path:
+        """Make this rank's file in the first round that is not closed, after its own."""
+        last = 0 if self._own is None else int(self._own.parent.name)
+        rounds = [int(each.name) for each in self._folder.iterdir() if _ROUND.fullmatch(each.name)]
+        number = max([last + 1, *rounds])
+        while (self._folder / f"{number:06d}" / "closed").exists():
+            number += 1
+        round_ = self._folder / f"{number:06d}"
+        round_.mkdir(exist_ok=True)
+        own = round_ / self.member.name
+        own.touch()
+        self._own = own
+        return round_
+
+    def _living(self, round_: Path) -> list[Member]:
+        try:
+            files = list(round_.iterdir())
+        except FileNotFoundError:
+            return []
+        members = [(Member.of(file.name), file) for file in files]
+        return [each for each, file in members if each is not None and self._pulse.lives(file)]
+
+    def _wait_closed(self, round_: Path, end: float) -> Sequence[str] | None:
+        """Return the ranks of the round. None: it was closed without this one."""
+        former = [] if self.world is None else list(self.world.names)
+        call_s = _LAST_CALL_S if former else _FIRST_CALL_S
+        came = changed = time.monotonic()
+        before: list[Member] = []
+        while True:
+            names = _read(round_ / "closed")
+            if names is not None:
+                return names if self.member.name in names else None
+            now, living = time.monotonic(), self._living(round_)
+            if living != before:
+                before, changed = living, now
+            hosts = ordered(complete(living), former, self._most)
+            is_full = len(hosts) >= self._most
+            is_over = now - changed > call_s and not (
+                now - came < _AWAITED_S and self._are_missing(living, former)
+            )
+            is_first = bool(hosts) and hosts[0][0] == self.member
+            if is_first and len(hosts) >= self._least and (is_full or is_over):
+                _write(round_ / "closed", [each.name for host in hosts for each in host])
+                continue
+            if now > end:
+                raise RankMismatchError(
+                    f"{len(hosts)} hosts have come to {self._folder} in time, expected at least "
+                    f"{self._least} ({HOSTS}); start the others, or allow fewer"
+                )
+            time.sleep(_POLL_S)
+
+    def _are_missing(self, here: Sequence[Member], former: Sequence[str]) -> bool:
+        """Whether a rank of the former world lives, with all of its host, and has not come."""
+        if self.world is None:
+            return False
+        round_, names = self._folder / f"{self.world.number:06d}", {each.name for each in here}
+        return any(name not in names and self._pulse.lives(round_ / name) for name in former)
+
+    def _connect(self, round_: Path, names: Sequence[str]) -> dist.Store:
+        """Return the store of this round. All of its ranks have come when it returns."""
+        rank, timeout = names.index(self.member.name), datetime.timedelta(seconds=_CONNECT_S)
+        if rank == 0:
+            store = dist.TCPStore(
+                "localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout
+            )
+            _write(round_ / "store", [own_address(), store.port])
+            self._delete_before(int(round_.name) - 1)
+        else:
+            end = time.monotonic() + _CONNECT_S
+            while (address := _read(round_ / "store")) is None:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"rank 0 has not written {round_ / 'store'}")
+                time.sleep(_POLL_S)
+            host, port = address
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{each}" for each in range(len(names))], timeout)
+        return store
+
+    def _delete_before(self, number: int) -> None:
+        for each in list(self._folder.iterdir()):
+            if _ROUND.fullmatch(each.name) and int(each.name) < number:
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def own_address() -> str:
+    """The address at which other hosts reach this one: of gloo's interface, or by its name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not interface:
+        return socket.gethostname() if _resolves(socket.gethostname()) else "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("256s", interface.encode()[:15])
+        found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+    return socket.inet_ntoa(found[20:24])
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None, socket.AF_INET)
+    except OSError:
+        return False
+    return True
+
+
+def _read(file: Path) -> list[str] | None:
+    try:
+        found: list[str] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _write(file: Path, value: Sequence[object]) -> None:
+    """Write a file at once, unless another rank was faster."""
+    made = file.with_name(f"{file.name}.new.{os.getpid()}")
+    made.write_text(json.dumps(value))
+    with contextlib.suppress(FileExistsError):
+        os.link(made, file)  # atomic, and fails if there is one
+    made.unlink()
+
+
+def from_environment() -> Meeting | None:
+    """The meeting that ``VESCALE_FSDP_MEETING`` names, of ``VESCALE_FSDP_HOSTS`` hosts.
+
+    Raises:
+        ValueError: the number of hosts is not one, or two with a colon.
+    """
+    folder, hosts = os.environ.get(MEETING), os.environ.get(HOSTS, "1:1000000")
+    if not folder:
+        return None
+    least, _, most = hosts.partition(":")
+    if not (least.isdigit() and (most or least).isdigit() and 0 < int(least) <= int(most or least)):
+        raise ValueError(f"{HOSTS} is {hosts!r}, expected a number of hosts, or two as 1:4")
+    return Meeting(Path(folder), int(least), int(most or least), Member.here())

@@ -1,0 +1,136 @@
+"""Ranks meet in a folder: threads, each of them a rank of a host."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vescale_fsdp import RankMismatchError
+from vescale_fsdp.elastic import meeting
+from vescale_fsdp.elastic.meeting import Meeting, Member, World, complete, ordered
+
+
+def member(host: str, local: int, num_local: int = 2) -> Member:
+    return Member(host, local, num_local, 100 + local)
+
+
+def test_hosts_count_when_all_of_their_ranks_have_come() -> None:
+    a, b = [member("a", 0), member("a", 1)], [member("b", 1)]
+    assert complete([*b, *a]) == [a]
+    assert complete([]) == []
+
+
+def test_hosts_of_the_former_world_come_first() -> None:
+    hosts = [[member(name, 0), member(name, 1)] for name in "abc"]
+    former = [each.name for each in (*hosts[2], *hosts[1])]
+    assert ordered(hosts, former, 5) == [hosts[2], hosts[1], hosts[0]]
+    assert ordered(hosts, former, 2) == [hosts[2], hosts[1]]
+
+
+def test_names_of_members() -> None:
+    one = member("node-1", 3, 8)
+    assert Member.of(one.name) == one
+    assert Member.of("closed") is Member.of("store.new.12") is None
+
+
+class Host:
+    """Meetings of one host, in threads."""
+
+    def __init__(self, folder: Path, name: str, least: int, most: int, num_local: int = 2) -> None:
+        members = [member(name, local, num_local) for local in range(num_local)]
+        self.meetings = [Meeting(folder, least, most, each) for each in members]
+
+    def join(self) -> list[World]:
+        return joined(self.meetings)
+
+    def die(self) -> None:
+        for each in self.meetings:
+            each.stop()
+
+
+def joined(meetings: list[Meeting]) -> list[World]:
+    """All join at the same time."""
+    worlds: dict[int, World] = {}
+    threads = []
+    for number, each in enumerate(meetings):
+
+        def run(number: int = number, each: Meeting = each) -> None:
+            worlds[number] = each.join(60.0)
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(60.0)
+    return [worlds[number] for number in range(len(meetings))]
+
+
+def test_a_host_is_lost_and_another_comes(tmp_path: Path) -> None:
+    a, b = Host(tmp_path, "a", 1, 3), Host(tmp_path, "b", 1, 3)
+    first = joined(a.meetings + b.meetings)
+    assert [world.rank for world in first] == [0, 1, 2, 3]
+    assert {tuple(world.names) for world in first} == {tuple(first[0].names)}
+    assert not a.meetings[0].is_wanted()
+
+    a.die()
+    second = b.join()
+    assert [world.rank for world in second] == [0, 1]
+    assert second[0].number > first[0].number
+
+    c = Host(tmp_path, "c", 1, 3)
+    waiting = threading.Thread(target=c.join, daemon=True)
+    waiting.start()
+    end = time.monotonic() + 30
+    while not b.meetings[0].is_wanted():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    third = b.join()
+    waiting.join(30.0)
+    assert [world.rank for world in third] == [0, 1], "ranks of the former world are first"
+    assert len(third[0].names) == 4
+
+
+def test_no_more_hosts_than_allowed(tmp_path: Path) -> None:
+    hosts = [Host(tmp_path, name, 1, 2, num_local=1) for name in "ab"]
+    worlds = joined([each.meetings[0] for each in hosts])
+    assert len(worlds[0].names) == 2
+    spare = Host(tmp_path, "c", 1, 2, num_local=1)
+    threading.Thread(target=spare.join, daemon=True).start()
+    time.sleep(1.5)
+    assert not hosts[0].meetings[0].is_wanted()
+    hosts[1].die()
+    again = hosts[0].join()
+    assert len(again[0].names) == 2, "the spare one has taken its place"
+
+
+def test_too_few_hosts(tmp_path: Path) -> None:
+    (alone,) = Host(tmp_path, "a", 2, 2, num_local=1).meetings
+    with pytest.raises(RankMismatchError, match="1 hosts have come .* expected at least 2"):
+        alone.join(1.0)
+
+
+def test_hosts_that_die_and_come_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks that live are in the last world, whatever has happened meanwhile."""
+    monkeypatch.setattr(meeting, "_CONNECT_S", 3.0)
+    chance = random.Random(0)
+    living: list[Meeting] = []
+    for turn in range(6):
+        while len(living) < 3 and (not living or chance.random() < 0.8):
+            name = f"h{turn}{len(living)}"
+            living.append(Meeting(tmp_path, 1, 9, member(name, 0, 1)))
+        if len(living) > 1 and chance.random() < 0.6:
+            dying = living.pop(chance.randrange(len(living)))
+            # It comes, and dies before it connects, or at once.
+            threading.Thread(target=dying.join, args=(5.0,), daemon=True).start()
+            threading.Timer(chance.random(), dying.stop).start()
+        worlds = joined(living)
+        while len({world.number for world in worlds}) > 1 or len(worlds[0].names) < len(living):
+            worlds = joined(living)
+        assert sorted(world.rank for world in worlds) == sorted(
+            worlds[0].names.index(each.member.name) for each in living
+        )
+    for each in living:
+        each.stop()
