@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
 from .lit import make_trainer
 
-GLOBAL_BATCH, NUM_SAMPLES, WIDTH = 12, 64, 6  # 5 steps an epoch
+GLOBAL_BATCH, NUM_SAMPLES, WIDTH = 11, 64, 6  # 5 steps an epoch, micro-batches of 1 to 3
 Losses = dict[int, float]
 
 
@@ -51,14 +53,15 @@ class Counts(pl.Callback):
 class Lit(pl.LightningModule):
     """Records the loss of each step over the global batch; two schedulers, one by validation."""
 
-    def __init__(self, stop_at: int | None, dropout: float) -> None:
+    def __init__(self, stop_at: int | None, signal_at: int | None, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)),
             nn.Dropout(dropout),
             nn.Linear(WIDTH, 1),
         )
-        self.stop_at, self.losses, self.rates = stop_at, Losses(), Losses()
+        self.stop_at, self.signal_at = stop_at, signal_at
+        self.losses, self.rates = Losses(), Losses()
         self.micro: list[torch.Tensor] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -69,6 +72,8 @@ class Lit(pl.LightningModule):
         if self.global_step == self.stop_at:
             self.trainer.strategy._elastic._run._keeper.finish()  # type: ignore[union-attr]
             raise Stop
+        if self.global_step == self.signal_at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = self.loss(batch)
         self.micro.append(loss.detach().double() * len(batch[0]))
         return loss
@@ -82,7 +87,7 @@ class Lit(pl.LightningModule):
         assert group is not None
         compat.all_reduce(total, group).wait()
         step = self.global_step - 1
-        self.losses[step] = float(total) / GLOBAL_BATCH
+        self.losses[step] = float(total)
         self.rates[step] = self.trainer.optimizers[0].param_groups[0]["lr"]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -106,6 +111,7 @@ def fit(
     root: Path,
     stop_at: int | None,
     *,
+    signal_at: int | None = None,
     dropout: float = 0.0,
     ranks_per_host: int = 2,
     micro_batch: int = 3,
@@ -126,7 +132,7 @@ def fit(
     )
     strategy = VeScaleFSDPStrategy(elastic=chosen)
     torch.manual_seed(0)
-    module, counts = Lit(stop_at, dropout), Counts()
+    module, counts = Lit(stop_at, signal_at, dropout), Counts()
     chosen_options = {"max_steps": 12, "callbacks": [counts], "val_check_interval": 2, **options}
     trainer = make_trainer(strategy, root, **chosen_options)
     sources: list[str] = []
@@ -137,17 +143,18 @@ def fit(
         sources.append(trainer.strategy._elastic._run.source)
 
     trainer.strategy.setup = setup  # type: ignore[method-assign]
+    code = None
     train = DataLoader(data(), batch_size=micro_batch, shuffle=True)
     try:
         trainer.fit(module, train, DataLoader(data(8), batch_size=2))
-    except Stop:
-        pass
+    except (Stop, SystemExit) as error:
+        code = getattr(error, "code", None)
     return {
+        "code": code,
         "losses": module.losses,
         "rates": module.rates,
         "counts": counts.state_dict(),
         "source": sources[0],
-        "accumulates": trainer.accumulate_grad_batches,
         "epoch": trainer.current_epoch,
         "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
     }
@@ -176,3 +183,83 @@ def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path) -> None:
     assert rates == quiet["rates"]
     for name in ("counts", "epoch", "logged"):
         assert torn[name] == quiet[name], name
+
+
+def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path) -> None:
+    """By epochs, from memory after an error, and from disk after a signal and a loss of memory."""
+    options: dict[str, Any] = {"max_epochs": 3, "max_steps": -1, "val_check_interval": 1.0}
+    options |= {"dropout": 0.3, "ranks_per_host": 1, "elastic": {"global_batch": 12}}
+    quiet = run_ranks(attempt, 2, tmp_path / "quiet", None, options)
+    torn = tmp_path / "torn"
+    sources = []
+    for stop_at, signal_at in ((3, None), (None, 9), (None, None)):
+        found = run_ranks(attempt, 2, torn, stop_at, {**options, "signal_at": signal_at})
+        for each, expected in zip(found, quiet, strict=True):
+            assert each["losses"]
+            for step, loss in each["losses"].items():
+                assert loss == expected["losses"][step], step
+        sources.append((found[0]["source"], min(found[0]["losses"]), found[0]["code"]))
+        if signal_at is not None:
+            assert max(found[0]["losses"]) in (9, 10)
+            assert [each["code"] for each in found] == [143, 143]
+            for host in ("host0", "host1"):
+                shutil.rmtree(torn / host)
+    assert sources[:2] == [("start", 0, None), ("memory", 2, 143)]
+    assert sources[2][0] == "disk"
+    assert sources[2][1] in (10, 11)
+    assert found[0]["counts"] == quiet[0]["counts"] == {"epochs": 3, "validations": 3}
+
+
+def test_a_training_that_is_done_ends_at_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 3, "ranks_per_host": 1}
+    assert run_ranks(attempt, 1, tmp_path, None, options)[0]["losses"].keys() == {0, 1, 2}
+    again = run_ranks(attempt, 1, tmp_path, None, options)[0]
+    assert (again["source"], again["losses"]) == ("disk", {})
+    more = run_ranks(attempt, 1, tmp_path, None, {**options, "max_steps": 7})[0]
+    assert (more["source"], min(more["losses"])) == ("disk", 3)
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__(None, None, 0.0)
+        self.automatic_optimization = False
+
+
+def refused(root: Path, options: dict[str, Any], message: str, module: str = "Lit") -> None:
+    loader = options.pop("loader", DataLoader(data(), batch_size=2))
+    elastic = {"directory": str(root), "global_batch": 4}
+    trainer = make_trainer(VeScaleFSDPStrategy(elastic=elastic), root, max_steps=2, **options)
+    made = Manual() if module == "Manual" else Lit(None, None, 0.0)
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        trainer.fit(made, loader, DataLoader(data(8), batch_size=2))
+
+
+def all_refused(root: Path) -> None:
+    refused(root, {"accumulate_grad_batches": 2}, "leave accumulate_grad_batches out")
+    refused(root, {"overfit_batches": 2}, "leave overfit_batches out")
+    refused(root, {}, "automatic_optimization=False", "Manual")
+    sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
+    weighted = DataLoader(data(), batch_size=2, sampler=sampler)
+    refused(root, {"loader": weighted}, "a loader with a WeightedRandomSampler")
+    two = {"a": DataLoader(data(), batch_size=2), "b": DataLoader(data(), batch_size=2)}
+    refused(root, {"loader": two}, "one torch.utils.data.DataLoader as train_dataloader, got dict")
+    refused(root, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}, "leave it")
+
+
+def test_what_cannot_follow_the_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    run_ranks(all_refused, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"elastic": {"directory": "runs"}}, "a mapping with directory and global_batch"),
+        ({"elastic": {"directory": "runs", "global_batch": 0}}, "an int of at least 1"),
+        ({"tensor_parallel_size": 2}, "leave tensor_parallel_size out"),
+        ({"device_mesh": (1, 2)}, "leave device_mesh out"),
+    ],
+)
+def test_options_that_do_not_work_are_refused(options: dict[str, Any], message: str) -> None:
+    elastic = {"directory": "runs", "global_batch": 4}
+    with pytest.raises(ValueError, match=message):
+        VeScaleFSDPStrategy(**{"elastic": elastic, **options})

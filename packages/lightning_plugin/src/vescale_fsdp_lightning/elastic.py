@@ -22,6 +22,8 @@ import signal
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
 from vescale_fsdp_lightning.checkpoints import without_states
@@ -122,6 +124,10 @@ class Elastic:
         batches = run.extra["micro_batches"]
         loaded["loops"] = with_micro_batches(loaded["loops"], batches, len(self._weights))
         self.loaded = loaded
+        connector = self._trainer._logger_connector
+        device = self._trainer.strategy.root_device
+        for name, value in run.extra["metrics"].items():
+            connector._callback_metrics[name] = torch.tensor(value, device=device)
         # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
         self._trainer._checkpoint_connector._loaded_checkpoint = loaded
 
@@ -138,9 +144,12 @@ class Elastic:
 
     def begin_batch(self) -> None:
         """Count the step before, if this batch begins another one. Collective."""
-        if self._set_random is not None:  # hooks may have drawn numbers since
-            self._set_random()
+        if self._set_random is not None:
+            self._set_random()  # hooks may have drawn numbers since
             self._set_random = None
+            # Else schedulers that wait for a metric would not step at the end of this epoch,
+            # because other checkpoints have no metrics.
+            self._trainer.fit_loop._restarting = False
         run = self._run
         if run is not None and self._trainer.global_step > run.step:
             run.made(self._options.global_batch)
@@ -164,7 +173,8 @@ class Elastic:
         agree(lambda: rest.update(to_plain(without_states(values, trainer.strategy.model))))
         if self._at_batch:
             rest["loops"] = as_after_a_batch(rest["loops"])
-        run.extra.update(lightning=rest, micro_batches=len(self._weights))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        run.extra.update(lightning=rest, micro_batches=len(self._weights), metrics=metrics)
 
     # After training
 

@@ -33,7 +33,16 @@ from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
-from vescale_fsdp_lightning.options import Classes, Elasticity, Gather, Memory, Options, Reduce, Wrap, data_mesh
+from vescale_fsdp_lightning.options import (
+    Classes,
+    Elasticity,
+    Gather,
+    Memory,
+    Options,
+    Reduce,
+    Wrap,
+    data_mesh,
+)
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
 from vescale_fsdp_lightning.words import timeout_of
