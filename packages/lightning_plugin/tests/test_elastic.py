@@ -70,7 +70,7 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_step == self.stop_at:
-            self.trainer.strategy._elastic._run._keeper.finish()  # type: ignore[union-attr]
+            self.trainer.strategy.elastic_run._keeper.finish()  # type: ignore[union-attr]
             raise Stop
         if self.global_step == self.signal_at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -87,7 +87,8 @@ class Lit(pl.LightningModule):
         assert group is not None
         compat.all_reduce(total, group).wait()
         step = self.global_step - 1
-        self.losses[step] = float(total)
+        global_batch = self.trainer.strategy.options.elastic.global_batch  # type: ignore[attr-defined]
+        self.losses[step] = float(total) / global_batch
         self.rates[step] = self.trainer.optimizers[0].param_groups[0]["lr"]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -140,7 +141,7 @@ def fit(
 
     def setup(trainer: pl.Trainer) -> None:
         restore(trainer)
-        sources.append(trainer.strategy._elastic._run.source)
+        sources.append(trainer.strategy.elastic_run.source)
 
     trainer.strategy.setup = setup  # type: ignore[method-assign]
     code = None

@@ -9,8 +9,8 @@
         backward        the loss is weighted, if micro-batches have different sizes
       on_train_end      the last state is saved on disk (`end`)
 
-A state is Lightning's dictionary of a checkpoint, without the tensors of model and optimizers, which
-are saved beside it. It is taken before a batch is counted, so that all that belongs to the step
+A state is Lightning's dictionary of a checkpoint, without the tensors of model and optimizers,
+which are saved beside it. It is taken before a batch is counted. So all that belongs to the step
 before is in it: its validation, and what schedulers and callbacks made of that.
 """
 
@@ -48,7 +48,7 @@ class Elastic:
         self._weights: list[float] = []
         self._user_set: dict[str, Any] = {}  # arguments of the Trainer that are changed here
         self._context: AbstractContextManager[elastic.Run] | None = None
-        self._run: elastic.Run | None = None
+        self.run: elastic.Run | None = None  # while training
         self._set_random: Any = None
         self.loaded: dict[str, Any] | None = None  # Lightning's dictionary, if there was a state
         self.is_dumping = False
@@ -115,7 +115,7 @@ class Elastic:
         self._context = elastic.training(
             self._options.directory, model, optimizers, signals=(), **self._options.arguments()
         )
-        run = self._run = self._context.__enter__()
+        run = self.run = self._context.__enter__()
         run.before_save = self._dump
         if run.source == "start":
             return
@@ -133,7 +133,7 @@ class Elastic:
 
     def start(self) -> None:
         """Begin with the loader where the restored state is. After Lightning has restored."""
-        run, trainer = self._run, self._trainer
+        run, trainer = self.run, self._trainer
         assert run is not None, "restored"
         run.step = trainer.global_step  # of another checkpoint, if `fit` got its path
         iter(trainer.fit_loop._data_fetcher)
@@ -150,7 +150,7 @@ class Elastic:
             # Else schedulers that wait for a metric would not step at the end of this epoch,
             # because other checkpoints have no metrics.
             self._trainer.fit_loop._restarting = False
-        run = self._run
+        run = self.run
         if run is not None and self._trainer.global_step > run.step:
             run.made(self._options.global_batch)
 
@@ -162,7 +162,7 @@ class Elastic:
 
     def _dump(self) -> None:
         """Put Lightning's dictionary into what is saved."""
-        trainer, run = self._trainer, self._run
+        trainer, run = self._trainer, self.run
         assert run is not None, "it saves"
         self.is_dumping = True
         try:
@@ -180,7 +180,7 @@ class Elastic:
 
     def end(self) -> None:
         """Save the last state on disk. Collective."""
-        run = self._run
+        run = self.run
         assert run is not None, "restored"
         self._at_batch = False
         if self._trainer.global_step > run.step:
@@ -195,7 +195,7 @@ class Elastic:
         Args:
             error: that has ended the training.
         """
-        context, self._context, self._run = self._context, None, None
+        context, self._context, self.run = self._context, None, None
         for name, value in self._user_set.items():
             setattr(self._trainer, name, value)
         self._user_set = {}

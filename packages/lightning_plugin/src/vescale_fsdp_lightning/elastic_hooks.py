@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.sharding import Sharding
@@ -19,6 +20,11 @@ class ElasticHooks(Sharding):
     _elastic: Elastic | None = None  # of the `fit` under way
     lightning_module: Any
     model: Any
+
+    @property
+    def elastic_run(self) -> elastic.Run | None:
+        """The elastic training of the ``fit`` under way: its attempt, source and costs."""
+        return None if self._elastic is None else self._elastic.run
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader of this rank's samples."""

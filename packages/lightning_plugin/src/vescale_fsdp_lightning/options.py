@@ -189,8 +189,8 @@ class Options:
                 )
         if self.device_mesh is not None and not isinstance(self.device_mesh, DeviceMesh):
             raise ValueError(
-                f"VeScaleFSDPStrategy(elastic=..., device_mesh={self.device_mesh!r}): sizes fix the "
-                "number of ranks, which changes with elastic training; leave device_mesh out"
+                f"VeScaleFSDPStrategy(elastic=..., device_mesh={self.device_mesh!r}): sizes fix "
+                "the number of ranks, which changes with elastic training; leave device_mesh out"
             )
 
     def _check_budget(self) -> None:
