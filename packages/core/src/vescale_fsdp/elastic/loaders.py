@@ -106,24 +106,29 @@ class StepLoader(DataLoader[Any]):
         num_ranks: int,
         next_step: Callable[[], int],
         *,
+        micro_batch: int | None = None,
         default_seed: int = 0,
         worker_init_fn: Callable[[int], Any] | None = None,
+        accepted: tuple[type, ...] = (),
     ) -> StepLoader:
         """Return a loader with the data and the options of another one.
 
         Args:
-            loader: its ``batch_size`` is the most samples that a rank takes at once; its sampler
-                says whether samples are shuffled.
+            loader: its sampler says whether samples are shuffled.
+            micro_batch: the most samples that a rank takes at once. None: its ``batch_size``.
             default_seed: of the shuffles, if the sampler has none.
             worker_init_fn: if the loader has none.
+            accepted: classes of loaders that are as good as a ``DataLoader``.
 
         Raises:
             TypeError: it is not a plain ``DataLoader``, has no data with ``__len__`` and
                 ``__getitem__``, or a sampler or batch sampler of the user.
         """
-        seed = _seed_of(loader, default_seed)
+        seed = _seed_of(loader, default_seed, (DataLoader, cls, *accepted))
         order = Order(len(loader.dataset), seed)
-        batches = MicroBatches(order, global_batch, loader.batch_size, rank, num_ranks, next_step)
+        batches = MicroBatches(
+            order, global_batch, micro_batch or loader.batch_size, rank, num_ranks, next_step
+        )
         options = {name: getattr(loader, name) for name in _KEPT}
         if loader.num_workers:
             options["worker_init_fn"] = WorkerInit(loader.worker_init_fn or worker_init_fn)
@@ -141,25 +146,31 @@ class StepLoader(DataLoader[Any]):
         """Do nothing."""
 
 
-def _seed_of(loader: Any, default: int) -> int | None:
+def _seed_of(loader: Any, default: int, accepted: tuple[type, ...]) -> int | None:
     """Return the seed of the shuffles, None without shuffles. Raises for what cannot be divided."""
-    sampler = getattr(loader, "sampler", None)
     kind, data = type(loader), getattr(loader, "dataset", None)
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # of one that divides it among ranks
+    sampler = getattr(batches, "sampler", None)
     found = None
-    if kind is not DataLoader and not isinstance(loader, StepLoader):
+    if kind not in accepted:
         found = f"a {kind.__module__}.{kind.__qualname__}"
     elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         found = f"a loader of a {type(data).__name__}"
-    elif type(sampler) not in (RandomSampler, SequentialSampler, DistributedSampler):
-        found = f"a loader with a {type(sampler).__name__}"
-    elif type(loader.batch_sampler) is not BatchSampler:
-        found = f"a loader with a {type(loader.batch_sampler).__name__}"
-    if found is not None:
-        raise TypeError(
-            f"elastic training divides the samples of each step among the ranks that are there, "
-            f"and got {found}; pass a torch.utils.data.DataLoader with batch_size and shuffle, of "
-            "data with __len__ and __getitem__"
-        )
-    if isinstance(sampler, DistributedSampler):
+    elif type(batches) is not BatchSampler and not isinstance(batches, MicroBatches):
+        found = f"a loader with the batch sampler {type(batches).__name__}"
+    elif isinstance(batches, MicroBatches):
+        return batches.order.seed
+    elif isinstance(sampler, DistributedSampler):
         return sampler.seed if sampler.shuffle else None
-    return default if isinstance(sampler, RandomSampler) else None
+    elif isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return default
+    elif isinstance(sampler, SequentialSampler):
+        return None
+    else:
+        found = f"a loader with a {type(sampler).__name__}"
+    raise TypeError(
+        f"elastic training divides the samples of each step among the ranks that are there, and "
+        f"got {found}; pass a torch.utils.data.DataLoader with batch_size and shuffle, of data "
+        "with __len__ and __getitem__"
+    )
