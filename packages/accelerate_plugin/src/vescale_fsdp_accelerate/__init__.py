@@ -12,7 +12,7 @@ The files:
 * the plug-in: `plugin`
 * the model: `sharding`; optimizers: `switching`, `replacing`
 * checkpoints: `saving`, `checkpoints`
-* ranks that come and go: `elastic`; with ``transformers.Trainer`` `elastic_callback` and `elastic_loop`
+* ranks that come and go: `elastic`; in ``transformers.Trainer`` `elastic_callback`, `elastic_loop`
 * `accelerator`, which uses all of these
 * the command line: `commands`, `yaml_file`
 """

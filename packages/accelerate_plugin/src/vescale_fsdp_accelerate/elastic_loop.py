@@ -28,6 +28,7 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
 from vescale_fsdp_accelerate.elastic import elastic_training
+from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
 __all__ = ["Loop", "within"]
 
@@ -225,9 +226,8 @@ def _check(trainer: Any) -> None:
             "ElasticCallback, which divides the samples of a step itself, by its global_batch: "
             "leave it out"
         )
-    for name in ("auto_find_batch_size", "group_by_length"):
-        if getattr(args, name, False):
-            raise ValueError(f"{name}=True does not work with ElasticCallback: leave it out")
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")
 
 
 def replace(trainer_class: Any) -> None:
@@ -241,7 +241,8 @@ def replace(trainer_class: Any) -> None:
         found = [
             each for each in self.callback_handler.callbacks if isinstance(each, ElasticCallback)
         ]
-        if not found:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if not found or not isinstance(plugin, VeScaleFSDPPlugin):  # the callback raises then
             return stock(self, *args, **kwargs)
         with within(self, found[0]):
             return stock(self, *args, **kwargs)
