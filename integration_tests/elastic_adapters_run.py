@@ -109,10 +109,34 @@ def with_lightning(out: Path, until: int) -> None:
     trainer.fit(Lit(), torch.utils.data.DataLoader(Numbers(), batch_size=3, shuffle=True))
 
 
+def with_accelerate(out: Path, until: int) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    elastic.init_process_group("gloo")
+
+    from vescale_fsdp_accelerate import VeScaleAccelerator
+
+    accelerator = VeScaleAccelerator()
+    model: Any = make()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule_of(optimizer))
+    with accelerator.elastic_training(out, every=2, every_on_disk=None) as run:
+        log = Log(out, run)
+        steps = run.batches(Numbers(), global_batch=GLOBAL_BATCH, micro_batch=3, until=until)
+        for step in steps:
+            for x, y in step:
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss * step.weight)
+                log.add(loss, len(x))
+            log.step(step.number)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format=f"rank {os.environ['RANK']}: %(message)s")
     torch.set_num_threads(1)
-    run = {"lightning": with_lightning}[sys.argv[1]]
-    run(Path(sys.argv[2]), int(sys.argv[3]))
+    train = {"lightning": with_lightning, "accelerate": with_accelerate}[sys.argv[1]]
+    train(Path(sys.argv[2]), int(sys.argv[3]))
     if dist.is_initialized():
         dist.destroy_process_group()
