@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 ASSUMED = {
     "docs/checkpoints.md": "sharded",
     "docs/coming-from-fsdp2.md": "pair",
+    "docs/elastic.md": "elastic",
     "docs/full-parameters.md": "sharded",
     "docs/generation.md": "sharded",
     "docs/lightning.md": "lit",
@@ -48,6 +49,11 @@ ASSUMED = {
 NOT_RUN = {
     ("docs/checkpoints.md", 1): "waits for a signal",
     ("docs/coming-from-deepspeed.md", 1): "loads what a command has converted",
+    ("docs/elastic.md", 2): "integration_tests/test_elastic_adapters.py runs the like of it",
+    ("docs/elastic.md", 3): "integration_tests/test_elastic_adapters.py runs the like of it",
+    ("docs/elastic.md", 4): "packages/accelerate_plugin/tests/test_elastic.py runs the like of it",
+    ("vescale_fsdp_accelerate.VeScaleAccelerator.elastic_training", 0): "as docs/elastic.md",
+    ("vescale_fsdp_accelerate.ElasticCallback", 0): "as docs/elastic.md",
     ("vescale_fsdp.elastic.training", 0): "docs/elastic.md has the same",
     ("docs/full-parameters.md", 3): "accelerate launch starts processes",
     ("docs/generation.md", 2): "accelerate launch starts processes",

@@ -12,6 +12,7 @@ The files:
 * the plug-in: `plugin`
 * the model: `sharding`; optimizers: `switching`, `replacing`
 * checkpoints: `saving`, `checkpoints`
+* ranks that come and go: `elastic`; in ``transformers.Trainer`` `elastic_callback`, `elastic_loop`
 * `accelerator`, which uses all of these
 * the command line: `commands`, `yaml_file`
 """
@@ -23,12 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale_fsdp_accelerate.accelerator import VeScaleAccelerator
+    from vescale_fsdp_accelerate.elastic_callback import ElasticCallback
     from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
 __version__ = "0.1.0.dev0"
-__all__ = ["VeScaleAccelerator", "VeScaleFSDPPlugin"]
+__all__ = ["ElasticCallback", "VeScaleAccelerator", "VeScaleFSDPPlugin"]
 
-_HOME = {"VeScaleAccelerator": "accelerator", "VeScaleFSDPPlugin": "plugin"}
+_HOME = {
+    "ElasticCallback": "elastic_callback",
+    "VeScaleAccelerator": "accelerator",
+    "VeScaleFSDPPlugin": "plugin",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from vescale_fsdp import FSDPModule, clip_grad_norm_
+from vescale_fsdp import FSDPModule, clip_grad_norm_, elastic
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.budgets import budget_for
+from vescale_fsdp_accelerate.elastic import elastic_training
 from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import (
@@ -324,6 +325,36 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                     "unsharded(model, recurse=False):`"
                 )
         return super().gather(tensor)
+
+    def elastic_training(
+        self, directory: Any, *, stateful: Mapping[str, Any] | None = None, **options: Any
+    ) -> AbstractContextManager[elastic.Run]:
+        """Train under ``torchrun --nnodes 1:4 --max-restarts N``, with ranks that come and go.
+
+        ::
+
+            with accelerator.elastic_training("runs/elastic", every=10) as run:
+                for step in run.batches(data, global_batch=64, micro_batch=8, until=10_000):
+                    for inputs, targets in step:
+                        loss = loss_of(model(inputs), targets)
+                        accelerator.backward(loss * step.weight)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+
+        It is `vescale_fsdp.elastic.training` with the model, optimizers and schedulers that were
+        prepared, and the objects that were registered for checkpointing. In it a prepared scheduler
+        steps once for each step of the optimizer, whatever the number of processes.
+
+        Args:
+            directory: of the run on disk, which all processes share.
+            stateful: further objects by name.
+            options: of `vescale_fsdp.elastic.training`.
+
+        Raises:
+            ValueError: more or fewer models than one have been prepared.
+        """
+        return elastic_training(self, directory, stateful, options)
 
     # Checkpoints
 

@@ -1,4 +1,4 @@
-"""Replaces two methods of ``transformers.Trainer`` for models that our plug-in has sharded.
+"""Replaces methods of ``transformers.Trainer`` for models that our plug-in has sharded.
 
 ``save_model`` writes files that ``from_pretrained`` reads. Under ``SHARDED_STATE_DICT`` the
 Trainer's own method does nothing, and the directory of a checkpoint does not exist yet when the
@@ -12,7 +12,8 @@ for ``checkpoint-N``          in addition to `checkpoints`: the adapters' files,
 ============================  ==================================================================
 
 ``compute_loss_context_manager`` keeps the root's parameters unsharded after its forward in
-evaluation, as they are in training, because ``compute_loss`` may use them.
+evaluation, as they are in training, because ``compute_loss`` may use them. The training loop is
+wrapped for `ElasticCallback`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import nn
 
 from vescale_fsdp import FSDPModule, unsharded
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp_accelerate import elastic_loop
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.saving import in_each, in_first
 from vescale_fsdp_hook import when_imported
@@ -68,6 +70,7 @@ def _replace(module: ModuleType) -> None:
     save_model._vescale_fsdp = True  # type: ignore[attr-defined]
     module.Trainer.save_model = save_model
     module.Trainer.compute_loss_context_manager = compute_loss_context_manager
+    elastic_loop.replace(module.Trainer)
 
 
 def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "load_sealed",
     "read_manifest",
     "save_sealed",
+    "without_states",
 ]
 
 ALSO = "vescale_fsdp"  # the key in a file for additional optimizers, such as `ShardedEMA`'s
@@ -98,7 +99,7 @@ class Checkpoints:
             self._save_full(path, values, model, optimizers, write_file)
             return
         rest: dict[str, Any] = {}
-        agree(lambda: rest.update(_without_states(values, model)))
+        agree(lambda: rest.update(without_states(values, model)))
         if self.options.state_dict_type == "dcp":
             state = {"model": full.model_state(model)}
             for name, each in optimizers.items():
@@ -168,7 +169,7 @@ class Checkpoints:
             return load_sealed(found, model, optimizers, strict, rng=is_resumed, prepare=prepare)
 
 
-def _without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the dictionary without the states of model and optimizers, which are saved apart.
 
     Raises CheckpointValueError if a hook has added or removed tensors of the model.

@@ -37,6 +37,11 @@ class FabricLifecycle(Sharding):
 
     def setup_environment(self) -> None:
         """Start ``torch.distributed``, and make a mesh of all processes."""
+        if self.options.elastic is not None:
+            raise ValueError(
+                "VeScaleFabricStrategy(elastic=...): with Fabric the loop is yours; use "
+                "vescale_fsdp.elastic.training around it, and leave elastic out here"
+            )
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._start_mesh()

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
+from vescale_fsdp_lightning.elastic import Elastic
+from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
     MakeOptimizer,
-    Sharding,
     check_optimizers,
     gradient_sync,
     owns,
@@ -43,7 +44,7 @@ _REFUSED = {
 }
 
 
-class Lifecycle(Sharding):
+class Lifecycle(ElasticHooks):
     """`Sharding` for ``Trainer(strategy="vescale_fsdp")``. `Sharding` documents the arguments."""
 
     strategy_name = "vescale_fsdp"
@@ -68,6 +69,7 @@ class Lifecycle(Sharding):
     def teardown(self) -> None:
         """Wait for saves in the background, ours and those of a plug-in of Lightning."""
         try:
+            self._end_elastic()
             self._checkpoints.store.finish()
             if self._checkpoint_io is not None:
                 self.checkpoint_io.teardown()
@@ -121,16 +123,23 @@ class Lifecycle(Sharding):
         self.model: nn.Module = module
         self.barrier()
         self._is_fitting = trainer.state.fn.value == "fit"
+        elastic = self.options.elastic
         if self._is_fitting:
+            if elastic is not None:
+                self._elastic = Elastic(elastic, trainer)
+                self._elastic.prepare()
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
             set_up_optimizers(self.optimizers, self.options)  # type: ignore[attr-defined]
-            if self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks:
+            saves = self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks
+            if saves or elastic is not None:
                 agree(lambda: check_states(trainer))
         elif not owns(module, self.optimizers):  # type: ignore[attr-defined]
             self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]  # of another model
         self._companions = {name: make(module) for name, make in self._to_save_too.items()}
         self.setup_precision_plugin()  # type: ignore[attr-defined]
+        if self._elastic is not None:
+            self._elastic.restore(module, {**self._own_optimizers(), **self._companions})
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers``. Optimizers of an earlier model are dropped."""
@@ -194,16 +203,6 @@ class Lifecycle(Sharding):
         """Return the optimizer that was added by `save_too`."""
         return self._companions[name]
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state: sharded tensors, or full ones in the first process only."""
-        return self._checkpoints.model_state(self.model)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state: sharded tensors, or full ones in the first process only."""
-        return self._checkpoints.optimizer_state(
-            self.model, getattr(optimizer, "_optimizer", optimizer)
-        )
-
     def stream_parameters(self, **options: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The whole parameters of the LightningModule, one after the other. Collective.
 
@@ -234,6 +233,8 @@ class Lifecycle(Sharding):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load model and optimizers in place, from any format. Collective. See `checkpoints`."""
+        if self._elastic is not None and self._elastic.loaded is not None:
+            return self._elastic.loaded  # what this run has made of that checkpoint is newer
         source = str(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         return self._checkpoints.load(

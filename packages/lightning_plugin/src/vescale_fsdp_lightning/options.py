@@ -26,6 +26,7 @@ from vescale_fsdp import (
     QuantizedReduce,
     repeated_blocks,
 )
+from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp_lightning.words import GRANULARITIES, gather_of, granularity_of, reduce_of
 
 __all__ = [
@@ -47,6 +48,7 @@ Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
 Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
+Elasticity = ElasticOptions | dict[str, Any] | None
 Memory = Budget | str | int | PathLike[str] | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
@@ -99,6 +101,7 @@ class Options:
     weights_only: bool
     staging_dir: str | None
     budget: Memory = None
+    elastic: ElasticOptions | None = None
 
     def __post_init__(self) -> None:
         self._check_choice("state_dict_type", _STATE_DICT_TYPES)
@@ -168,10 +171,26 @@ class Options:
                 f"multiple of tensor_parallel_size={self.tensor_parallel_size}"
             )
         self._check_budget()
+        self._check_elastic()
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
                 f"VeScaleFSDPStrategy(async_save=True, state_dict_type={self.state_dict_type!r}): "
                 'only "sharded" is saved in the background'
+            )
+
+    def _check_elastic(self) -> None:
+        if self.elastic is None:
+            return
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"VeScaleFSDPStrategy(elastic=..., {name}={getattr(self, name)}): with elastic "
+                    f"training all ranks are data-parallel ranks; leave {name} out"
+                )
+        if self.device_mesh is not None and not isinstance(self.device_mesh, DeviceMesh):
+            raise ValueError(
+                f"VeScaleFSDPStrategy(elastic=..., device_mesh={self.device_mesh!r}): sizes fix "
+                "the number of ranks, which changes with elastic training; leave device_mesh out"
             )
 
     def _check_budget(self) -> None:

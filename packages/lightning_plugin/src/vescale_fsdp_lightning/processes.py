@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.backends import backend_name
+from vescale_fsdp.checkpoint import init_process_group
 
 __all__ = ["Processes"]
 
@@ -99,11 +100,13 @@ class Processes:
         if self._process_group_backend is None:
             find = tools._get_default_process_group_backend_for_device
             self._process_group_backend = find(self.root_device)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
+        if dist.is_torchelastic_launched() and not dist.is_initialized():
+            # Safe for restarts by torchrun. Lightning then uses this group.
+            init_process_group(self._process_group_backend, **options)
         tools._init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=None if self.root_device.type == "cpu" else self.root_device,
+            self.cluster_environment, self._process_group_backend, **options
         )
 
     def _set_world_ranks(self) -> None:

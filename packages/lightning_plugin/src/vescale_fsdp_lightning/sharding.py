@@ -28,11 +28,21 @@ from vescale_fsdp import (
     register_fsdp_forward_method,
     tuning_of,
 )
+from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
-from vescale_fsdp_lightning.options import Classes, Gather, Memory, Options, Reduce, Wrap, data_mesh
+from vescale_fsdp_lightning.options import (
+    Classes,
+    Elasticity,
+    Gather,
+    Memory,
+    Options,
+    Reduce,
+    Wrap,
+    data_mesh,
+)
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
 from vescale_fsdp_lightning.words import timeout_of
@@ -105,6 +115,9 @@ class Sharding(Processes):
             are the module's ``example_input_array``, or ``Budget(inputs=...)``.
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
+        elastic: `Trainer` only: the training continues when ranks come and go, under
+            ``torchrun --nnodes 1:4 --max-restarts N``: an ``ElasticOptions``, or a mapping of its
+            arguments. See the guide to elastic training.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
         gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
@@ -137,6 +150,7 @@ class Sharding(Processes):
         weights_only: bool = True,
         staging_dir: str | None = None,
         budget: Memory = None,
+        elastic: Elasticity = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
         gather: Gather = None,
@@ -166,6 +180,7 @@ class Sharding(Processes):
             weights_only=weights_only,
             staging_dir=staging_dir,
             budget=budget,
+            elastic=None if elastic is None else ElasticOptions.of(elastic),
         )
         self._checkpoints = Checkpoints(self.options)
         self._to_save_too: dict[str, MakeOptimizer] = {}

@@ -13,7 +13,8 @@
 
 torchrun restarts the processes; this package gives them the state. The files, from the bottom up:
 
-* `order`: the samples of a step, for any number of ranks; `batches` loads them
+* `order`: the samples of a step, for any number of ranks; `batches` loads them, and `loaders` for
+  loops that others drive, with `settings`
 * `choice`: which state is the newest that is whole, and who sends what; no messages
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
@@ -24,7 +25,18 @@ torchrun restarts the processes; this package gives them the state. The files, f
 
 from vescale_fsdp.elastic.batches import Step
 from vescale_fsdp.elastic.keeping import Kept
+from vescale_fsdp.elastic.loaders import MicroBatches, StepLoader
+from vescale_fsdp.elastic.settings import ElasticOptions
 from vescale_fsdp.elastic.training import Run, training
 from vescale_fsdp.engine import init_process_group
 
-__all__ = ["Kept", "Run", "Step", "init_process_group", "training"]
+__all__ = [
+    "ElasticOptions",
+    "Kept",
+    "MicroBatches",
+    "Run",
+    "Step",
+    "StepLoader",
+    "init_process_group",
+    "training",
+]

@@ -148,7 +148,7 @@ class Batches:
         )
         options = self._options
         if options.get("num_workers"):
-            options = {**options, "worker_init_fn": _Init(options.get("worker_init_fn"))}
+            options = {**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))}
         # A generator of its own, because each new iterator of a loader draws a number.
         options.setdefault("generator", torch.Generator().manual_seed(number))
         batches = iter(DataLoader(self._data, batch_sampler=_Once(chosen), **options))
@@ -169,7 +169,7 @@ class _Once:
         return self._chosen
 
 
-class _Init:
+class WorkerInit:
     """Initializes a worker of a loader: it ignores SIGTERM, which torchrun sends to it too."""
 
     def __init__(self, given: Callable[[int], Any] | None) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +189,7 @@ class Run:
         attempt: 1 in the first, higher after each restart.
         source: where the state is from: "memory", "disk" or "start".
         extra: values of the first rank that are saved and restored with the state.
+        before_save: called on all ranks before each save; it may change ``extra``.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class Run:
         own = restored.extra.get(KEY, {})
         self._num_samples: int | None = 0 if self.source == "start" else own.get("samples")
         self._is_done = False
+        self.before_save: Callable[[], None] | None = None
         self._stop = checkpoint.StopOnSignal(*options.signals) if options.signals else None
 
     @property
@@ -222,7 +224,7 @@ class Run:
         """
         while self.step < until:
             yield self.step
-            self._made(until, 0)
+            self.made(is_last=self.step + 1 >= until)
         self._is_done = True
 
     def batches(
@@ -256,25 +258,46 @@ class Run:
         for step in batches.steps(self.step, self._num_samples, until):
             yield step
             step.check_taken()
-            self._made(until, global_batch)
+            self.made(global_batch, is_last=self.step + 1 >= until)
         self._is_done = True
 
-    def _made(self, until: int, num_samples: int) -> None:
-        """Count a step, and save if it is time. Collective."""
+    def made(self, num_samples: int = 0, *, is_last: bool = False) -> None:
+        """Count a step, and save if it is time. Collective.
+
+        `steps` and `batches` call it. Call it yourself only if others drive the loop.
+
+        Args:
+            num_samples: that the step took, of all ranks.
+            is_last: the training is done: save on disk, and delete the memory at the end.
+        """
         self.step += 1
         if self._num_samples is not None:
             self._num_samples += num_samples
-        options, is_last = self._options, self.step >= until
+        options = self._options
         stops = self._stop is not None and self._stop.requested()
         if stops or (self.step % options.every == 0 and not is_last):
             self._keep()
-        on_disk = options.every_on_disk is not None and self.step % options.every_on_disk == 0
         if stops:
             self._leave()
-        elif on_disk or is_last:
-            self._save(async_=not is_last)
+        elif is_last:
+            self.end()
+        elif options.every_on_disk is not None and self.step % options.every_on_disk == 0:
+            self._save(async_=True)
+
+    def end(self) -> None:
+        """Save on disk. The memory is deleted when the context is left. Collective."""
+        self._save(async_=False)
+        self._is_done = True
+
+    def stop_on(self, *signals: signal.Signals) -> None:
+        """Handle these signals from now on, in place of handlers that others have set meanwhile."""
+        if self._stop is not None:
+            self._stop.close()
+        self._stop = checkpoint.StopOnSignal(*signals) if signals else None
 
     def _state(self) -> dict[str, Any]:
+        if self.before_save is not None:
+            self.before_save()
         own = {"samples": self._num_samples, "attempt": self.attempt}
         return {**self.extra, "step": self.step, KEY: own}
 

@@ -1,0 +1,50 @@
+"""Elastic training with Lightning and Accelerate under torchrun: a rank is killed.
+
+The losses are those of plain PyTorch in one process, because all take the same samples.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .test_elastic import lines, undisturbed
+
+SCRIPT = Path(__file__).resolve().parent / "elastic_adapters_run.py"
+STEPS, EVERY = 14, 2
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return undisturbed(tmp_path_factory.mktemp("plain"), STEPS)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["lightning", "accelerate"])
+def test_a_rank_is_killed(tmp_path: Path, expected: dict[int, float], kind: str) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--max-restarts", "2", "--nproc-per-node", "3", str(SCRIPT), kind]
+    environ = {"OMP_NUM_THREADS": "1", "VESCALE_FSDP_MEMORY_DIR": str(memory)}
+    done = subprocess.run(
+        [*command, str(run), str(STEPS)],
+        env={**os.environ, **environ, "FAULTS": "1 9 1 SIGKILL"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = lines(run)
+    assert {line["step"] for line in found} == set(range(STEPS))
+    for line in found:
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-6), line
+    again = [line for line in found if line["attempt"] > 1]
+    assert {line["source"] for line in again} == {"memory"}
+    assert 9 - 2 * EVERY <= min(line["step"] for line in again) <= 9
+    assert not list(memory.glob("run-*")), "it is deleted at the end"

@@ -1,0 +1,67 @@
+"""Training that goes on when ranks come and go, with all that an accelerator has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vescale_fsdp import elastic
+from vescale_fsdp_accelerate.replacing import Replacement
+
+__all__ = ["elastic_training"]
+
+
+@contextmanager
+def elastic_training(
+    accelerator: Any, directory: Any, stateful: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> Iterator[elastic.Run]:
+    """`vescale_fsdp.elastic.training` with the prepared and the registered objects.
+
+    Raises:
+        ValueError: not one model has been prepared.
+    """
+    models = list(accelerator._models)
+    if len(models) != 1:
+        raise ValueError(
+            f"elastic training needs one prepared model, and {len(models)} have been prepared: "
+            "join them in one nn.Module"
+        )
+    others = {f"schedule.{i}": each for i, each in enumerate(accelerator._schedulers)}
+    others |= {f"registered.{i}": each for i, each in enumerate(accelerator._custom_objects)}
+    if accelerator.scaler is not None:
+        others["scaler"] = accelerator.scaler
+    with (
+        steps_once(accelerator),
+        elastic.training(
+            directory,
+            models[0],
+            named_optimizers(accelerator._optimizers),
+            stateful={**others, **(stateful or {})},
+            **options,
+        ) as run,
+    ):
+        yield run
+
+
+def named_optimizers(prepared: Any) -> dict[str, Any]:
+    """Return the users' optimizers, or those that replace them, by their numbers."""
+    plain = [getattr(each, "optimizer", each) for each in prepared]
+    inner = [each.inner if isinstance(each, Replacement) else each for each in plain]
+    return {str(number): each for number, each in enumerate(inner)}
+
+
+@contextmanager
+def steps_once(accelerator: Any) -> Iterator[None]:
+    """Let prepared schedulers step once for each step of the optimizer.
+
+    Accelerate's step them as often as there are processes, so that schedules would depend on it.
+    """
+    before = [(each, each.split_batches) for each in accelerator._schedulers]
+    for each, _ in before:
+        each.split_batches = True
+    try:
+        yield
+    finally:
+        for each, was in before:
+            each.split_batches = was

@@ -1,0 +1,65 @@
+"""``ElasticCallback``: elastic training with ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from vescale_fsdp.elastic import ElasticOptions, Run
+
+if TYPE_CHECKING:
+    from vescale_fsdp_accelerate.elastic_loop import Loop
+
+__all__ = ["ElasticCallback"]
+
+
+class ElasticCallback(TrainerCallback):  # type: ignore[misc]
+    """Makes ``Trainer.train`` continue when ranks come and go. A rank takes more if there are less.
+
+    ::
+
+        Trainer(..., callbacks=[ElasticCallback("runs/elastic", global_batch=64, every=10)])
+
+    The state is restored in ``train()``, whichever is newer, that in memory or on disk: model,
+    optimizer, schedule, random numbers, place in the data, and the states of the Trainer and of its
+    callbacks. ``gradient_accumulation_steps`` follows the number of ranks: leave it out.
+    ``per_device_train_batch_size`` is the most samples that a rank takes at once.
+
+    Args:
+        directory: of the run on disk, which all processes share.
+        global_batch: samples of an optimizer step, of all ranks together.
+        options: others of `vescale_fsdp.elastic.ElasticOptions`: ``every``, ``replicas``,
+            ``every_on_disk``, ``keep_last``, ``memory_directory``.
+
+    Attributes:
+        run: the elastic training of the ``train()`` under way, or of the last one.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, global_batch: int, **options: Any
+    ) -> None:
+        self.options = ElasticOptions.of(
+            {"directory": directory, "global_batch": global_batch, **options}
+        )
+        self.run: Run | None = None
+        self.loop: Loop | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raise if the Trainer does not use this package."""
+        if self.loop is None:
+            raise RuntimeError(
+                "ElasticCallback needs a Trainer whose model veScale-FSDP shards: start the script "
+                "with accelerate launch --config vescale.yaml, or see the guide to Accelerate"
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step before, and save if it is time."""
+        assert self.loop is not None, "checked at the beginning"
+        self.loop.begin_step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the last state on disk."""
+        assert self.loop is not None, "checked at the beginning"
+        self.loop.end()

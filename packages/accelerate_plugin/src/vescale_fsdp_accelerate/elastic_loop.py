@@ -1,0 +1,250 @@
+"""The loop of ``transformers.Trainer`` in an elastic training.
+
+For one call of ``train``, methods of the Trainer are wrapped, in its instance:
+
+=========================  ====================================================================
+``get_train_dataloader``   the loader of this rank's samples; accumulation follows the ranks
+``_init_training_state``   prepares the model before, so that the newest state can be restored;
+                           then the Trainer finds its step in that state, as in a checkpoint
+``_prepare_for_training``  returns what was prepared before
+``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint
+``compute_loss``           weights the loss, if micro-batches have different sizes
+=========================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
+
+from vescale_fsdp import elastic
+from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp_accelerate.elastic import elastic_training
+from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+
+__all__ = ["Loop", "within"]
+
+_FILE = "trainer_state.json"
+_WRAPPED = (
+    "get_train_dataloader",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "compute_loss",
+)
+
+
+@contextmanager
+def within(trainer: Any, callback: Any) -> Iterator[None]:
+    """Make one call of the Trainer's loop elastic.
+
+    Args:
+        callback: the `ElasticCallback` that asks for it.
+
+    Raises:
+        ValueError: the Trainer has something that does not work with a number of ranks that
+            changes; says what to change.
+    """
+    args = trainer.args
+    _check(trainer)
+    loop = Loop(trainer, callback)
+    before = (args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint)
+    for name in _WRAPPED:
+        setattr(trainer, name, getattr(loop, name.removeprefix("_")))
+    callback.loop = loop
+    try:
+        yield
+    except BaseException as error:
+        loop.close(error)
+        raise
+    else:
+        loop.close(None)
+    finally:
+        callback.loop = None
+        args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint = before
+        for name in _WRAPPED:
+            delattr(trainer, name)
+
+
+class Loop:
+    """One call of the Trainer's loop.
+
+    Args:
+        trainer: not yet wrapped.
+        callback: with the options.
+    """
+
+    def __init__(self, trainer: Any, callback: Any) -> None:
+        self._trainer, self._callback = trainer, callback
+        self._stock: dict[str, Callable[..., Any]] = {
+            name: getattr(trainer, name) for name in _WRAPPED
+        }
+        self._options: elastic.ElasticOptions = callback.options
+        self._loader: elastic.StepLoader | None = None
+        self._weights: list[float] = []
+        self._number = 0  # of the micro-batch in its step
+        self._first_step = 0  # of the epoch
+        self._prepared: Any = None
+        self._context: Any = None
+        self._set_random: Callable[[], None] | None = None
+
+    # In place of the Trainer's methods
+
+    def get_train_dataloader(self) -> elastic.StepLoader:
+        """Return the loader of this rank's micro-batches."""
+        trainer, args = self._trainer, self._trainer.args
+        made = elastic.StepLoader.like(
+            self._stock["get_train_dataloader"](),
+            self._options.global_batch,
+            args.process_index,
+            args.world_size,
+            lambda: self._first_step,
+            micro_batch=trainer._train_batch_size,
+            default_seed=args.seed if args.data_seed is None else args.data_seed,
+            accepted=(DataLoaderShard,),
+        )
+        self._weights = made.micro_batches.weights()
+        args.gradient_accumulation_steps = made.micro_batches.num_each
+        if 0 in self._weights and trainer.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"global_batch={self._options.global_batch} has fewer samples than the "
+                f"{args.world_size} ranks have micro-batches ({len(self._weights)} each), and the "
+                "loss is a mean over tokens, for which none may be empty: set a larger "
+                "per_device_train_batch_size or global_batch"
+            )
+        self._loader = made
+        return made
+
+    def init_training_state(
+        self, max_steps: int, steps: int, epochs: int, resume: Any, trial: Any
+    ) -> Any:
+        """Restore the newest state, and return the epoch and the batch with which it continues."""
+        trainer = self._trainer
+        self._prepared = self._stock["_prepare_for_training"](max_steps, self._loader, resume)
+        self._restore()
+        stock, run = self._stock["_init_training_state"], self._callback.run
+        if run.source == "start":
+            return stock(max_steps, steps, epochs, resume, trial)
+        trainer.args.restore_callback_states_from_checkpoint = True
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / _FILE).write_text(run.extra["trainer"])
+            return stock(max_steps, steps, epochs, folder, trial)
+
+    def prepare_for_training(self, *_: Any) -> Any:
+        """Return what `init_training_state` has prepared."""
+        return self._prepared
+
+    def run_epoch(self, *, epoch: int, **options: Any) -> None:
+        """Run an epoch, or what is left of it."""
+        self._first_step = epoch * options["num_update_steps_per_epoch"]
+        if self._callback.run.source != "start" and epoch == options["epochs_trained"]:
+            options["resume_from_checkpoint"] = str(self._options.directory)
+        self._stock["_run_epoch"](epoch=epoch, **options)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss with the weight of the micro-batch.
+
+        A mean over the tokens of the global batch, which the Trainer divides by
+        ``num_items_in_batch``, has the right weight already.
+        """
+        found = self._stock["compute_loss"](model, inputs, *args, **kwargs)
+        if not model.training:
+            return found
+        weight = self._weights[self._number % len(self._weights)]
+        self._number += 1
+        if weight == 1.0 or kwargs.get("num_items_in_batch") is not None:
+            return found
+        return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
+
+    # What the callback hears of
+
+    def begin_step(self) -> None:
+        """Count the step before. All that belongs to it is done: its evaluation, for example."""
+        if self._set_random is not None:  # numbers may have been drawn since
+            self._set_random()
+            self._set_random = None
+        self._number = 0
+        run = self._callback.run
+        if self._trainer.state.global_step > run.step:
+            run.made(self._options.global_batch)
+
+    def end(self) -> None:
+        """Save the last state on disk. Collective."""
+        run = self._callback.run
+        if self._trainer.state.global_step > run.step:
+            run.made(self._options.global_batch, is_last=True)
+        else:
+            run.end()
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the context."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None if error is None else type(error), error, None)
+
+    def _restore(self) -> None:
+        trainer = self._trainer
+        self._context = elastic_training(
+            trainer.accelerator,
+            self._options.directory,
+            {"schedule": trainer.lr_scheduler},
+            self._options.arguments(),
+        )
+        run = self._callback.run = self._context.__enter__()
+        run.before_save = self._dump
+        if run.source != "start":
+            self._set_random = restorer(capture())
+
+    def _dump(self) -> None:
+        """Put the Trainer's state into what is saved, as its checkpoints have it."""
+        trainer = self._trainer
+        exportable = [
+            each
+            for each in [*trainer.callback_handler.callbacks, trainer.control]
+            if hasattr(each, "state") and hasattr(each, "from_state")
+        ]
+        state = dataclasses.replace(trainer.state, stateful_callbacks=exportable)
+        self._callback.run.extra["trainer"] = json.dumps(dataclasses.asdict(state))
+
+
+def _check(trainer: Any) -> None:
+    """Raise for what does not work with a number of ranks that changes."""
+    args = trainer.args
+    if not hasattr(trainer, "_run_epoch"):
+        raise RuntimeError("ElasticCallback needs transformers 5.20 or later")
+    if args.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} does not work with "
+            "ElasticCallback, which divides the samples of a step itself, by its global_batch: "
+            "leave it out"
+        )
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")
+
+
+def replace(trainer_class: Any) -> None:
+    """Make the loop of Trainers with an `ElasticCallback` elastic. Idempotent."""
+    stock = trainer_class._inner_training_loop
+
+    @functools.wraps(stock)
+    def inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vescale_fsdp_accelerate.elastic_callback import ElasticCallback
+
+        found = [
+            each for each in self.callback_handler.callbacks if isinstance(each, ElasticCallback)
+        ]
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if not found or not isinstance(plugin, VeScaleFSDPPlugin):  # the callback raises then
+            return stock(self, *args, **kwargs)
+        with within(self, found[0]):
+            return stock(self, *args, **kwargs)
+
+    trainer_class._inner_training_loop = inner_training_loop

@@ -1,0 +1,216 @@
+"""Elastic training: ranks come and go, and each step is that of a quiet run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import VeScaleAccelerator
+from vescale_fsdp_accelerate.options import Options, to_environment
+
+from .helpers import accelerator
+
+transformers = pytest.importorskip("transformers")
+
+GLOBAL_BATCH, NUM_SAMPLES, WIDTH, UNTIL = 11, 64, 6, 12  # micro-batches of 1 to 3
+Losses = dict[int, float]
+
+
+class Stop(Exception):
+    """What ends an attempt."""
+
+
+class Numbers(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int = NUM_SAMPLES) -> None:
+        self.x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.x[index].sin().sum().reshape(1)}
+
+
+class Net(nn.Module):
+    """Returns a mean over the batch, as models do that know nothing of the Trainer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)),
+            nn.Dropout(dropout),
+            nn.Linear(WIDTH, 1),
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.layers(x)
+        return nn.functional.mse_loss(found, labels), found
+
+
+def make(dropout: float) -> Net:
+    logging.getLogger("vescale_fsdp").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def memory(root: Path, ranks_per_host: int) -> str:
+    return str(root / f"host{dist.get_rank() // ranks_per_host}")
+
+
+Found = dict[str, Any]
+
+
+def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
+    """A loop of Accelerate with a prepared optimizer and a prepared schedule."""
+    dropout, global_batch = options.get("dropout", 0.0), options.get("global_batch", GLOBAL_BATCH)
+    losses: Losses = {}
+    rates: Losses = {}
+    with accelerator() as made:
+        model = make(dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.8)
+        model, optimizer, schedule = made.prepare(model, optimizer, schedule)
+        elastic = made.elastic_training(
+            root / "run",
+            every=2,
+            every_on_disk=None,
+            signals=(),
+            memory_directory=memory(root, options.get("ranks_per_host", 2)),
+        )
+        try:
+            with elastic as run:
+                for step in run.batches(
+                    Numbers(), global_batch=global_batch, micro_batch=3, until=UNTIL
+                ):
+                    if step.number == stop_at:
+                        run._keeper.finish()
+                        raise Stop
+                    total = torch.zeros((), dtype=torch.float64)
+                    for batch in step:
+                        loss, _ = model(**batch)
+                        made.backward(loss * step.weight)
+                        total += loss.detach() * step.weight
+                    losses[step.number] = float(made.reduce(total, "mean"))
+                    rates[step.number] = optimizer.param_groups[0]["lr"]
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        except Stop:
+            pass
+    return {"losses": losses, "rates": rates, "source": run.source}
+
+
+class StopAt(transformers.TrainerCallback):
+    """Raises in a step, when the state before it is in memory."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.step is not None and state.global_step == self.step + 1:
+            raise Stop
+
+
+def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
+    """``transformers.Trainer`` with evaluations; the history of its logs is a part of its state."""
+    import transformers.trainer
+
+    from vescale_fsdp_accelerate import ElasticCallback
+
+    with accelerator(accelerate.PartialState):
+        os.environ |= to_environment(Options(), {})
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+        transformers.trainer.Accelerator = VeScaleAccelerator
+        arguments = transformers.TrainingArguments(
+            output_dir=str(root / "out"), per_device_train_batch_size=3, max_steps=UNTIL,
+            save_strategy="no", eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[],
+            use_cpu=True, learning_rate=2e-2, lr_scheduler_type="cosine", disable_tqdm=True, seed=0,
+            **options.get("arguments", {}),
+        )  # fmt: skip
+        callback = ElasticCallback(
+            root / "run",
+            global_batch=options.get("global_batch", GLOBAL_BATCH),
+            every=2,
+            every_on_disk=None,
+            memory_directory=memory(root, options.get("ranks_per_host", 2)),
+        )
+        made = transformers.Trainer(
+            model=make(options.get("dropout", 0.0)),
+            args=arguments,
+            train_dataset=Numbers(),
+            eval_dataset=Numbers(12),
+            callbacks=[StopAt(stop_at), callback],
+        )
+        try:
+            made.train()
+        except Stop:
+            callback.run._keeper.finish()
+        finally:
+            transformers.trainer.Accelerator = accelerate.Accelerator
+    history = made.state.log_history
+    return {
+        "losses": {each["step"] - 1: each["loss"] for each in history if "loss" in each},
+        "rates": {each["step"]: each["learning_rate"] for each in history if "loss" in each},
+        "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
+        "source": callback.run.source,
+        "accumulates": arguments.gradient_accumulation_steps,
+    }
+
+
+KINDS = {"loop": loop, "trainer": trainer}
+
+
+def attempt(kind: str, root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
+    return KINDS[kind](root, stop_at, options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_4_to_3_to_2_to_4_ranks(tmp_path: Path, kind: str) -> None:
+    quiet = run_ranks(attempt, 4, kind, tmp_path / "quiet", None, {})[0]
+    assert quiet["losses"].keys() == set(range(UNTIL))
+    torn: Found = {"losses": {}, "rates": {}}
+    sources = []
+    for ranks, stop_at in ((4, 5), (3, 7), (2, 11), (4, None)):
+        found = run_ranks(attempt, ranks, kind, tmp_path / "torn", stop_at, {})[0]
+        sources.append(found["source"])
+        for name in torn:
+            torn[name] |= found[name]
+    assert sources == ["start", "memory", "memory", "memory"]
+    for name in ("losses", "rates"):
+        assert torn[name] == pytest.approx(quiet[name], abs=1e-6), name
+    assert found.get("evaluated") == pytest.approx(quiet.get("evaluated"), abs=1e-6)
+    assert found.get("accumulates", 1) == 1, "the user's value is back"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path, kind: str) -> None:
+    options = {"dropout": 0.3, "ranks_per_host": 1, "global_batch": 12}
+    quiet = run_ranks(attempt, 2, kind, tmp_path / "quiet", None, options)
+    for stop_at in (7, None):
+        torn = run_ranks(attempt, 2, kind, tmp_path / "torn", stop_at, options)
+        for found, expected in zip(torn, quiet, strict=True):
+            assert found["losses"]
+            assert found["losses"] == {s: expected["losses"][s] for s in found["losses"]}
+    assert torn[0]["source"] == "memory"
+
+
+def refused(root: Path) -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 does not work"):
+        trainer(root, None, {"arguments": {"gradient_accumulation_steps": 2}})
+    with accelerator() as made, pytest.raises(ValueError, match="one prepared model, and 0 have"):
+        made.elastic_training(root).__enter__()
+
+
+def test_what_cannot_follow_the_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    run_ranks(refused, 1, tmp_path)

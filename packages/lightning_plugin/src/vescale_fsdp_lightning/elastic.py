@@ -1,0 +1,239 @@
+"""Training that goes on when ranks come and go: `vescale_fsdp.elastic` in Lightning's loop.
+
+::
+
+    Trainer.fit
+      setup             the loader is divided, and the newest state restored (`prepare`, `restore`)
+      each batch        before it, if the batch before was the last of a step: `begin_batch` counts
+                        the step, and saves if it is time
+        backward        the loss is weighted, if micro-batches have different sizes
+      on_train_end      the last state is saved on disk (`end`)
+
+A state is Lightning's dictionary of a checkpoint, without the tensors of model and optimizers,
+which are saved beside it. It is taken before a batch is counted. So all that belongs to the step
+before is in it: its validation, and what schedulers and callbacks made of that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from vescale_fsdp import elastic
+from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp_lightning.checkpoints import without_states
+from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.plain import from_plain, to_plain
+from vescale_fsdp_lightning.progress import as_after_a_batch, with_micro_batches
+
+__all__ = ["Elastic"]
+
+
+class Elastic:
+    """The elastic training of one ``Trainer.fit``.
+
+    Args:
+        options: of the user.
+        trainer: whose strategy is `VeScaleFSDPStrategy`.
+    """
+
+    def __init__(self, options: elastic.ElasticOptions, trainer: Any) -> None:
+        self._options, self._trainer = options, trainer
+        self._loader: elastic.StepLoader | None = None
+        self._weights: list[float] = []
+        self._user_set: dict[str, Any] = {}  # arguments of the Trainer that are changed here
+        self._context: AbstractContextManager[elastic.Run] | None = None
+        self.run: elastic.Run | None = None  # while training
+        self._set_random: Any = None
+        self.loaded: dict[str, Any] | None = None  # Lightning's dictionary, if there was a state
+        self.is_dumping = False
+        self._at_batch = True  # else at the end of the training
+
+    # Before training
+
+    def prepare(self) -> None:
+        """Divide the loader, and let the Trainer's accumulation follow. Before optimizers are made.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: the Trainer has something that does not
+                work with a number of ranks that changes; says what to change.
+        """
+        trainer = self._trainer
+        _check(trainer)
+        connector = trainer._accelerator_connector
+        # Lightning's own sampler would hide whether the user's loader shuffles.
+        was, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+        try:
+            trainer.fit_loop.setup_data()
+        finally:
+            connector.use_distributed_sampler = was
+        if self._loader is None or trainer.train_dataloader is not self._loader:
+            raise TypeError(
+                "elastic training needs one torch.utils.data.DataLoader as train_dataloader, got "
+                f"{type(trainer.train_dataloader).__name__}"
+            )
+
+    def divide(self, loader: Any) -> elastic.StepLoader:
+        """Return the loader of this rank's micro-batches, and set what the Trainer counts."""
+        trainer = self._trainer
+        kwargs = trainer.strategy.distributed_sampler_kwargs
+        workers = None
+        if int(os.environ.get("PL_SEED_WORKERS", "0")):
+            workers = trainer.strategy._utilities("seed").pl_worker_init_function
+        made = elastic.StepLoader.like(
+            loader,
+            self._options.global_batch,
+            kwargs["rank"],
+            kwargs["num_replicas"],
+            lambda: int(trainer.global_step),
+            default_seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            worker_init_fn=workers,
+        )
+        batches = made.micro_batches
+        self._weights = batches.weights()
+        self._set("accumulate_grad_batches", batches.num_each)
+        for name in ("limit_train_batches", "val_check_interval"):
+            number = getattr(trainer, name)
+            if isinstance(number, float) and number != 1.0:
+                number = max(int(batches.num_steps * number), 1)
+            if isinstance(number, int):  # the user counts steps
+                self._set(name, number * batches.num_each)
+        self._loader = made
+        return made
+
+    def _set(self, name: str, value: Any) -> None:
+        self._user_set.setdefault(name, getattr(self._trainer, name))
+        setattr(self._trainer, name, value)
+
+    def restore(self, model: Any, optimizers: Any) -> None:
+        """Load the newest state, if there is one. Lightning then restores its part. Collective."""
+        self._context = elastic.training(
+            self._options.directory, model, optimizers, signals=(), **self._options.arguments()
+        )
+        run = self.run = self._context.__enter__()
+        run.before_save = self._dump
+        if run.source == "start":
+            return
+        self._set_random = restorer(capture())
+        loaded: dict[str, Any] = from_plain(run.extra["lightning"])
+        batches = run.extra["micro_batches"]
+        loaded["loops"] = with_micro_batches(loaded["loops"], batches, len(self._weights))
+        self.loaded = loaded
+        connector = self._trainer._logger_connector
+        device = self._trainer.strategy.root_device
+        for name, value in run.extra["metrics"].items():
+            connector._callback_metrics[name] = torch.tensor(value, device=device)
+        # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
+        self._trainer._checkpoint_connector._loaded_checkpoint = loaded
+
+    def start(self) -> None:
+        """Begin with the loader where the restored state is. After Lightning has restored."""
+        run, trainer = self.run, self._trainer
+        assert run is not None, "restored"
+        run.step = trainer.global_step  # of another checkpoint, if `fit` got its path
+        iter(trainer.fit_loop._data_fetcher)
+        # Lightning's own handler sends a broadcast from within the handler.
+        run.stop_on(signal.SIGTERM)
+
+    # While training
+
+    def begin_batch(self) -> None:
+        """Count the step before, if this batch begins another one. Collective."""
+        if self._set_random is not None:
+            self._set_random()  # hooks may have drawn numbers since
+            self._set_random = None
+            # Else schedulers that wait for a metric would not step at the end of this epoch,
+            # because other checkpoints have no metrics.
+            self._trainer.fit_loop._restarting = False
+        run = self.run
+        if run is not None and self._trainer.global_step > run.step:
+            run.made(self._options.global_batch)
+
+    @property
+    def weight(self) -> float:
+        """The factor of the loss of the batch under way."""
+        number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        return self._weights[number % len(self._weights)]
+
+    def _dump(self) -> None:
+        """Put Lightning's dictionary into what is saved."""
+        trainer, run = self._trainer, self.run
+        assert run is not None, "it saves"
+        self.is_dumping = True
+        try:
+            values = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self.is_dumping = False
+        rest: dict[str, Any] = {}
+        agree(lambda: rest.update(to_plain(without_states(values, trainer.strategy.model))))
+        if self._at_batch:
+            rest["loops"] = as_after_a_batch(rest["loops"])
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        run.extra.update(lightning=rest, micro_batches=len(self._weights), metrics=metrics)
+
+    # After training
+
+    def end(self) -> None:
+        """Save the last state on disk. Collective."""
+        run = self.run
+        assert run is not None, "restored"
+        self._at_batch = False
+        if self._trainer.global_step > run.step:
+            run.made(self._options.global_batch, is_last=True)
+        else:
+            run.end()
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the context, and give the Trainer the user's arguments back.
+
+        Args:
+            error: that has ended the training.
+        """
+        context, self._context, self.run = self._context, None, None
+        for name, value in self._user_set.items():
+            setattr(self._trainer, name, value)
+        self._user_set = {}
+        if context is not None:
+            context.__exit__(None if error is None else type(error), error, None)
+
+
+def _check(trainer: Any) -> None:
+    """Raise for what does not work with a number of ranks that changes.
+
+    Raises:
+        ValueError, NotImplementedError: says what was found and what to do.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise NotImplementedError(
+            "elastic training lets the gradient accumulation follow the number of ranks, and "
+            f"{type(module).__name__} has automatic_optimization=False: make its steps automatic, "
+            "or write the loop with vescale_fsdp.elastic.training"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise NotImplementedError(
+            f"elastic training takes each batch itself, and {type(module).__name__}.training_step "
+            "takes a dataloader_iter: give it batch and batch_idx"
+        )
+    expected = {"accumulate_grad_batches": 1, "overfit_batches": 0}
+    expected["reload_dataloaders_every_n_epochs"] = 0
+    for name, value in expected.items():
+        found = getattr(trainer, name)
+        if found != value:
+            raise ValueError(
+                f"Trainer({name}={found}) does not work with elastic training, which divides the "
+                f"samples of each step itself, by elastic's global_batch: leave {name} out"
+            )
+    for callback in trainer.callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if names & {"GradientAccumulationScheduler", "BaseFinetuning"}:
+            raise NotImplementedError(
+                f"{type(callback).__name__} does not work with elastic training: it changes the "
+                "accumulation or the parameters of the optimizers while training; leave it out"
+            )
