@@ -90,7 +90,7 @@ class Host:
             self.agent = subprocess.Popen(
                 [
                     *(*enter, sys.executable, "-m", "torch.distributed.run"),
-                    *("--nnodes", "1:4", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
+                    *("--nnodes", "1:2", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(self._root / "meeting")),
                     *("--rdzv-id", "trial", "--rdzv-conf", RENDEZVOUS),
                     *("--local-addr", self._address, *arguments),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .hosts import Host, Hosts, new_hosts
-from .watch import Attempt, Parts, Watch
+from .watch import Parts, Watch
 
 FOLDER = Path(__file__).resolve().parent
 TOLERANCE = 1e-6  # of a loss and of a weight
@@ -48,6 +48,21 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     fault: str = ""
 
+    @property
+    def is_hang(self) -> bool:
+        """Whether something was not in time."""
+        return self.fault.startswith("hang")
+
+    def text(self) -> str:
+        """It on one line."""
+        told = [f"{size} ranks from {source}, {n} steps again" for size, source, n in self.attempts]
+        text = f"next step after {self.seconds:.1f} s; {'; then '.join(told) or 'no restart'}"
+        if self.parts is not None:
+            each = self.parts
+            text += f"; meeting {each.meeting:.1f}, processes {each.starting:.1f}, "
+            text += f"state {each.restoring:.1f}, first step {each.stepping:.1f} s"
+        return f"{text}; NOT AS EXPECTED: {self.fault}" if self.fault else text
+
 
 class Trial:
     """A training under way on hosts, for the faults.
@@ -66,6 +81,7 @@ class Trial:
         self.at = 0.0  # when the last fault has happened
         self.num_revived = 0
         self.notes: list[str] = []
+        self.after_poll: Callable[[], None] = lambda: None
 
     def any_host(self) -> Host:
         """A random one."""
@@ -86,6 +102,7 @@ class Trial:
                 self.tell(f"the agent of {host.name} has ended; it is started again")
                 host.kill()
                 self.hosts.start(host)
+        self.after_poll()
 
     def wait(self, what: str, is_so: Callable[[], bool], seconds: float) -> None:
         """Wait until something is so.
@@ -167,7 +184,7 @@ def free_port() -> int:
 def farthest_weight(one: Path, other: Path) -> float:
     """The largest difference of a weight between two trainings."""
     a, b = (torch.load(each / "weights.pt") for each in (one, other))
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
 
 
 def log_of(root: Path, pattern: str) -> list[str]:

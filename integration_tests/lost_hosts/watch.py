@@ -180,6 +180,6 @@ class Watch:
             last[key] = made.at
         return statistics.median(gaps) if gaps else 0.0
 
-    def wrong(self, reference: dict[int, float], tolerance: float) -> list[Made]:
-        """The steps whose loss is not that of the undisturbed run."""
-        return [made for made in self.made if not abs(made.loss - reference[made.step]) <= tolerance]
+    def farthest(self, reference: dict[int, float]) -> float:
+        """The largest difference of a loss from that of the undisturbed run."""
+        return max((abs(made.loss - reference[made.step]) for made in self.made), default=0.0)
