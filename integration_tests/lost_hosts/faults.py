@@ -25,6 +25,8 @@ class Fault:
         most_repeated: steps, over all attempts after it.
         lasts_s: how long the fault itself lasts.
         needs_network: whether it needs namespaces.
+        weight: how often it is among the random ones.
+        is_for_stock: whether it makes sense for stock torch, which has no memory checkpoints.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Fault:
     most_repeated: int
     lasts_s: float = 0.0
     needs_network: bool = False
+    weight: float = 1.0
+    is_for_stock: bool = True
 
 
 MEMORY, DISK = frozenset({"memory"}), frozenset({"disk"})
@@ -142,7 +146,7 @@ def all_hosts(trial: Trial) -> None:
 
 _FEW, _MANY = 2 * EVERY, EVERY_ON_DISK + 2 * EVERY
 FAULTS = [
-    Fault("kill -9 of a rank", one_rank, "from memory", MEMORY, _FEW),
+    Fault("kill -9 of a rank", one_rank, "from memory", MEMORY, _FEW, weight=4.0),
     Fault(
         "a host dies with its memory; later a new one joins",
         one_host,
@@ -183,6 +187,7 @@ FAULTS = [
         _FEW,
         90,
         needs_network=True,
+        weight=0.5,
     ),
     Fault(
         "a host gets 10% of its time for 20 s",
@@ -199,6 +204,7 @@ FAULTS = [
         MEMORY | DISK,
         _MANY,
         needs_network=True,  # for a tmpfs
+        is_for_stock=False,
     ),
     Fault(
         "memory is full when a rank is killed",
@@ -207,8 +213,9 @@ FAULTS = [
         MEMORY | DISK,
         _MANY,
         needs_network=True,
+        is_for_stock=False,
     ),
-    Fault("kill -9 of a rank on each host", two_ranks, "from memory", MEMORY, _FEW),
+    Fault("kill -9 of a rank on each host", two_ranks, "from memory", MEMORY, _FEW, weight=2.0),
     Fault(
         "kill -9 of a rank; a host dies during the restart",
         rank_then_host,

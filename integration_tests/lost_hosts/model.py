@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 from gpt import GPT
 
-__all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "loss_of", "new_model"]
+from benchmarks.namespaces import die_with_parent
+
+__all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "begin", "loss_of", "new_model"]
 
 CONTEXT, GLOBAL_BATCH, MICRO_BATCH = 64, 8, 2
 
@@ -73,6 +75,16 @@ class Events:
         # One write, so that a kill leaves a line whole or leaves none.
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+def begin(root: Path) -> Events:
+    """What each process does first. Returns its events."""
+    began = process_start()
+    die_with_parent()  # the ranks of an agent that is killed
+    torch.set_num_threads(1)
+    events = Events(root / "events", os.environ.get("HOST_NAME", "host"))
+    events.tell("began", began)
+    return events
 
 
 def process_start() -> float:

@@ -20,9 +20,9 @@ from model import (
     MICRO_BATCH,
     Events,
     Text,
+    begin,
     loss_of,
     new_model,
-    process_start,
 )
 
 import torch
@@ -82,13 +82,10 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    own = Events(root / "events", os.environ.get("HOST_NAME", "host"))
-    own.tell("began", process_start())
+    own = begin(root)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s rank {os.environ['RANK']}: %(message)s"
     )
-    torch.set_num_threads(1)
-    own.tell("imported")
     elastic.init_process_group("gloo")
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
@@ -98,3 +95,4 @@ if __name__ == "__main__":
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        own.tell("left")
