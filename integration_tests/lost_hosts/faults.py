@@ -23,7 +23,7 @@ class Fault:
         expected: for the page.
         sources: where the state of an attempt after it may be from. Empty: no attempt may follow.
         most_repeated: steps, over all attempts after it.
-        lasts_s: how long the fault itself lasts.
+        restarts: whether an attempt must follow. A slow or a cut network may end in a wait.
         needs_network: whether it needs namespaces.
         weight: how often it is among the random ones.
         is_for_stock: whether it makes sense for stock torch, which has no memory checkpoints.
@@ -34,7 +34,7 @@ class Fault:
     expected: str
     sources: frozenset[str]
     most_repeated: int
-    lasts_s: float = 0.0
+    restarts: bool = True
     needs_network: bool = False
     weight: float = 1.0
     is_for_stock: bool = True
@@ -100,7 +100,7 @@ def full_memory(trial: Trial) -> None:
     trial.hosts.remove(host)
     trial.wait_for_ranks(RANKS, BACK_S)
     new = trial.hosts.add(full=True)
-    trial.wait_for_ranks(2 * RANKS, WHOLE_S, 2)
+    trial.wait_for_ranks(2 * RANKS, WHOLE_S, EVERY + 1)
     new.empty_memory()
     trial.tell(f"the memory of {new.name} is free again")
 
@@ -167,7 +167,7 @@ FAULTS = [
         "the training waits, and goes on",
         MEMORY,
         _FEW,
-        5,
+        restarts=False,
         needs_network=True,
     ),
     Fault(
@@ -176,7 +176,7 @@ FAULTS = [
         "from memory, if ranks were started again",
         MEMORY,
         _FEW,
-        30,
+        restarts=False,
         needs_network=True,
     ),
     Fault(
@@ -185,7 +185,7 @@ FAULTS = [
         "from memory, if ranks were started again",
         MEMORY,
         _FEW,
-        90,
+        restarts=False,
         needs_network=True,
         weight=0.5,
     ),
@@ -195,7 +195,7 @@ FAULTS = [
         "slow steps; from memory, if ranks were started again",
         MEMORY,
         _FEW,
-        20,
+        restarts=False,
     ),
     Fault(
         "a host dies; the memory of its replacement is full",
@@ -241,13 +241,10 @@ def happen(trial: Trial, fault: Fault) -> Outcome:
     trial.notes, trial.num_revived = [], 0
     try:
         fault.run(trial)
-        end = time.time()
-        trial.wait(
-            "a step after the fault",
-            lambda: max(made.at for made in trial.watch.made) > max(end, trial.at),
-            BACK_S,
+        since = None if fault.restarts else time.time()
+        trial.wait_for_ranks(
+            2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=fault.restarts, since=since
         )
-        trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS)
     except Hang as hang:
         outcome.fault = f"hang: {hang}"
     trial.watch.read()

@@ -69,8 +69,8 @@ class Trial:
 
     Args:
         root: an empty folder.
-        script: ``train.py`` or ``stock.py``.
-        until: its steps.
+        seed: of the times and victims of the faults.
+        tell: prints what happens.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Trial:
     ) -> None:
         self.root, self.hosts, self.watch = root, hosts, Watch(root / "events")
         self.chance, self.tell = random.Random(seed), tell
-        self.at = 0.0  # when the last fault has happened
+        self.at, self.attempt = 0.0, 0  # when the last fault has happened, and in which attempt
         self.num_revived = 0
         self.notes: list[str] = []
         self.after_poll: Callable[[], None] = lambda: None
@@ -90,6 +90,8 @@ class Trial:
     def now(self) -> None:
         """The fault has happened."""
         self.at = time.time()
+        newest = self.watch.newest()
+        self.attempt = 0 if newest is None else newest.number
 
     def poll(self) -> None:
         """Read the events. Start agents again that have ended, as a cluster's manager does."""
@@ -126,14 +128,30 @@ class Trial:
             self.poll()
             time.sleep(0.05)
 
-    def wait_for_ranks(self, size: int, seconds: float, steps: int = 1) -> None:
-        """Wait until the newest attempt has so many ranks, and has made so many steps."""
+    def wait_for_ranks(
+        self,
+        size: int,
+        seconds: float,
+        steps: int = 1,
+        *,
+        is_new: bool = True,
+        since: float | None = None,
+    ) -> None:
+        """Wait until the newest attempt has so many ranks, and has made so many steps.
+
+        Args:
+            is_new: it must have begun after the fault.
+            since: steps count from this time on. None: from that of the fault on.
+        """
+        start = self.at if since is None else since
 
         def is_so() -> bool:
             newest = self.watch.newest()
             if newest is None or newest.size != size:
                 return False
-            return self.watch.steps_of(newest.number) >= steps
+            if is_new and newest.number <= self.attempt:
+                return False
+            return self.watch.steps_of(newest.number, start) >= steps
 
         self.wait(f"{steps} steps on {size} ranks", is_so, seconds)
 

@@ -155,9 +155,10 @@ class Watch:
         attempts = self.attempts()
         return attempts[-1] if attempts else None
 
-    def steps_of(self, attempt: int) -> int:
-        """How many steps this attempt has made so far."""
-        return len({made.step for made in self.made if made.attempt == attempt})
+    def steps_of(self, attempt: int, since: float = 0.0) -> int:
+        """How many steps this attempt has made since a time."""
+        steps = {made.step for made in self.made if made.attempt == attempt and made.at > since}
+        return len(steps)
 
     def reached(self) -> int:
         """How many steps are made, the repeated ones counted once."""
