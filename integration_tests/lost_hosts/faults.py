@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .hosts import RANKS
 from .trial import EVERY, EVERY_ON_DISK, SETTLED_STEPS, Hang, Outcome, Trial
 
-BACK_S = 90.0  # for a first step after a fault, with the time in which it lasts added
+BACK_S = 60.0  # for a first step after a fault, with the time in which it lasts added
 WHOLE_S = 150.0  # for all ranks to be there again
 
 

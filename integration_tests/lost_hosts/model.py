@@ -7,8 +7,10 @@ larger one shows a wrong sample, a wrong step or a wrong weight.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -81,6 +83,7 @@ def begin(root: Path) -> Events:
     """What each process does first. Returns its events."""
     began = process_start()
     die_with_parent()  # the ranks of an agent that is killed
+    faulthandler.register(signal.SIGUSR1)  # the log then says where it hangs
     torch.set_num_threads(1)
     events = Events(root / "events", os.environ.get("HOST_NAME", "host"))
     events.tell("began", began)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,8 +120,17 @@ class Trial:
             if is_so():
                 return
             if time.monotonic() > end:
+                self.show_stacks()
                 raise Hang(f"{what}: not within {seconds:g} s")
             time.sleep(0.05)
+
+    def show_stacks(self) -> None:
+        """Let each rank write to its log what its threads do."""
+        for host in self.hosts.here:
+            for rank in host.ranks():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGUSR1)
+        time.sleep(1)
 
     def sleep(self, seconds: float) -> None:
         """Let so much time pass."""
