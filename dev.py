@@ -38,6 +38,8 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   demo    train a small GPT on two processes, beside FSDP2
   bench   compare with FSDP2, DeepSpeed ZeRO-3 and DDP, and write benchmarks/RESULTS.md (40 minutes;
           --quick: 3 minutes)
+  elastic train a small GPT on two hosts that die and come back, with a picture (3 minutes);
+          --faults 200: random faults, and docs/elastic-faults.md (2 hours)
   faults  kill, damage and fill everything in full, and write docs/reliability.md (20 minutes)
   fuzz    random models on ranks against one process (2,000 cases: 40 minutes; --cases 200: 4)
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
@@ -75,7 +77,7 @@ def main() -> int:
         return gpu(arguments)
     if command == "release":
         return release(arguments)
-    if command in [*TESTED, "demo", "bench", "faults", "fuzz"]:
+    if command in [*TESTED, "demo", "bench", "elastic", "faults", "fuzz"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2

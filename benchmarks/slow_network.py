@@ -14,9 +14,7 @@ Reno, independent of the system's setting.
        limits what      limit what ranks
        rank 0 sends     0 and 1 receive
 
-The namespaces have no names. Each exists as long as a process runs in it, the holder. A holder ends
-when the pipe from the process that started it closes. So nothing remains, however that process
-ends. The switch has its own namespace, and the network of the machine is not changed.
+How namespaces and the switch are made: `namespaces`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import ctypes
 import functools
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -39,10 +36,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks import namespaces
+from benchmarks.namespaces import die_with_parent
+
 __all__ = ["Network", "Place", "bits_per_s", "counted_network", "die_with_parent", "why_not"]
 
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
 _PORT = 29400
 _CHECK_S = 0.8  # duration of the transfer that checks the limit; the second half is measured
 # The queue of a limit has the data of 20 ms, as the buffer of a small switch. A burst is two of the
@@ -137,13 +136,7 @@ class Network:
 
 def why_not() -> str | None:
     """Return why networks cannot be made on this system. None: they can."""
-    if sys.platform != "linux":
-        return "network namespaces are a thing of Linux"
-    missing = [name for name in ("ip", "tc", "nsenter", "unshare") if not shutil.which(name)]
-    if missing:
-        return f"{', '.join(missing)} not found; on Debian: apt-get install iproute2 util-linux"
-    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
-    return tried.stderr.strip() or None
+    return namespaces.why_not("tc")
 
 
 @contextmanager
@@ -157,56 +150,24 @@ def counted_network(num_ranks: int, rate: str | None) -> Iterator[Network]:
     """
     with ExitStack() as stack:
         if rate is None:
-            holder = stack.enter_context(_holder())
-            _run(holder, "ip link set lo up")
-            place = Place(f"/proc/{holder}/ns/net", "lo", "127.0.0.1")
+            inside = stack.enter_context(namespaces.holder())
+            namespaces.run(inside, "ip link set lo up")
+            place = Place(f"/proc/{inside}/ns/net", "lo", "127.0.0.1")
             yield Network([place] * num_ranks, None)
             return
-        switch = stack.enter_context(_holder())
-        _run(switch, "ip link add bridge type bridge")
-        _run(switch, "ip link set bridge up")
+        switch = stack.enter_context(namespaces.new_switch())
         places = []
         for rank in range(num_ranks):
-            holder = stack.enter_context(_holder())
-            port = f"port{rank}"
-            _run(switch, f"ip link add {port} type veth peer name wire netns {holder}")
-            _run(switch, f"ip link set {port} addrgenmode none master bridge up")
-            _run(holder, "ip link set lo up")
-            _run(holder, "ip link set wire addrgenmode none up")
-            _run(holder, f"ip address add 10.0.0.{rank + 1}/16 dev wire")
-            for where, interface in ((holder, "wire"), (switch, port)):
+            inside = stack.enter_context(namespaces.holder())
+            port = switch.connect(rank, inside)
+            for where, interface in ((inside, namespaces.WIRE), (switch.inside, port)):
                 limit = f"tbf rate {rate} burst {_BURST} latency {_LATENCY}"
-                _run(where, f"tc qdisc add dev {interface} root {limit}")
-            namespace = f"/proc/{holder}/ns/net"
+                namespaces.run(where, f"tc qdisc add dev {interface} root {limit}")
+            namespace = f"/proc/{inside}/ns/net"
             choose = functools.partial(_CONGESTION_FILE.write_text, _CONGESTION_CONTROL)
             _in_namespace(namespace, choose)
-            places.append(Place(namespace, "wire", "10.0.0.1"))
+            places.append(Place(namespace, namespaces.WIRE, "10.0.0.1"))
         yield Network(places, rate)
-
-
-@contextmanager
-def _holder() -> Iterator[int]:
-    """Start a process that only keeps a new network namespace alive. Yields its id."""
-    with subprocess.Popen(
-        ["unshare", "--net", "cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # so that Ctrl+C does not reach it
-    ) as process:
-        assert process.stdin is not None, "a pipe"
-        assert process.stdout is not None, "a pipe"
-        process.stdin.write(b"ready\n")
-        process.stdin.flush()
-        process.stdout.readline()  # `cat` runs, so the namespace is there
-        try:
-            yield process.pid
-        finally:
-            process.kill()
-
-
-def _run(holder: int, command: str) -> None:
-    call = ["nsenter", f"--net=/proc/{holder}/ns/net", *command.split()]
-    subprocess.run(call, check=True)
 
 
 def _set_namespace(path: str) -> None:
@@ -279,13 +240,6 @@ def bits_per_s(rate: str) -> float:
     if match is None:
         raise ValueError(f"a rate is a number with kbit, mbit or gbit, as 1gbit, got {rate!r}")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends (on Linux)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_in(network: Network, command: list[str]) -> int:

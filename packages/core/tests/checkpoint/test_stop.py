@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import RankMismatchError, checkpoint
+from vescale_fsdp import RankMismatchError, checkpoint, waiting
 from vescale_fsdp.checkpoint.stop import Tally
 from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.testing import run_ranks
@@ -246,3 +246,38 @@ def test_one_of_several_processes_must_know_the_others(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match=r"one of 2 processes.*after .*init_process_group"):
         checkpoint.StopOnSignal()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class Gone:
+    """A store on a host that is gone: no call returns."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_: threading.Event().wait()
+
+
+def leaves_a_store_that_is_gone() -> None:
+    stop = checkpoint.StopOnSignal()
+    assert stop._peers is not None
+    stop._peers._store = Gone()
+    stop.close()
+
+
+@pytest.mark.timeout(40)
+def test_closing_ends_if_the_store_is_gone() -> None:
+    run_ranks(leaves_a_store_that_is_gone, 2, timeout_s=20)
+
+
+def waits_until_it_is_cut_off() -> None:
+    with checkpoint.StopOnSignal(timeout_s=100) as stop:
+        if dist.get_rank() == 1:
+            return  # it does not answer
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.5, waiting.close, ([dist.group.WORLD], "rank 1 is gone")).start()
+        stop._peers._tally.tell()  # so that only an answer would end the wait
+        with pytest.raises(RankMismatchError):
+            stop.requested()
+
+
+@pytest.mark.timeout(40)
+def test_a_rank_that_is_cut_off_does_not_wait_for_answers() -> None:
+    run_ranks(waits_until_it_is_cut_off, 2, timeout_s=20)

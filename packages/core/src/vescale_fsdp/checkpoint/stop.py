@@ -22,18 +22,22 @@ import atexit
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.engine import LONG_TIMEOUT_S, store_for
 from vescale_fsdp.errors import RankMismatchError
 
 _CLOSED = "closed"
 _DAY_S = 86_400.0
+_CLOSE_S = 2.0  # for the store to answer when this rank leaves
+_POLL_S = 0.1
 
 
 class Tally:
@@ -205,13 +209,46 @@ class _Peers:
 
         The first rank to announce wakes all others.
         """
-        if not self._announced and self._store.add(self._key("wanted"), 1) == 1:
-            for rank in range(self._size):
-                self._store.set(self._key("wake", rank), str(reason))
-        if not self._announced:
+        if self._announced:
+            return
+        self._announced = True
+
+        def tell() -> None:
+            if self._store.add(self._key("wanted"), 1) == 1:
+                for rank in range(self._size):
+                    self._store.set(self._key("wake", rank), str(reason))
             # Else this rank could start another step before its thread has reported.
-            self._announced = True
             self._tell(self._store)
+
+        self._in_time(tell, self._timeout_s)
+
+    def _in_time(self, ask: Callable[[], None], timeout_s: float) -> bool:
+        """Call ``ask``, which uses the store. Returns whether it has ended in time.
+
+        The store does not answer if its host is gone; then the call would never return.
+        """
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                ask()
+            except Exception as error:  # noqa: BLE001  raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="vescale-fsdp stop tells", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on, if the interpreter ends
+            ask()
+            return True
+        end = time.monotonic() + timeout_s
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_POLL_S)
+            if _is_cut_off():
+                break
+        if errors:
+            raise errors[0]
+        return not thread.is_alive()
 
     def arrive(self) -> bool:
         """Call at the end of a step. Returns whether to stop.
@@ -219,9 +256,10 @@ class _Peers:
         Waits for the other ranks only after a signal.
         """
         with self._changed:
-            answer = self._tally.arrive()
+            answer, end = self._tally.arrive(), time.monotonic() + self._timeout_s
             while answer is None:
-                if self._error is not None or not self._changed.wait(self._timeout_s):
+                self._changed.wait(_POLL_S)
+                if self._error is not None or _is_cut_off() or time.monotonic() > end:
                     raise RankMismatchError(
                         f"a signal to stop has arrived, but {self._silent()} did not report its "
                         f"step within {self._timeout_s:.0f} s: it has died, hangs or does "
@@ -278,9 +316,20 @@ class _Peers:
         if self._closed:
             return
         self._closed = True
-        try:
+
+        def tell() -> None:
             self._tell(self._store)
             self._store.set(self._key("wake", self._rank), _CLOSED)
+
+        try:
+            is_told = self._in_time(tell, _CLOSE_S)
         except RuntimeError:
             return  # the store has closed, so the thread's wait has ended too
-        self._thread.join(timeout=5.0)
+        if is_told:
+            self._thread.join(timeout=5.0)
+
+
+def _is_cut_off() -> bool:
+    """Whether this rank's connections to the others have been closed, because one is lost."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return world is not None and waiting.is_closed(world)

@@ -22,7 +22,7 @@ from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.saving import finish_saves
-from vescale_fsdp.elastic import attempts, memory
+from vescale_fsdp.elastic import attempts, liveness, memory
 from vescale_fsdp.elastic.batches import Batches, Step
 from vescale_fsdp.elastic.keeping import Keeper, Kept
 from vescale_fsdp.elastic.restoring import KEY, Restored, Restoring, meet
@@ -138,6 +138,21 @@ def _begin(options: Options, root: Path) -> Run:
             "torchrun shares one store for all attempts: a node that joins later would wait for an "
             "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
+    ring = liveness.watch(ranks, group)
+    try:
+        return _found(options, root, ranks, group, ring)
+    except BaseException:
+        ring.close()
+        raise
+
+
+def _found(
+    options: Options,
+    root: Path,
+    ranks: Ranks,
+    group: dist.ProcessGroup | None,
+    ring: liveness.Ring,
+) -> Run:
     hosts, place = meet(ranks, options.directory, root)
     restoring = Restoring(ranks, group, hosts, place, options.directory, options.replicas)
     restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
@@ -152,7 +167,7 @@ def _begin(options: Options, root: Path) -> Run:
     keeper = Keeper(
         options.directory, place, hosts, ranks, group, options.replicas, attempt, newest
     )
-    return Run(options, restored, keeper, place, leads=hosts.is_leader(ranks.rank))
+    return Run(options, restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
 
 
 def _cannot_grow() -> bool:
@@ -198,9 +213,11 @@ class Run:
         restored: Restored,
         keeper: Keeper,
         place: memory.Memory,
+        ring: liveness.Ring,
         *,
         leads: bool,
     ) -> None:
+        self._ring = ring
         self._options, self._keeper, self._place, self._leads = options, keeper, place, leads
         self.attempt, self.source = restored.attempt, restored.source
         self.extra = {k: v for k, v in restored.extra.items() if k not in ("step", KEY)}
@@ -346,5 +363,6 @@ class Run:
             if self._is_done and self._leads:
                 self._place.delete()
         finally:
+            self._ring.close()
             if self._stop is not None:
                 self._stop.close()

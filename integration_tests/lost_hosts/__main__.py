@@ -1,0 +1,91 @@
+"""``python3 dev.py elastic``: a training on two hosts that die and come back.
+
+    (nothing)       the demo, 3 minutes, and its picture
+    --faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
+    --only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import namespaces
+
+from . import demo, report
+from .faults import FAULTS, Fault
+from .hosts import own_mounts
+from .runner import Report, run_all
+from .trial import FOLDER
+
+
+def chosen(count: int, word: str, seed: int, *, with_network: bool) -> list[Fault]:
+    """Each fault once, then random ones."""
+    each = [one for one in FAULTS if word in one.name and (with_network or not one.needs_network)]
+    weights = [one.weight for one in each]
+    return (each + random.Random(seed).choices(each, weights, k=max(0, count - len(each))))[
+        : count or None
+    ]
+
+
+def main() -> int:
+    """The exit code: 1 if something was wrong, hung, or was not as expected."""
+    parser = argparse.ArgumentParser(prog="python3 dev.py elastic")
+    parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=800, help="of a training with several faults")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
+    parser.add_argument("--without-network", action="store_true", help="as if not root")
+    parser.add_argument("--stock", action="store_true", help="only stock torch")
+    parser.add_argument("--folder", type=Path, help="of the trainings")
+    parser.add_argument("--picture", type=Path, default=Path("elastic.svg"), help="of the demo")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so hosts end
+    reason = "not wanted" if args.without_network else namespaces.why_not()
+    with_network = reason is None
+    if with_network:
+        own_mounts()
+    else:
+        print(f"hosts without namespaces, faults of the network are left out: {reason}")
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
+    folder.mkdir(exist_ok=True)
+    if not args.faults and not args.only:
+        return demo.run(folder, args.picture.resolve(), with_network=with_network)
+    script = "stock.py" if args.stock else "train.py"
+    begin = time.monotonic()
+    faults = chosen(args.faults, args.only, args.seed, with_network=with_network)
+    if args.stock:
+        faults = [each for each in faults if each.is_for_stock]
+
+    def save(found: Report) -> None:
+        if args.only:
+            return
+        ours, stock = report.read() if report.PAGE.exists() else (Report(), None)
+        ours, stock = (ours, found) if args.stock else (found, stock)
+        load = f", beside other work (load {os.getloadavg()[2]:.1f})"
+        load = load if os.getloadavg()[2] > 4 else ""
+        report.write(ours, stock, args.faults, with_network=with_network, load=load)
+
+    found = run_all(
+        faults, args.steps, folder, 1000 * args.seed, with_network=with_network,
+        until_s=60 * args.minutes, script=script, after=save,
+    )  # fmt: skip
+    for outcome in found.outcomes:
+        print(f"{outcome.name}: {outcome.text()}")
+    num_odd = sum(bool(each.fault) for each in found.outcomes)
+    print(
+        f"{len(found.outcomes)} faults, {num_odd} not as expected, {len(found.wrong)} trainings "
+        f"wrong, {(time.monotonic() - begin) / 60:.1f} minutes"
+    )
+    return 1 if found.wrong or num_odd else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

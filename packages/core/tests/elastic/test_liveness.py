@@ -1,0 +1,73 @@
+"""A rank that is lost is noticed by all others, also by those that wait for another rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.elastic import liveness
+from vescale_fsdp.elastic.training import _own_ranks
+from vescale_fsdp.testing import run_ranks
+
+SLEEP_S = 100  # longer than the timeout of a test's ranks
+
+
+def waits_for_a_sleeper(victim: int) -> str:
+    """The rank before the last waits for the last one, which sleeps; the victim hangs up."""
+    ranks, group = _own_ranks()
+    ring = liveness.watch(ranks, group)
+    last = ranks.size - 1
+    if ranks.rank == victim:
+        ring._neighbours[(victim + 1) % ranks.size].shutdown(2)  # as the kernel does for the dead
+        ring._neighbours[(victim - 1) % ranks.size].shutdown(2)
+        return ""
+    if ranks.rank == last:
+        end = time.monotonic() + SLEEP_S
+        while not ring.reason and time.monotonic() < end:
+            time.sleep(0.01)
+    else:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), group=group, group_src=last)
+    return ring.reason
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_ranks_learn_that_one_has_died(victim: int) -> None:
+    reasons = run_ranks(waits_for_a_sleeper, 4, victim)
+    assert [reasons[rank] for rank in range(4) if rank != victim] == [f"rank {victim} has died"] * 3
+
+
+def leave(size: int) -> tuple[str, float]:
+    ranks, group = _own_ranks()
+    ring = liveness.watch(ranks, group)
+    assert len(ring._neighbours) == min(2, size - 1)
+    if ranks.rank == 0:
+        ring.close()
+    ranks.agree("a message after rank 0 has left", lambda: time.sleep(0.2))
+    reason = ring.reason
+    ring.close()
+    ring.close()
+    return reason, Ranks(group).exchange("another one", lambda: 1.0, lambda values: values)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
+    assert run_ranks(leave, size, size) == [("", 1.0)] * size
+
+
+def not_connected() -> str:
+    if dist.get_rank() == 1:
+        liveness._address = lambda: "203.0.113.1"  # of no interface of this host
+    ranks, group = _own_ranks()
+    ring = liveness.watch(ranks, group)
+    ranks.agree("a message", lambda: None)
+    return str(ring._neighbours)
+
+
+def test_a_ring_that_cannot_be_connected_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "2")
+    assert run_ranks(not_connected, 2) == ["{}", "{}"]
