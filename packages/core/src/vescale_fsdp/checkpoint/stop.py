@@ -97,7 +97,8 @@ class StopOnSignal:
     def __init__(self, *signals: signal.Signals, timeout_s: float = 20.0) -> None:
         self._tally = Tally()
         self._received: int | None = None  # by this process
-        self._reason: int | None = None  # what the ranks stop for
+        self._reason: int | None = None  # what the ranks stop for; 0: without a signal
+        self._is_asked = False
         self._peers: _Peers | None = None
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_initialized():
@@ -127,17 +128,22 @@ class StopOnSignal:
         # Only this: the handler can interrupt the main thread anywhere.
         self._received = number
 
+    def ask(self) -> None:
+        """Let all ranks stop, as after a signal, but without one: `signal` is then None."""
+        self._is_asked = True
+
     def requested(self) -> bool:
         """Whether to stop here. Call it on every rank at the end of every step.
 
         Raises:
             RankMismatchError: a signal has arrived, and a rank did not answer in time.
         """
+        reason = 0 if self._is_asked and self._received is None else self._received
         if self._peers is None:
-            self._reason = self._received
-            return self._reason is not None
-        if self._received is not None:
-            self._peers.announce(self._received)
+            self._reason = reason
+            return reason is not None
+        if reason is not None:
+            self._peers.announce(reason)
         answer = self._peers.arrive()
         if answer:
             self._reason = self._peers.reason
@@ -150,8 +156,8 @@ class StopOnSignal:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal, after `requested` has returned True; the same on all ranks."""
-        return None if self._reason is None else signal.Signals(self._reason)
+        """The signal, after `requested` has returned True; the same on all ranks. None for `ask`."""
+        return signal.Signals(self._reason) if self._reason else None
 
     @property
     def exit_code(self) -> int:
@@ -159,7 +165,7 @@ class StopOnSignal:
 
         Launchers and schedulers count a job that exits with 0 as done.
         """
-        return 0 if self._reason is None else 128 + self._reason
+        return 128 + self._reason if self._reason else 0
 
     def close(self) -> None:
         """Restore the signal handlers. Does not wait for other ranks."""

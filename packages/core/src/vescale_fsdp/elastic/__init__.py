@@ -20,7 +20,9 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `attempts`: their numbers, and the end of one that others have replaced
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
-* `training`: the context around the loop
+* `meeting`: ranks find each other in a folder; `worlds` makes the process group; `regroup` goes on
+  in the same process
+* `beginning` of an attempt; `training`: the context around the loop
 """
 
 from vescale_fsdp.elastic.batches import Step
@@ -28,7 +30,7 @@ from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.loaders import MicroBatches, StepLoader
 from vescale_fsdp.elastic.settings import ElasticOptions
 from vescale_fsdp.elastic.training import Run, training
-from vescale_fsdp.engine import init_process_group
+from vescale_fsdp.elastic.worlds import init_process_group
 
 __all__ = [
     "ElasticOptions",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vescale_fsdp import compat
+from vescale_fsdp.elastic.losses import is_loss
 from vescale_fsdp.elastic.order import Order, Part, parts
 
 
@@ -25,6 +26,8 @@ class Step:
             those of the mean over the global batch. 1 if there is one micro-batch a rank, of the
             same size on all ranks.
         is_last: whether the current micro-batch is the last one of this rank.
+        goes_on: whether ``with step:`` takes an error by which ranks were lost, and the loop goes on
+            in this process. Otherwise, ``with step:`` does nothing.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class Step:
     ) -> None:
         self.number, self.weight, self.is_last = number, 0.0, False
         self._parts, self._batches, self._scale = parts, batches, scale
+        self.goes_on = False
         self._taken = 0
         self._loss: Tensor | None = None
+        self._error: BaseException | None = None
 
     def __len__(self) -> int:
         """The number of micro-batches, the same on all ranks."""
@@ -46,6 +51,17 @@ class Step:
             self.is_last = self._taken == len(self._parts)
             self.weight = part.num_samples * self._scale
             yield next(self._batches)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not (self.goes_on and is_loss(error)):
+            return False
+        assert error is not None, "it is a loss"
+        # Frames of the step hold its graph, and with it memory.
+        self._error = error.with_traceback(None)
+        return True
 
     def backward(self, loss: Tensor) -> None:
         """Call it in place of ``loss.backward()``.
@@ -73,7 +89,9 @@ class Step:
         return float(total) / dist.get_world_size()
 
     def check_taken(self) -> None:
-        """Raise if the loop has left micro-batches."""
+        """Raise if the loop has left micro-batches, or what ``with step:`` has taken."""
+        if self._error is not None:
+            raise self._error
         if self._taken < len(self._parts):
             raise RuntimeError(
                 f"step {self.number} has {len(self._parts)} micro-batches on this rank, and the "

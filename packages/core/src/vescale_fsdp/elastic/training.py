@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from vescale_fsdp import checkpoint, compat, waiting
-from vescale_fsdp.backends import is_fake
+from vescale_fsdp import checkpoint, waiting
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
-from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.checkpoint.saving import finish_saves
-from vescale_fsdp.elastic import attempts, liveness, memory
+from vescale_fsdp.elastic import attempts, memory, worlds
 from vescale_fsdp.elastic.batches import Batches, Step
-from vescale_fsdp.elastic.keeping import Keeper, Kept
-from vescale_fsdp.elastic.restoring import KEY, Restored, Restoring, meet
+from vescale_fsdp.elastic.beginning import Attempt, Options, begin
+from vescale_fsdp.elastic.keeping import Kept
+from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
+from vescale_fsdp.elastic.regroup import regroup
+from vescale_fsdp.elastic.restoring import KEY
 
 _log = logging.getLogger(__name__)
 _OWN_SIGNAL_S = 5.0  # torchrun sends SIGTERM to all ranks within this time
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `training` was given."""
-
-    directory: Path
-    model: nn.Module
-    optimizer: Optimizers
-    stateful: Mapping[str, Stateful]
-    every: int
-    replicas: int
-    every_on_disk: int | None
-    keep_last: int
-    signals: tuple[signal.Signals, ...]
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("replicas", 0), ("every_on_disk", 1), ("keep_last", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}, expected at least {least}")
 
 
 @contextmanager
@@ -119,9 +99,9 @@ def training(
     options = Options(
         Path(directory), model, optimizer, dict(stateful or {}),
         every, replicas, every_on_disk, keep_last, signals,
+        Path(memory_directory) if memory_directory else memory.default_root(),
     )  # fmt: skip
-    root = Path(memory_directory) if memory_directory else memory.default_root()
-    run = _begin(options, root)
+    run = Run(options, begin(options))
     try:
         yield run
     except BaseException:
@@ -130,70 +110,14 @@ def training(
     run._close(failed=False)
 
 
-def _begin(options: Options, root: Path) -> Run:
-    """Restore the newest state. Collective."""
-    ranks, group = _own_ranks()
-    if ranks.is_first and _cannot_grow():
-        _log.warning(
-            "torchrun shares one store for all attempts: a node that joins later would wait for an "
-            "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-        )
-    ring = liveness.watch(ranks, group)
-    try:
-        return _found(options, root, ranks, group, ring)
-    except BaseException:
-        ring.close()
-        raise
-
-
-def _found(
-    options: Options,
-    root: Path,
-    ranks: Ranks,
-    group: dist.ProcessGroup | None,
-    ring: liveness.Ring,
-) -> Run:
-    hosts, place = meet(ranks, options.directory, root)
-    restoring = Restoring(ranks, group, hosts, place, options.directory, options.replicas)
-    restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
-    if ranks.is_first and options.replicas > len(hosts) - 1:
-        _log.warning(
-            "replicas=%d, but there %s: memory checkpoints have %d copies on other hosts",
-            options.replicas,
-            "is 1 host" if len(hosts) == 1 else f"are {len(hosts)} hosts",
-            len(hosts) - 1,
-        )
-    attempt, newest = restored.attempt, restored.age
-    keeper = Keeper(
-        options.directory, place, hosts, ranks, group, options.replicas, attempt, newest
-    )
-    return Run(options, restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
-
-
-def _cannot_grow() -> bool:
-    """Whether torchrun's agents would hang if a node joined (torch 2.13 and 2.14)."""
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-    return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
-    """Return all ranks, with a communicator that only `elastic` uses. Collective."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or is_fake():
-        return Ranks(None), None
-    group = compat.new_gloo_group()
-    if group is None:
-        raise RuntimeError(
-            "elastic training sends copies between hosts by gloo, and this torch was built without "
-            "it: install one with gloo"
-        )
-    # When another wait fails, these connections are closed too, so that no thread waits for long.
-    waiting.register(group)
-    return Ranks(group), group
-
-
 def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _hosts_wait() -> bool:
+    """Whether hosts wait to join."""
+    meeting = worlds.current()
+    return meeting is not None and meeting.is_wanted()
 
 
 class Run:
@@ -207,26 +131,23 @@ class Run:
         before_save: called on all ranks before each save; it may change ``extra``.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        restored: Restored,
-        keeper: Keeper,
-        place: memory.Memory,
-        ring: liveness.Ring,
-        *,
-        leads: bool,
-    ) -> None:
-        self._ring = ring
-        self._options, self._keeper, self._place, self._leads = options, keeper, place, leads
+    def __init__(self, options: Options, attempt: Attempt) -> None:
+        self._options = options
+        self._is_done = self._goes_on = False
+        self.before_save: Callable[[], None] | None = None
+        self._take(attempt)
+
+    def _take(self, attempt: Attempt) -> None:
+        """Continue from the state of an attempt."""
+        restored, self._own = attempt.restored, attempt
+        self._keeper, self._place, self._leads = attempt.keeper, attempt.place, attempt.leads
         self.attempt, self.source = restored.attempt, restored.source
         self.extra = {k: v for k, v in restored.extra.items() if k not in ("step", KEY)}
         self.step = int(restored.extra.get("step", 0))
         own = restored.extra.get(KEY, {})
         self._num_samples: int | None = 0 if self.source == "start" else own.get("samples")
-        self._is_done = False
-        self.before_save: Callable[[], None] | None = None
-        self._stop = checkpoint.StopOnSignal(*options.signals) if options.signals else None
+        signals = self._options.signals
+        self._stop = checkpoint.StopOnSignal(*signals) if signals else None
 
     @property
     def last_kept(self) -> Kept | None:
@@ -268,15 +189,46 @@ class Run:
             seed: of the shuffle, a new one for each epoch. None: samples in the order of the data.
             options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
         """
-        rank, size = _rank_and_size()
-        batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
-        if self._num_samples is None:  # a checkpoint that a loop without this context has saved
-            self._num_samples = self.step * global_batch
-        for step in batches.steps(self.step, self._num_samples, until):
-            yield step
-            step.check_taken()
-            self.made(global_batch, is_last=self.step + 1 >= until)
-        self._is_done = True
+        last_try = (-1, ())
+        while not self._is_done:
+            rank, size = _rank_and_size()
+            batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
+            if self._num_samples is None:  # a checkpoint that a loop without this context has saved
+                self._num_samples = self.step * global_batch
+            try:
+                for step in batches.steps(self.step, self._num_samples, until):
+                    step.goes_on = self._goes_on = worlds.current() is not None
+                    yield step
+                    step.check_taken()
+                    self.made(global_batch, is_last=self.step + 1 >= until)
+            except Exception as error:
+                meeting = worlds.current()
+                if meeting is None or not is_loss(error):
+                    raise
+                assert meeting.world is not None, "it has joined"
+                this_try = (self.step, meeting.world.names)
+                if this_try == last_try:  # nobody was lost, and the same step has failed again
+                    raise
+                last_try = this_try
+                self._go_on(error)
+            else:
+                self._is_done = True
+
+    def _go_on(self, error: Exception) -> None:
+        """After a loss: go on with the ranks that are there, or end if this one was told to."""
+        told = self._stop is not None and self._stop.received
+        code = 0 if self._stop is None else self._stop.exit_code
+        waiting.close([], str(error))
+        self._own.give_up()
+        if self._stop is not None:
+            self._stop.close()
+        with contextlib.suppress(Exception):
+            finish_saves()()  # of a checkpoint on disk; others have died
+        if told:
+            sys.exit(code)
+        if not isinstance(error, RanksHaveChanged):
+            _log.warning("a rank was lost: %s", error)
+        self._take(regroup(self._options, str(error)))
 
     def made(self, num_samples: int = 0, *, is_last: bool = False) -> None:
         """Count a step, and save if it is time. Collective.
@@ -291,6 +243,8 @@ class Run:
         if self._num_samples is not None:
             self._num_samples += num_samples
         options = self._options
+        if self._stop is not None and _rank_and_size()[0] == 0 and _hosts_wait():
+            self._stop.ask()
         stops = self._stop is not None and self._stop.requested()
         if stops or (self.step % options.every == 0 and not is_last):
             self._keep()
@@ -342,27 +296,33 @@ class Run:
         )
 
     def _leave(self) -> None:
-        """After a signal: save in memory, then on disk, and end the process."""
+        """After a signal: save in memory, then on disk, and end the process.
+
+        Where ranks can go on in their process, only those end that have got the signal.
+        """
         assert self._stop is not None, "it has received the signal"
         self._keeper.finish()
-        self._save(async_=False)
+        if self._stop.signal is not None:
+            self._save(async_=False)
+        if self._goes_on:
+            raise RanksHaveChanged("ranks leave, or hosts join")
         # torchrun counts a process that ends by itself as failed, and the restart as one of
         # --max-restarts; one that ends after its signal is not counted. So wait for it.
         end = time.monotonic() + _OWN_SIGNAL_S
-        while not self._stop.received and time.monotonic() < end:
+        while self._stop.signal and not self._stop.received and time.monotonic() < end:
             time.sleep(0.05)
-        sys.exit(self._stop.exit_code)
+        sys.exit(self._stop.exit_code or 1)
 
     def _close(self, *, failed: bool) -> None:
         try:
             if failed:
-                self._keeper.give_up()
+                self._own.give_up()
                 return
             self._keeper.finish()
             finish_saves()()
             if self._is_done and self._leads:
                 self._place.delete()
         finally:
-            self._ring.close()
+            self._own.ring.close()
             if self._stop is not None:
                 self._stop.close()

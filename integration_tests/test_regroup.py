@@ -1,0 +1,120 @@
+"""Ranks go on in their processes when a rank or a host is lost, and when a host comes.
+
+Each host has a torchrun of its own, with two ranks and a memory folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.test_elastic import children, undisturbed
+
+SCRIPT = Path(__file__).resolve().parent / "regroup_run.py"
+STEPS, PAUSE_S = 90, 0.2
+
+
+class Host:
+    """A torchrun with two ranks, and its memory."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
+        self._stream = open(self.log, "a")  # noqa: SIM115
+        own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1"}
+        own |= {"VESCALE_FSDP_MEETING": str(root / "meeting"), "VESCALE_FSDP_HOSTS": "1:2"}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        self.process = subprocess.Popen(
+            [
+                *(*launcher, "--nproc-per-node", "2", "--max-restarts", "9"),
+                *(str(SCRIPT), str(root / "run"), str(STEPS), str(PAUSE_S)),
+            ],
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=self._stream,
+            stderr=subprocess.STDOUT,
+        )
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        return [
+            pid
+            for pid in children(self.process.pid)
+            if SCRIPT.name in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+
+    def close(self) -> None:
+        for process in (self.process.pid, *children(self.process.pid)):
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        self._stream.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    started: list[Host] = []
+    yield started
+    for host in started:
+        host.close()
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
+    found = []
+    for file in (root / "run").glob("losses-*.jsonl"):
+        process = int(file.stem.partition("-")[2])
+        found += [{**json.loads(t), "process": process} for t in file.read_text().splitlines()]
+    return sorted(found, key=lambda line: line["time"])
+
+
+def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > end:
+            logs = "\n".join(f"--- {each.log}\n{each.log.read_text()}" for each in hosts)
+            pytest.fail(f"it has not come to that in {timeout_s} s:\n{logs}")
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> None:
+    hosts += [Host(tmp_path, "a"), Host(tmp_path, "b")]
+
+    def reached(step: int, ranks: int, *, after: int = 0) -> Callable[[], bool]:
+        return lambda: any(
+            line["step"] >= step and line["ranks"] == ranks and line["attempt"] > after
+            for line in lines(tmp_path)
+        )
+
+    wait_for(reached(6, 4), hosts)
+    survivors = hosts[1].ranks()
+    assert len(survivors) == 2
+    os.kill(hosts[0].ranks()[1], signal.SIGKILL)  # its torchrun ends the other, and starts two
+    wait_for(reached(0, 2, after=1), hosts)
+    alone = lines(tmp_path)[-1]["attempt"]
+    wait_for(reached(0, 4, after=alone), hosts)
+    together = lines(tmp_path)[-1]["attempt"]
+    hosts[0].close()
+    wait_for(reached(0, 2, after=together), hosts)
+    wait_for(lambda: hosts[1].process.poll() is not None, hosts)
+    assert hosts[1].process.returncode == 0, hosts[1].log.read_text()
+
+    expected, found = undisturbed(tmp_path, STEPS), lines(tmp_path)
+    assert {line["step"] for line in found} == set(range(STEPS))
+    for line in found:
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-6), line
+        assert line["source"] == ("start" if line["attempt"] == 1 else "memory"), line
+    own = {line["process"] for line in found if line["process"] in survivors}
+    assert own == set(survivors)
+    last = {line["process"] for line in found if line["step"] == STEPS - 1}
+    assert last == set(survivors), "they have made the first step and the last one"

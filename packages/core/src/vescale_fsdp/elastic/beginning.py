@@ -1,0 +1,124 @@
+"""The beginning of an attempt: ranks get to know each other, and restore the newest state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp import compat, waiting
+from vescale_fsdp.backends import is_fake
+from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.elastic import liveness, memory
+from vescale_fsdp.elastic.keeping import Keeper
+from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `training` was given."""
+
+    directory: Path
+    model: nn.Module
+    optimizer: Optimizers
+    stateful: Mapping[str, Stateful]
+    every: int
+    replicas: int
+    every_on_disk: int | None
+    keep_last: int
+    signals: tuple[signal.Signals, ...]
+    root: Path  # of the memory
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("replicas", 0), ("every_on_disk", 1), ("keep_last", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, expected at least {least}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What belongs to one attempt, in one world.
+
+    Attributes:
+        restored: the state that it begins with.
+        leads: whether this is the first rank of its host.
+    """
+
+    restored: Restored
+    keeper: Keeper
+    place: memory.Memory
+    ring: liveness.Ring
+    leads: bool
+
+    def give_up(self) -> None:
+        """After an error: other ranks may be gone."""
+        self.keeper.give_up()
+        self.ring.close()
+
+
+def begin(options: Options) -> Attempt:
+    """Restore the newest state. Collective."""
+    ranks, group = _own_ranks()
+    if ranks.is_first and _cannot_grow():
+        _log.warning(
+            "torchrun shares one store for all attempts: a node that joins later would wait for an "
+            "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+    ring = liveness.watch(ranks, group)
+    try:
+        return _found(options, ranks, group, ring)
+    except BaseException:
+        ring.close()
+        raise
+
+
+def _found(
+    options: Options, ranks: Ranks, group: dist.ProcessGroup | None, ring: liveness.Ring
+) -> Attempt:
+    hosts, place = meet(ranks, options.directory, options.root)
+    restoring = Restoring(ranks, group, hosts, place, options.directory, options.replicas)
+    restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
+    if ranks.is_first and options.replicas > len(hosts) - 1:
+        _log.warning(
+            "replicas=%d, but there %s: memory checkpoints have %d copies on other hosts",
+            options.replicas,
+            "is 1 host" if len(hosts) == 1 else f"are {len(hosts)} hosts",
+            len(hosts) - 1,
+        )
+    attempt, newest = restored.attempt, restored.age
+    keeper = Keeper(
+        options.directory, place, hosts, ranks, group, options.replicas, attempt, newest
+    )
+    return Attempt(restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
+
+
+def _cannot_grow() -> bool:
+    """Whether torchrun's agents would hang if a node joined (torch 2.13 and 2.14)."""
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
+    """Return all ranks, with a communicator that only `elastic` uses. Collective."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1 or is_fake():
+        return Ranks(None), None
+    group = compat.new_gloo_group()
+    if group is None:
+        raise RuntimeError(
+            "elastic training sends copies between hosts by gloo, and this torch was built without "
+            "it: install one with gloo"
+        )
+    # When another wait fails, these connections are closed too, so that no thread waits for long.
+    waiting.register(group)
+    return Ranks(group), group

@@ -1,0 +1,25 @@
+"""Which errors say that other ranks are gone, so that the ranks that are left can go on."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from vescale_fsdp.errors import CheckpointIncompleteError, RankMismatchError
+
+_GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+class RanksHaveChanged(Exception):
+    """Hosts wait to join, or ranks leave. The state has been saved."""
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether an error says that other ranks are gone, or one that it comes from does."""
+    kinds = (RanksHaveChanged, RankMismatchError, CheckpointIncompleteError, dist.DistError)
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,70 @@
+"""Goes on in the same process when other ranks have been lost, or have come.
+
+::
+
+    a rank is killed:    the others' waits fail -> leave the world -> meet -> shard the model over
+    a host comes:        the step ends, save    -> the ranks that are there -> load from memory
+
+The process keeps its model, its compiled code and its data. What was not saved in memory is
+repeated, as after a restart of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from vescale_fsdp import engine
+from vescale_fsdp.elastic import worlds
+from vescale_fsdp.elastic.beginning import Attempt, Options, begin
+from vescale_fsdp.elastic.losses import is_loss
+from vescale_fsdp.errors import RankMismatchError
+
+_log = logging.getLogger(__name__)
+_MOST = 10  # attempts of which none has begun: then the process ends
+
+
+def regroup(options: Options, why: str) -> Attempt:
+    """Leave this world, join the next one, move the model there, and restore the newest state.
+
+    Raises:
+        RankMismatchError: too few hosts have come, or no attempt has begun after several losses.
+        RuntimeError: there is no saved state, and that of the processes is gone.
+    """
+    began = time.monotonic()
+    for _ in range(_MOST):
+        try:
+            if dist.is_initialized():
+                worlds.leave(why)
+            world = worlds.rejoin()
+            engine.remesh(options.model)
+            _clear(options.optimizer)
+            attempt = begin(options)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            why = str(error)
+            _log.warning("another rank was lost while ranks met: %s", why)
+            continue
+        if attempt.restored.source == "start":
+            attempt.give_up()
+            raise RuntimeError(
+                "ranks were lost before the first checkpoint, and there is no state to go on from; "
+                "the processes must start again"
+            )
+        if world.rank == 0:
+            seconds = time.monotonic() - began
+            _log.info("%d ranks go on after %.1f s, without a restart", len(world.names), seconds)
+        return attempt
+    raise RankMismatchError(f"ranks were lost {_MOST} times while they met; the last time: {why}")
+
+
+def _clear(optimizers: Optimizer | Mapping[str, Optimizer]) -> None:
+    """Drop states, which have the sizes of the former shards."""
+    each = optimizers.values() if isinstance(optimizers, Mapping) else [optimizers]
+    for optimizer in each:
+        optimizer.state.clear()

@@ -1,0 +1,101 @@
+"""The process group of an elastic job: made at the start, and again when ranks have come or gone.
+
+With ``VESCALE_FSDP_MEETING`` ranks meet in a folder (`meeting`), and a process can leave one world
+and join the next. Without it, torchrun decides who is there, and starts the processes again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_fsdp import engine, waiting
+from vescale_fsdp.backends import backends_of
+from vescale_fsdp.elastic import meeting
+from vescale_fsdp.elastic.meeting import Meeting, World
+
+# torch's is half an hour. A rank that dies while others connect to it keeps them for so long.
+_TIMEOUT = datetime.timedelta(minutes=2)
+
+
+class _Joined:
+    """How this process has joined."""
+
+    meeting: Meeting | None = None
+    backend: str | None = None
+    options: dict[str, Any] = {}
+
+
+_joined = _Joined()
+
+
+def init_process_group(backend: str | None = None, **options: Any) -> None:
+    """Call it in place of ``torch.distributed.init_process_group`` in an elastic job.
+
+    If ``VESCALE_FSDP_MEETING`` names a folder, ranks meet there; ``RANK`` and ``WORLD_SIZE`` of the
+    environment are changed. Else each attempt under ``torchrun --max-restarts`` gets a fresh store;
+    everywhere else, and where ``options`` say how processes find each other, it is torch's.
+
+    Args:
+        backend: as in torch.
+        options: torch's other arguments.
+
+    Raises:
+        RankMismatchError: too few hosts have come within 10 minutes.
+        ValueError: ``options`` say how processes find each other, and the environment does too.
+    """
+    found = meeting.from_environment()
+    if found is None:
+        engine.init_process_group(backend, **options)
+        return
+    told = {"store", "init_method", "rank", "world_size"} & options.keys()
+    if told:
+        raise ValueError(
+            f"init_process_group was given {', '.join(sorted(told))}, but {meeting.MEETING} is set: "
+            "ranks find each other in that folder. Leave out one of the two"
+        )
+    _joined.meeting, _joined.backend = found, backend
+    _joined.options = {"timeout": _TIMEOUT, **options}
+    _init(found.join())
+
+
+def current() -> Meeting | None:
+    """The meeting by which the default group was made, if this process can join another one.
+
+    None with NCCL: a communicator of it cannot be aborted safely while its kernels run, and an
+    abort leaves the CUDA stream in error. Then the process must be started again.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if _joined.meeting is None or world is None:
+        return None
+    return _joined.meeting if {*backends_of(world).values()} <= {"gloo"} else None
+
+
+def leave(why: str) -> None:
+    """Close all connections, and destroy the process groups. Does not wait for other ranks."""
+    waiting.close([], why)
+    dist.destroy_process_group()
+
+
+def rejoin() -> World:
+    """Join the next round, after `leave`, and make the default group.
+
+    Raises:
+        RankMismatchError: too few hosts have come within 10 minutes.
+        RuntimeError: a rank has died meanwhile.
+    """
+    assert _joined.meeting is not None, "the caller has asked `current`"
+    world = _joined.meeting.join()
+    _init(world)
+    return world
+
+
+def _init(world: World) -> None:
+    size = len(world.names)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(size)
+    dist.init_process_group(
+        _joined.backend, store=world.store, rank=world.rank, world_size=size, **_joined.options
+    )
