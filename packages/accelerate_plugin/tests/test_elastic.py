@@ -111,10 +111,13 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
 
 
 class StopAt(transformers.TrainerCallback):
-    """Raises in a step, when the state before it is in memory."""
+    """Raises in a step. At the beginning it draws a number, as callbacks may."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.rand(1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.step is not None and state.global_step == self.step + 1:

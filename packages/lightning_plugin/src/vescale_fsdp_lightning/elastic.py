@@ -157,7 +157,7 @@ class Elastic:
     @property
     def weight(self) -> float:
         """The factor of the loss of the batch under way."""
-        number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        number: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         return self._weights[number % len(self._weights)]
 
     def _dump(self) -> None:
