@@ -241,6 +241,7 @@ def refused(root: Path, options: dict[str, Any], message: str, module: str = "Li
 def all_refused(root: Path) -> None:
     refused(root, {"accumulate_grad_batches": 2}, "leave accumulate_grad_batches out")
     refused(root, {"overfit_batches": 2}, "leave overfit_batches out")
+    refused(root, {"fast_dev_run": 2}, "whose next run would continue")
     refused(root, {}, "automatic_optimization=False", "Manual")
     sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
     weighted = DataLoader(data(), batch_size=2, sampler=sampler)
