@@ -217,6 +217,12 @@ def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path) -> None:
 def test_a_training_that_is_done_ends_at_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 3, "ranks_per_host": 1}
     assert run_ranks(attempt, 1, tmp_path, None, options)[0]["losses"].keys() == {0, 1, 2}
+    (saved,) = (tmp_path / "run").glob("step-3-*")
+    own = {"stop_at": None, "signal_at": None, "dropout": 0.0}
+    loaded, new = Lit.load_from_checkpoint(saved, **own), Lit(**own)
+    for each, fresh in zip(loaded.parameters(), new.parameters(), strict=True):
+        assert each.shape == fresh.shape
+        assert not torch.equal(each, fresh)
     again = run_ranks(attempt, 1, tmp_path, None, options)[0]
     assert (again["source"], again["losses"]) == ("disk", {})
     more = run_ranks(attempt, 1, tmp_path, None, {**options, "max_steps": 7})[0]
