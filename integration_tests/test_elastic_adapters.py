@@ -28,7 +28,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def test_a_rank_is_killed(tmp_path: Path, expected: dict[int, float], kind: str) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--max-restarts", "2", "--nproc-per-node", "3", str(SCRIPT), kind]
+    command = [*launcher, "--max-restarts", "2", "--nproc-per-node", "2", str(SCRIPT), kind]
     environ = {"OMP_NUM_THREADS": "1", "VESCALE_FSDP_MEMORY_DIR": str(memory)}
     done = subprocess.run(
         [*command, str(run), str(STEPS)],

@@ -111,10 +111,13 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
 
 
 class StopAt(transformers.TrainerCallback):
-    """Raises in a step, when the state before it is in memory."""
+    """Raises in a step. At the beginning it draws a number, as callbacks may."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.rand(1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.step is not None and state.global_step == self.step + 1:
@@ -128,10 +131,11 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
     from vescale_fsdp_accelerate import ElasticCallback
 
     with accelerator(accelerate.PartialState):
-        os.environ |= to_environment(Options(), {})
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
-        transformers.trainer.Accelerator = VeScaleAccelerator
+        if not options.get("is_stock"):
+            os.environ |= to_environment(Options(), {})
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+            del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+            transformers.trainer.Accelerator = VeScaleAccelerator
         arguments = transformers.TrainingArguments(
             output_dir=str(root / "out"), per_device_train_batch_size=3, max_steps=UNTIL,
             save_strategy="no", eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[],
@@ -208,6 +212,8 @@ def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path, kind: st
 def refused(root: Path) -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 does not work"):
         trainer(root, None, {"arguments": {"gradient_accumulation_steps": 2}})
+    with pytest.raises(RuntimeError, match="needs a Trainer whose model veScale-FSDP shards"):
+        trainer(root, None, {"is_stock": True})
     with accelerator() as made, pytest.raises(ValueError, match="one prepared model, and 0 have"):
         made.elastic_training(root).__enter__()
 

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from vescale_fsdp import MixedPrecisionPolicy, QuantizedGather, QuantizedReduce
+from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
 from .test_autoload import python
@@ -107,3 +108,21 @@ def test_a_value_that_is_none_of_the_accepted_is_refused(
     with pytest.raises(SystemExit):
         make_cli(CONFIG.replace("full", "whole"), tmp_path, monkeypatch)
     assert "state_dict_type" in capsys.readouterr().err
+
+
+ELASTIC = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  strategy:
+    class_path: vescale_fsdp_lightning.VeScaleFSDPStrategy
+    init_args:
+      elastic: {directory: runs, global_batch: 64, every_on_disk: null}
+"""
+
+
+def test_elastic_options_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = make_cli(ELASTIC, tmp_path, monkeypatch).trainer.strategy
+    expected = ElasticOptions(directory="runs", global_batch=64, every_on_disk=None)
+    assert strategy.options.elastic == expected

@@ -64,6 +64,9 @@ class Lit(pl.LightningModule):
         self.losses, self.rates = Losses(), Losses()
         self.micro: list[torch.Tensor] = []
 
+    def on_train_start(self) -> None:
+        torch.rand(1)  # hooks may draw numbers
+
     def loss(self, batch: Any) -> torch.Tensor:
         (x,) = batch
         return nn.functional.mse_loss(self.layers(x), x.sin().sum(1, keepdim=True))
@@ -214,6 +217,12 @@ def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path) -> None:
 def test_a_training_that_is_done_ends_at_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 3, "ranks_per_host": 1}
     assert run_ranks(attempt, 1, tmp_path, None, options)[0]["losses"].keys() == {0, 1, 2}
+    (saved,) = (tmp_path / "run").glob("step-3-*")
+    own = {"stop_at": None, "signal_at": None, "dropout": 0.0}
+    loaded, new = Lit.load_from_checkpoint(saved, **own), Lit(**own)
+    for each, fresh in zip(loaded.parameters(), new.parameters(), strict=True):
+        assert each.shape == fresh.shape
+        assert not torch.equal(each, fresh)
     again = run_ranks(attempt, 1, tmp_path, None, options)[0]
     assert (again["source"], again["losses"]) == ("disk", {})
     more = run_ranks(attempt, 1, tmp_path, None, {**options, "max_steps": 7})[0]
@@ -238,6 +247,7 @@ def refused(root: Path, options: dict[str, Any], message: str, module: str = "Li
 def all_refused(root: Path) -> None:
     refused(root, {"accumulate_grad_batches": 2}, "leave accumulate_grad_batches out")
     refused(root, {"overfit_batches": 2}, "leave overfit_batches out")
+    refused(root, {"fast_dev_run": 2}, "whose next run would continue")
     refused(root, {}, "automatic_optimization=False", "Manual")
     sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
     weighted = DataLoader(data(), batch_size=2, sampler=sampler)

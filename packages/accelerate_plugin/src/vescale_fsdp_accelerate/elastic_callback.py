@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ElasticCallback"]
 
 
-class ElasticCallback(TrainerCallback):  # type: ignore[misc]
+class ElasticCallback(TrainerCallback):
     """Makes ``Trainer.train`` continue when ranks come and go. A rank takes more if there are less.
 
     ::
@@ -47,12 +47,13 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         self.loop: Loop | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raise if the Trainer does not use this package."""
+        """Raise if the Trainer does not use this package. Else count from its step."""
         if self.loop is None:
             raise RuntimeError(
                 "ElasticCallback needs a Trainer whose model veScale-FSDP shards: start the script "
                 "with accelerate launch --config vescale.yaml, or see the guide to Accelerate"
             )
+        self.loop.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step before, and save if it is time."""

@@ -57,6 +57,7 @@ def within(trainer: Any, callback: Any) -> Iterator[None]:
     _check(trainer)
     loop = Loop(trainer, callback)
     before = (args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint)
+    own = {name: vars(trainer)[name] for name in _WRAPPED if name in vars(trainer)}
     for name in _WRAPPED:
         setattr(trainer, name, getattr(loop, name.removeprefix("_")))
     callback.loop = loop
@@ -72,6 +73,7 @@ def within(trainer: Any, callback: Any) -> Iterator[None]:
         args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint = before
         for name in _WRAPPED:
             delattr(trainer, name)
+        vars(trainer).update(own)
 
 
 class Loop:
@@ -165,6 +167,10 @@ class Loop:
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
     # What the callback hears of
+
+    def begin(self) -> None:
+        """Count from the Trainer's step: of another checkpoint, if `train` got its path."""
+        self._callback.run.step = self._trainer.state.global_step
 
     def begin_step(self) -> None:
         """Count the step before. All that belongs to it is done: its evaluation, for example."""

@@ -145,7 +145,7 @@ def test_a_loop_that_others_drive_has_the_losses_of_run_batches(tmp_path: Path) 
     ("value", "message"),
     [
         ({"directory": "runs"}, "a mapping with directory and global_batch"),
-        ({"directory": "runs", "global_batch": 4, "evry": 2}, "of every, replicas"),
+        ({"directory": "runs", "global_batch": 4, "interval": 2}, "of every, replicas"),
         ({"directory": "runs", "global_batch": 0}, "global_batch=0.*at least 1"),
         ({"directory": "runs", "global_batch": 4, "keep_last": 1}, "keep_last=1.*at least 2"),
         ({"directory": "runs", "global_batch": 4.0}, r"global_batch=4\.0"),

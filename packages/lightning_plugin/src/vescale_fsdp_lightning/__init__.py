@@ -15,6 +15,7 @@ The files:
   `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a directory in one process, and
   `consolidate` writes it as one file
 * strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
+* ranks that come and go: `elastic`, with `progress` (Lightning's counters) and `elastic_hooks`
 * callbacks: `ema`, `profile`, `throughput`
 """
 

@@ -33,6 +33,15 @@ from vescale_fsdp_lightning.progress import as_after_a_batch, with_micro_batches
 
 __all__ = ["Elastic"]
 
+_DIVIDES = "which divides the samples of each step itself, by its global_batch"
+# Arguments of the Trainer, and why they do not work.
+_REFUSED = {
+    "accumulate_grad_batches": _DIVIDES,
+    "overfit_batches": _DIVIDES,
+    "reload_dataloaders_every_n_epochs": "whose order of samples belongs to one loader",
+    "fast_dev_run": "whose next run would continue from its steps",
+}
+
 
 class Elastic:
     """The elastic training of one ``Trainer.fit``.
@@ -157,7 +166,7 @@ class Elastic:
     @property
     def weight(self) -> float:
         """The factor of the loss of the batch under way."""
-        number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        number: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         return self._weights[number % len(self._weights)]
 
     def _dump(self) -> None:
@@ -221,14 +230,12 @@ def _check(trainer: Any) -> None:
             f"elastic training takes each batch itself, and {type(module).__name__}.training_step "
             "takes a dataloader_iter: give it batch and batch_idx"
         )
-    expected = {"accumulate_grad_batches": 1, "overfit_batches": 0}
-    expected["reload_dataloaders_every_n_epochs"] = 0
-    for name, value in expected.items():
+    for name in _REFUSED:
         found = getattr(trainer, name)
-        if found != value:
+        if found != (1 if name == "accumulate_grad_batches" else 0):
             raise ValueError(
-                f"Trainer({name}={found}) does not work with elastic training, which divides the "
-                f"samples of each step itself, by elastic's global_batch: leave {name} out"
+                f"Trainer({name}={found}) does not work with elastic training, {_REFUSED[name]}: "
+                f"leave {name} out"
             )
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}

@@ -32,12 +32,10 @@ class ElasticHooks(Sharding):
         is_divided = self._elastic is not None and self.lightning_module.trainer.training
         return self._elastic.divide(made) if self._elastic and is_divided else made
 
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call backward, on the loss with the weight of its micro-batch."""
         weight = 1.0 if self._elastic is None else self._elastic.weight
-        loss = closure_loss if weight == 1.0 else closure_loss * weight
-        made: torch.Tensor = super().backward(loss, *args, **kwargs)  # type: ignore[misc]
-        return made
+        return super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch. It is the first that the Trainer calls after a step and what follows it."""

@@ -56,7 +56,7 @@ class Lifecycle(ElasticHooks):
         """Start ``torch.distributed``, and make a mesh of all processes."""
         self._setup_distributed()
         self._start_mesh()
-        self.lightning_module._device_mesh = self._device_mesh  # type: ignore[attr-defined]
+        self.lightning_module._device_mesh = self._device_mesh
 
     def set_world_ranks(self) -> None:
         """Tell Lightning the rank of this process."""
@@ -109,7 +109,7 @@ class Lifecycle(ElasticHooks):
                 f"state_dict_type={self.options.state_dict_type!r} saves directories; pass "
                 'VeScaleFSDPStrategy(state_dict_type="full"), or leave the plug-in out'
             )
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         if not any(hasattr(param, "device_mesh") for param in module.parameters()):
             module = self.precision_plugin.convert_module(module)
             if self._layer_sync is not None:  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ class Lifecycle(ElasticHooks):
         Args:
             options: those of `vescale_fsdp.stream_parameters`.
         """
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         return stream_parameters(module, **options)
 
     def save_checkpoint(
@@ -236,7 +236,7 @@ class Lifecycle(ElasticHooks):
         if self._elastic is not None and self._elastic.loaded is not None:
             return self._elastic.loaded  # what this run has made of that checkpoint is newer
         source = str(self.broadcast(checkpoint_path))
-        strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
+        strict = self.lightning_module.strict_loading
         return self._checkpoints.load(
             source,
             self.model,
@@ -254,7 +254,7 @@ class Lifecycle(ElasticHooks):
         ``on_fit_start`` if their own states are loaded by then. With strategies that load after
         sharding they are not, so it is called here.
         """
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         states = saved.get("callbacks") or {}
         for callback in finetuning_callbacks(module.trainer):
             if callback.state_key in states:
@@ -270,7 +270,7 @@ class Lifecycle(ElasticHooks):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_checkpoint` has loaded the optimizers."""
-        for callback in finetuning_callbacks(self.lightning_module.trainer):  # type: ignore[attr-defined]
+        for callback in finetuning_callbacks(self.lightning_module.trainer):
             callback._restarting = False
 
     def _own_optimizers(self) -> dict[str, torch.optim.Optimizer]:

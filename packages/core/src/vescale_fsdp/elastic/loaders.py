@@ -134,7 +134,7 @@ class StepLoader(DataLoader[Any]):
             options["worker_init_fn"] = WorkerInit(loader.worker_init_fn or worker_init_fn)
         # A generator of its own, because each new iterator of a loader draws a number.
         options["generator"] = torch.Generator().manual_seed(seed or 0)
-        made = cls(loader.dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+        made = cls(loader.dataset, batch_sampler=batches, **options)
         made.micro_batches = batches
         return made
 
