@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=800, help="of a training with several faults")
+    parser.add_argument("--steps", type=int, default=500, help="of a training with several faults")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--stock", action="store_true", help="only stock torch")

@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks import namespaces
 
 RANKS = 2  # of a host
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES, LEFT_BYTES = 256 << 20, 64 << 10  # of a host; when it is full
 # How torchrun finds out who is there, as docs/elastic.md says.
 RENDEZVOUS = (
     "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
@@ -164,10 +164,10 @@ class Host:
         shutil.rmtree(self.memory, ignore_errors=True)
 
     def fill_memory(self) -> None:
-        """Fill the memory to the last page with a file of somebody else."""
+        """Fill the memory, but for some pages, with a file of somebody else."""
         free = shutil.disk_usage(self.memory).free
         with open(self.memory / "filler", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(free, 4096))
+            os.posix_fallocate(file.fileno(), 0, max(free - LEFT_BYTES, 4096))
 
     def empty_memory(self) -> None:
         """Undo `fill_memory`."""

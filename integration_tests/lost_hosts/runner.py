@@ -25,7 +25,7 @@ from .trial import (
 )
 
 TIMEOUT_S = 10.0  # of a wait for another rank; docs/elastic.md says how to choose it
-ROOM_STEPS = 200  # a fault is only begun if so many steps are left
+ROOM_STEPS = 120  # a fault is only begun if so many steps are left
 END_S = 400.0
 
 

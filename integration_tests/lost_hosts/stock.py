@@ -6,11 +6,11 @@ samples of a step are the same on any number of ranks, as in `train`.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from model import GLOBAL_BATCH, Events, Text, begin, loss_of, new_model
@@ -98,11 +98,18 @@ if __name__ == "__main__":
     own = begin(root)
     limit = datetime.timedelta(seconds=float(os.environ["VESCALE_FSDP_TIMEOUT_S"]))
     dist.init_process_group("gloo", timeout=limit)
+    code = 0
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
+        dist.destroy_process_group()
     except Exception as error:
         own.tell("error", text=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        traceback.print_exc()
+        code = 1
+    except SystemExit as error:
+        code = int(error.code or 0)
+    own.tell("left")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python takes seconds to leave on a busy machine, which the next attempt would wait for.
+    os._exit(code)

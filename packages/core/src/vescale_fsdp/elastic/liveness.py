@@ -9,7 +9,7 @@ there. It answers also while the process computes, is slow or is stopped::
       |                                    X
       +------------------------------------+
 
-    rank 2  no answer for 6 s: tells rank 1 why, closes the connections of its communicators
+    rank 2  no answer for 7 s: tells rank 1 why, closes the connections of its communicators
     rank 1  is told: tells rank 0, closes those of its own
     rank 0  ...
 
@@ -37,8 +37,9 @@ from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.engine.store import store_for
 
 _log = logging.getLogger(__name__)
-# The kernel asks after a second without a packet, then each second; it gives up after so many.
-SILENCE_S = 6
+# The kernel asks after a second without a packet, then each second, until it has asked six times. So
+# a cut of 5 s is not noticed here, and one of 7 s is.
+SILENCE_S = 7
 _OPTIONS = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 1))
 _CONNECT_S = 10.0
 _GOODBYE, _LOSS = b".", b"!"

@@ -243,9 +243,8 @@ class Meeting:
                 before, changed = living, now
             hosts = ordered(complete(living), former, self._most)
             is_full = len(hosts) >= self._most
-            is_over = now - changed > call_s and not (
-                now - came < _AWAITED_S and self._are_missing(living, former)
-            )
+            are_missing = self._are_missing(living, former)  # each time, to see who is touched
+            is_over = now - changed > call_s and not (are_missing and now - came < _AWAITED_S)
             is_first = bool(hosts) and hosts[0][0] == self.member
             if is_first and len(hosts) >= self._least and (is_full or is_over):
                 _write(round_ / "closed", [each.name for host in hosts for each in host])
@@ -262,7 +261,8 @@ class Meeting:
         if self.world is None:
             return False
         round_, names = self._folder / f"{self.world.number:06d}", {each.name for each in here}
-        return any(name not in names and self._pulse.lives(round_ / name) for name in former)
+        absent = [round_ / name for name in former if name not in names]
+        return any([self._pulse.lives(file) for file in absent])  # looks at all of them
 
     def _connect(self, round_: Path, names: Sequence[str]) -> dist.Store:
         """Return the store of this round. All of its ranks have come when it returns."""
