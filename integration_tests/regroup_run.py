@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from integration_tests.elastic_run import GLOBAL_BATCH, WIDTH, Numbers
 from torch import nn
 
-from integration_tests.elastic_run import GLOBAL_BATCH, WIDTH, Numbers
 from vescale_fsdp import elastic, fully_shard
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from integration_tests.test_elastic import children, undisturbed
 
 SCRIPT = Path(__file__).resolve().parent / "regroup_run.py"

@@ -106,9 +106,7 @@ class Demo:
             trial.sleep(5)
             second.mend()
             self.say(f"the network of {second.name} is back")
-            trial.wait_for_ranks(
-                2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=False, since=time.time()
-            )
+            trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=False, since=time.time())
         else:
             self.say("(no network is cut: that needs root and `ip`)")
         self.say("no more faults")
@@ -141,7 +139,9 @@ def run(folder: Path, picture: Path, *, with_network: bool) -> int:
     root = folder / "demo"
     (root / "events").mkdir(parents=True)
     if with_network:
-        print("Two hosts: each is a network namespace with an agent of torchrun, 2 ranks and memory")
+        print(
+            "Two hosts: each is a network namespace with an agent of torchrun, 2 ranks and memory"
+        )
     else:
         print("Two hosts: each is an agent of torchrun with 2 ranks and a memory folder")
     arguments = [str(FOLDER / "train.py"), str(root), str(STEPS), str(STEP_S)]

@@ -23,9 +23,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
-from gpt import GPT
-
 from benchmarks.namespaces import die_with_parent
+from gpt import GPT
 
 __all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "begin", "loss_of", "new_model"]
 

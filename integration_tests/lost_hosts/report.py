@@ -90,7 +90,10 @@ def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool,
         "versions": ", ".join(
             [
                 f"Python {platform.python_version()}",
-                *(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "vescale-fsdp")),
+                *(
+                    f"{name} {importlib.metadata.version(name)}"
+                    for name in ("torch", "vescale-fsdp")
+                ),
             ]
         ),
         "cores": os.cpu_count(),

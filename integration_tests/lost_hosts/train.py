@@ -15,6 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from model import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -24,9 +26,6 @@ from model import (
     loss_of,
     new_model,
 )
-
-import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import elastic, fully_shard
@@ -52,9 +51,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
         every_on_disk=int(os.environ["EVERY_ON_DISK"]),
         replicas=int(os.environ.get("REPLICAS", "1")),
     ) as run:
-        events.tell(
-            "restored", attempt=run.attempt, source=run.source, step=run.step, size=size
-        )
+        events.tell("restored", attempt=run.attempt, source=run.source, step=run.step, size=size)
         batches = run.batches(
             Text(), global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, until=until
         )

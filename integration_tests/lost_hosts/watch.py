@@ -119,9 +119,7 @@ class Watch:
             process.source, process.size = line["source"], line["size"]
             process.from_step = line["step"]
         elif what == "step":
-            made = Made(
-                at, line["step"], line["loss"], line["size"], line["attempt"], line["rank"]
-            )
+            made = Made(at, line["step"], line["loss"], line["size"], line["attempt"], line["rank"])
             self.made.append(made)
         elif what == "error":
             process.error = line["text"]

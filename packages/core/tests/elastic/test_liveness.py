@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.elastic import liveness
-from vescale_fsdp.elastic.training import _own_ranks
+from vescale_fsdp.elastic.beginning import _own_ranks
 from vescale_fsdp.testing import run_ranks
 
 SLEEP_S = 100  # longer than the timeout of a test's ranks

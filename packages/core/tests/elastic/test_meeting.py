@@ -108,7 +108,7 @@ def test_no_more_hosts_than_allowed(tmp_path: Path) -> None:
 
 def test_too_few_hosts(tmp_path: Path) -> None:
     (alone,) = Host(tmp_path, "a", 2, 2, num_local=1).meetings
-    with pytest.raises(RankMismatchError, match="1 hosts have come .* expected at least 2"):
+    with pytest.raises(RankMismatchError, match=r"1 hosts have come .* expected at least 2"):
         alone.join(1.0)
 
 

@@ -109,9 +109,7 @@ def undisturbed(make: Make, options: dict[str, Any]) -> list[float]:
     ],
     ids=["zero3", "zero1", "ddp", "muon", "adamw8bit"],
 )
-def test_losses_are_those_of_one_world(
-    tmp_path: Path, make: Make, options: dict[str, Any]
-) -> None:
+def test_losses_are_those_of_one_world(tmp_path: Path, make: Make, options: dict[str, Any]) -> None:
     found = run_ranks(moved, 4, tmp_path, make, options)[0]
     expected = run_ranks(undisturbed, 4, make, options)[0]
     assert len(found) == 6

@@ -156,7 +156,7 @@ class StopOnSignal:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal, after `requested` has returned True; the same on all ranks. None for `ask`."""
+        """The signal, after `requested` has returned True; the same on all ranks. `ask`: None."""
         return signal.Signals(self._reason) if self._reason else None
 
     @property

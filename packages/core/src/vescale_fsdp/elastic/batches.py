@@ -26,8 +26,8 @@ class Step:
             those of the mean over the global batch. 1 if there is one micro-batch a rank, of the
             same size on all ranks.
         is_last: whether the current micro-batch is the last one of this rank.
-        goes_on: whether ``with step:`` takes an error by which ranks were lost, and the loop goes on
-            in this process. Otherwise, ``with step:`` does nothing.
+        goes_on: whether ``with step:`` takes an error that says that ranks were lost, and the loop
+            goes on in this process. Otherwise, ``with step:`` does nothing.
     """
 
     def __init__(

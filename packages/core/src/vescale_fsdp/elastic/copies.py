@@ -121,14 +121,16 @@ class Copying:
         mapped: torch.Tensor = torch.from_file(
             path, shared=shared, size=transfer.num_bytes, dtype=torch.uint8
         )
-        return mapped.split(self._piece_bytes)
+        pieces: tuple[torch.Tensor, ...] = mapped.split(self._piece_bytes)
+        return pieces
 
 
 class _Background:
     """A call in a thread of its own. A daemon: it may wait for a rank that hangs."""
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call, self._error = call, None
+        self._call = call
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp copies", daemon=True)
         self._thread.start()
 

@@ -63,9 +63,7 @@ class Ring:
         self._wake, self._woken = socket.socketpair()
         self._is_over = not neighbours
         self.reason = ""  # why it was closed; empty: all are there
-        self._thread = threading.Thread(
-            target=self._run, name="vescale-fsdp liveness", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="vescale-fsdp liveness", daemon=True)
         if neighbours:
             self._thread.start()
 

@@ -1,8 +1,8 @@
 """Ranks meet in a folder that all hosts share, again and again, without their launchers.
 
 torchrun's rendezvous is one of agents: when a rank is lost, or a host comes, all agents kill their
-ranks. Here each host has a torchrun of its own, which watches its own ranks only, and the ranks meet
-themselves. So those that survive keep their process::
+ranks. Here each host has a torchrun of its own, which watches its own ranks only, and the ranks
+meet by themselves. So those that survive keep their process::
 
     /shared/job1/
       000003/                    a round: the ranks of one world
@@ -37,7 +37,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from vescale_fsdp import compat
 from vescale_fsdp.errors import RankMismatchError
 
 MEETING, HOSTS = "VESCALE_FSDP_MEETING", "VESCALE_FSDP_HOSTS"
@@ -144,7 +146,7 @@ class World:
     number: int
     names: Sequence[str]
     rank: int
-    store: dist.Store
+    store: compat.Store
 
 
 class Meeting:
@@ -164,6 +166,11 @@ class Meeting:
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._beat, name="vescale-fsdp pulse", daemon=True)
         self._thread.start()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the ranks of this world."""
+        return () if self.world is None else self.world.names
 
     def stop(self) -> None:
         """Leave: the others wait for this rank no longer."""
@@ -230,7 +237,7 @@ class Meeting:
 
     def _wait_closed(self, round_: Path, end: float) -> Sequence[str] | None:
         """Return the ranks of the round. None: it was closed without this one."""
-        former = [] if self.world is None else list(self.world.names)
+        former = self.names
         call_s = _LAST_CALL_S if former else _FIRST_CALL_S
         came = changed = time.monotonic()
         before: list[Member] = []
@@ -262,13 +269,14 @@ class Meeting:
             return False
         round_, names = self._folder / f"{self.world.number:06d}", {each.name for each in here}
         absent = [round_ / name for name in former if name not in names]
-        return any([self._pulse.lives(file) for file in absent])  # looks at all of them
+        living = [file for file in absent if self._pulse.lives(file)]  # looks at all of them
+        return bool(living)
 
-    def _connect(self, round_: Path, names: Sequence[str]) -> dist.Store:
+    def _connect(self, round_: Path, names: Sequence[str]) -> compat.Store:
         """Return the store of this round. All of its ranks have come when it returns."""
         rank, timeout = names.index(self.member.name), datetime.timedelta(seconds=_CONNECT_S)
         if rank == 0:
-            store = dist.TCPStore(
+            store = TCPStore(
                 "localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
             _write(round_ / "store", [own_address(), store.port])
@@ -280,7 +288,7 @@ class Meeting:
                     raise TimeoutError(f"rank 0 has not written {round_ / 'store'}")
                 time.sleep(_POLL_S)
             host, port = address
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set(f"here/{rank}", "")
         store.wait([f"here/{each}" for each in range(len(names))], timeout)
         return store

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from vescale_fsdp import engine
+from vescale_fsdp.checkpoint.contents import Optimizers, named
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.losses import is_loss
@@ -63,8 +62,7 @@ def regroup(options: Options, why: str) -> Attempt:
     raise RankMismatchError(f"ranks were lost {_MOST} times while they met; the last time: {why}")
 
 
-def _clear(optimizers: Optimizer | Mapping[str, Optimizer]) -> None:
+def _clear(optimizers: Optimizers) -> None:
     """Drop states, which have the sizes of the former shards."""
-    each = optimizers.values() if isinstance(optimizers, Mapping) else [optimizers]
-    for optimizer in each:
+    for optimizer in named(optimizers).values():
         optimizer.state.clear()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
+from vescale_fsdp.engine import check_remesh
 
 _log = logging.getLogger(__name__)
 _OWN_SIGNAL_S = 5.0  # torchrun sends SIGTERM to all ranks within this time
@@ -114,6 +115,19 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def _can_go_on(model: nn.Module) -> bool:
+    """Whether the process can go on if others are lost."""
+    if worlds.current() is None:
+        return False
+    try:
+        check_remesh(model)
+    except NotImplementedError as error:
+        if dist.get_rank() == 0:
+            _log.warning("if ranks are lost, processes will have to start again: %s", error)
+        return False
+    return True
+
+
 def _hosts_wait() -> bool:
     """Whether hosts wait to join."""
     meeting = worlds.current()
@@ -189,7 +203,8 @@ class Run:
             seed: of the shuffle, a new one for each epoch. None: samples in the order of the data.
             options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
         """
-        last_try = (-1, ())
+        last_try: tuple[int, Sequence[str]] = (-1, ())
+        self._goes_on = _can_go_on(self._options.model)
         while not self._is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
@@ -197,16 +212,16 @@ class Run:
                 self._num_samples = self.step * global_batch
             try:
                 for step in batches.steps(self.step, self._num_samples, until):
-                    step.goes_on = self._goes_on = worlds.current() is not None
+                    step.goes_on = self._goes_on
                     yield step
                     step.check_taken()
                     self.made(global_batch, is_last=self.step + 1 >= until)
             except Exception as error:
                 meeting = worlds.current()
-                if meeting is None or not is_loss(error):
+                if not (self._goes_on and is_loss(error)):
                     raise
-                assert meeting.world is not None, "it has joined"
-                this_try = (self.step, meeting.world.names)
+                assert meeting is not None, "it can go on"
+                this_try = (self.step, meeting.names)
                 if this_try == last_try:  # nobody was lost, and the same step has failed again
                     raise
                 last_try = this_try

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -21,12 +22,13 @@ from vescale_fsdp.elastic.meeting import Meeting, World
 _TIMEOUT = datetime.timedelta(minutes=2)
 
 
+@dataclass
 class _Joined:
     """How this process has joined."""
 
     meeting: Meeting | None = None
     backend: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 _joined = _Joined()
@@ -54,8 +56,8 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
     told = {"store", "init_method", "rank", "world_size"} & options.keys()
     if told:
         raise ValueError(
-            f"init_process_group was given {', '.join(sorted(told))}, but {meeting.MEETING} is set: "
-            "ranks find each other in that folder. Leave out one of the two"
+            f"init_process_group was given {', '.join(sorted(told))}, but {meeting.MEETING} is "
+            "set: ranks find each other in that folder. Leave out one of the two"
         )
     _joined.meeting, _joined.backend = found, backend
     _joined.options = {"timeout": _TIMEOUT, **options}

@@ -25,13 +25,15 @@ OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_CHECK_MEMORY": ("0", "1"),
     "VESCALE_FSDP_CHECK_ORDER": ("0", "1"),
     "VESCALE_FSDP_CODEC": ("auto", "torch", "triton"),
+    "VESCALE_FSDP_HOSTS": (),
+    "VESCALE_FSDP_MEETING": (),
     "VESCALE_FSDP_MEMORY_DIR": (),
     "VESCALE_FSDP_REDUCE": ("auto", "native", "all_to_all"),
     "VESCALE_FSDP_SMALL_BYTES": (),
     "VESCALE_FSDP_TIMEOUT_S": (),
     "VESCALE_FSDP_WATCHDOG_S": (),
 }
-_PATHS = ("VESCALE_FSDP_MEMORY_DIR",)
+_PATHS = ("VESCALE_FSDP_MEETING", "VESCALE_FSDP_MEMORY_DIR")
 _SHOWN = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
