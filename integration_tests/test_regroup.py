@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,18 +24,20 @@ STEPS, PAUSE_S = 90, 0.2
 
 
 class Host:
-    """A torchrun with two ranks, and its memory."""
+    """A torchrun with its ranks and its memory."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(
+        self, root: Path, name: str, ranks: int = 2, hosts: str = "1:2", steps: int = STEPS
+    ) -> None:
         self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
         self._stream = open(self.log, "a")  # noqa: SIM115
         own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1"}
-        own |= {"VESCALE_FSDP_MEETING": str(root / "meeting"), "VESCALE_FSDP_HOSTS": "1:2"}
+        own |= {"VESCALE_FSDP_MEETING": str(root / "meeting"), "VESCALE_FSDP_HOSTS": hosts}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.process = subprocess.Popen(
             [
-                *(*launcher, "--nproc-per-node", "2", "--max-restarts", "9"),
-                *(str(SCRIPT), str(root / "run"), str(STEPS), str(PAUSE_S)),
+                *(*launcher, "--nproc-per-node", str(ranks), "--max-restarts", "99"),
+                *(str(SCRIPT), str(root / "run"), str(steps), str(PAUSE_S)),
             ],
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
@@ -117,3 +120,27 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
     assert own == set(survivors)
     last = {line["process"] for line in found if line["step"] == STEPS - 1}
     assert last == set(survivors), "they have made the first step and the last one"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_random_ranks_are_killed_at_random_times(tmp_path: Path, hosts: list[Host]) -> None:
+    """Three hosts with a rank each. Ranks are killed while they train, meet, and load the state."""
+    chance, steps = random.Random(0), 400
+    for name in "abc":
+        hosts.append(Host(tmp_path, name, ranks=1, hosts="1:3", steps=steps))
+    wait_for(lambda: len(lines(tmp_path)) > 0, hosts)
+    kills = 0
+    while kills < 12 and all(host.process.poll() is None for host in hosts):
+        time.sleep(chance.choice([0.3, 2.0, 4.0, 8.0]))
+        for rank in chance.choice(hosts).ranks():
+            os.kill(rank, signal.SIGKILL)
+            kills += 1
+    for host in hosts:
+        wait_for(lambda: host.process.poll() is not None, hosts, 400)  # noqa: B023
+        assert host.process.returncode == 0, host.log.read_text()
+    assert kills >= 8
+    expected, found = undisturbed(tmp_path, steps), lines(tmp_path)
+    assert {line["step"] for line in found} == set(range(steps))
+    for line in found:
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=1e-6), line

@@ -529,3 +529,23 @@ def test_heads_are_those_of_the_engine() -> None:
     from vescale_fsdp.engine import granularity
 
     assert sources.HEADS == granularity.HEADS
+
+
+def test_host_memory_of_elastic_training(tmp_path: Path, capsys: Capture) -> None:
+    path = shapes_file(tmp_path)
+    report = as_json(capsys, path, "--ranks", "4", "--elastic", "2")
+    ours = report["per_rank"]["vescale_fsdp"]
+    part = ours["weights_bytes"] + ours["optimizer_states_bytes"]
+    assert report["memory_checkpoints"] == {
+        "replicas": 2,
+        "part_bytes": part,
+        "host_bytes": 6 * part,
+    }
+    out = " ".join(run(capsys, path, "--ranks", "4", "--elastic", "2").split())
+    assert "Elastic training with replicas=2 keeps 2 x (1 + 2) x" in out
+    assert as_json(capsys, path, "--ranks", "4")["memory_checkpoints"] is None
+
+
+def test_a_negative_number_of_replicas(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["plan", shapes_file(tmp_path), "--ranks", "4", "--elastic", "-1"]) == 2
+    assert "--elastic is -1, expected at least 0" in capsys.readouterr().err

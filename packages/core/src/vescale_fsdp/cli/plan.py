@@ -131,6 +131,14 @@ _Activations = Annotated[
         "as with fully_shard(activations=...)."
     ),
 ]
+_Elastic = Annotated[
+    int | None,
+    typer.Option(
+        metavar="REPLICAS",
+        show_default=False,
+        help="Count the host memory of elastic.training with so many replicas.",
+    ),
+]
 _Json = Annotated[
     str | None,
     typer.Option(
@@ -173,6 +181,7 @@ def plan(
     batch: _Batch = None,
     inputs: _Inputs = None,
     activations: _Activations = "keep",
+    elastic: _Elastic = None,
     json_file: _Json = None,
     html: _Html = None,
     svg: _Svg = None,
@@ -205,6 +214,7 @@ def plan(
         batch=None if batch is None else parse_batch(batch),
         inputs=inputs,
         activations=activations,
+        elastic=elastic,
     )
     files = {"--json": json_file, "--html": html, "--svg": svg}
     _refuse_same(files)

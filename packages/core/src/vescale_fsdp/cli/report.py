@@ -267,8 +267,18 @@ def as_json(report: Report) -> dict[str, Any]:
         "groups": [_group(each) for each in report.planned],
         "per_rank": {_KEYS[name]: _figures(each) for name, each in report.figures.items()},
         "activations": _activations(report),
+        "memory_checkpoints": memory_checkpoints(report),
         "suggestion": _suggestion(report),
     }
+
+
+def memory_checkpoints(report: Report) -> dict[str, int] | None:
+    """The bytes of elastic training in host memory, for each rank: two checkpoints with copies."""
+    replicas = report.settings.elastic
+    if replicas is None:
+        return None
+    part = report.figures[OURS].resting_bytes
+    return {"replicas": replicas, "part_bytes": part, "host_bytes": 2 * (1 + replicas) * part}
 
 
 def _activations(report: Report) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ class Settings(costs.Settings):
     batch: tuple[int, int] | None = None  # sequences and tokens of each, on one rank
     inputs: str | None = None  # module:function that returns the arguments of forward
     activations: Activations = "keep"
+    elastic: int | None = None  # replicas of memory checkpoints
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= _MOST_RANKS:
@@ -45,6 +46,8 @@ class Settings(costs.Settings):
                 f"--ranks {self.num_ranks} cannot be divided into --replicas "
                 f"{self.num_replicas} equal groups; use a divisor of {self.num_ranks}"
             )
+        if self.elastic is not None and self.elastic < 0:
+            raise InputError(f"--elastic is {self.elastic}, expected at least 0")
         if self.batch is not None and self.inputs is not None:
             raise InputError("--batch and --inputs are both there, expected one of them")
         if self.activations != "keep" and not self.has_inputs:

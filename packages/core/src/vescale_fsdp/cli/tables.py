@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from vescale_fsdp.cli.report import FSDP2, OURS, Report, Suggestion
+from vescale_fsdp.cli.report import FSDP2, OURS, Report, Suggestion, memory_checkpoints
 from vescale_fsdp.cli.text import (
     binary,
     bits_per_s,
@@ -50,8 +50,22 @@ def print_report(report: Report, console: Console) -> None:
     unlike = ", which do not keep the blocks of --granularity" if report.rules else ""
     line(console, f"The other columns are their layouts in our engine{unlike}.", "dim")
     _print_scalars(report, console)
+    _print_memory_checkpoints(report, console)
     console.print()
     _print_suggestion(report, console)
+
+
+def _print_memory_checkpoints(report: Report, console: Console) -> None:
+    found = memory_checkpoints(report)
+    if found is not None:
+        part, replicas = binary(found["part_bytes"]), found["replicas"]
+        line(
+            console,
+            f"Elastic training with replicas={replicas} keeps 2 x (1 + {replicas}) x {part} = "
+            f"{binary(found['host_bytes'])} of host memory for each rank, and {part} more while a "
+            "memory checkpoint is made.",
+            "bold",
+        )
 
 
 def _print_peak(report: Report, console: Console) -> None:
