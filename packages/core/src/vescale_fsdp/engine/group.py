@@ -7,7 +7,7 @@ A group is in one of three states (`residency.State`):
     UNSHARDED    the modules have views of the full buffer
 
 Gradients of the unsharded parameters are moved into a gradient buffer as they appear. `parameters`
-has the sharded parameters.
+has the sharded parameters, and `moving` moves them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vescale_fsdp.dbuffer import (
     Comm,
     ThenCopy,
 )
-from vescale_fsdp.engine.parameters import Parameters
+from vescale_fsdp.engine.moving import MovableParameters
 from vescale_fsdp.engine.slot import (
     Slot,
     flags_of,
@@ -42,8 +42,8 @@ class Fetched(NamedTuple):
     version: tuple[int, int]  # of the shard that was sent
 
 
-class Group(Parameters):
-    """`Parameters` with their collectives. It has the same arguments."""
+class Group(MovableParameters):
+    """The parameters with their collectives. The arguments are those of `Parameters`."""
 
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
         """Start the all-gather, unless the group is unsharded or an all-gather runs.
