@@ -7,9 +7,9 @@ Read in this order; each file is one concept.
   `axes` (over which axes of the mesh, and their communicators), `quantized` (what is sent in 8
   bits).
 - What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
-  `parameters` (their shards; `moving` moves them) in `slot` s (one each); `guard` watches their memory. Other
-  kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters that gather
-  themselves).
+  `parameters` (their shards; `moving` moves them) in `slot` s (one each); `guard` watches their
+  memory. Other kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters
+  that gather themselves).
 - How modules and autograd call: `hooks` and `boundary`; `unfilled` (tensors without values,
   and buffers to broadcast); `generation` (loops of forwards).
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
