@@ -106,6 +106,7 @@ def hosts() -> Iterator[list[Host]]:
 def undisturbed(tmp_path: Path, steps: int = STEPS) -> dict[int, float]:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     environ |= {"MASTER_PORT": str(free_port()), "VESCALE_FSDP_MEMORY_DIR": str(tmp_path / "m")}
+    environ |= {"EVERY": "100000"}
     command = [sys.executable, str(SCRIPT), str(tmp_path / "quiet"), str(steps), "0"]
     subprocess.run(command, env={**os.environ, **environ}, check=True, timeout=120)
     return {line["step"]: line["loss"] for line in lines(tmp_path / "quiet")}
