@@ -159,3 +159,34 @@ def refused() -> None:
 
 def test_what_cannot_move() -> None:
     run_ranks(refused, 4)
+
+
+def compiled(root: Path) -> tuple[list[float], int, int]:
+    """Losses on 4, then 2 ranks, and how often a block was compiled before and after."""
+    model, optimizer = built(adamw)
+    compiles = [0]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles[0] += 1
+        return graph.forward
+
+    for layer in model:
+        layer.compile(backend=backend)
+    losses = [step(model, optimizer, number) for number in range(3)]
+    before = compiles[0]
+    checkpoint.save(root / "4", model, optimizer)
+    if new_world(root, "world", 2):
+        remesh(model)
+        optimizer.state.clear()
+        checkpoint.load(root / "4", model, optimizer)
+        losses += [step(model, optimizer, number) for number in range(3, 6)]
+    return losses, before, compiles[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo
+def test_compiled_code_is_kept(tmp_path: Path) -> None:
+    found, before, after = run_ranks(compiled, 4, tmp_path)[0]
+    assert found == pytest.approx(run_ranks(undisturbed, 4, adamw, {})[0], abs=1e-6)
+    assert before > 0
+    # A block of another batch is compiled once more, for any size.
+    assert after - before in (0, before)
