@@ -57,10 +57,20 @@ class Net(nn.Module):
         return nn.functional.mse_loss(found, labels), found
 
 
-def make(dropout: float) -> Net:
+class Counting(Net):
+    """Returns a sum over the batch, divided by the items of the step, as language models do."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, labels: torch.Tensor, **counts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, found = super().forward(x, labels)
+        return loss * len(x) / counts.get("num_items_in_batch", len(x)), found
+
+
+def make(dropout: float, cls: type[Net] = Net) -> Net:
     logging.getLogger("vescale_fsdp").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    return Net(dropout)
+    return cls(dropout)
 
 
 def memory(root: Path, ranks_per_host: int) -> str:
@@ -150,7 +160,7 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             memory_directory=memory(root, options.get("ranks_per_host", 2)),
         )
         made = transformers.Trainer(
-            model=make(options.get("dropout", 0.0)),
+            model=make(options.get("dropout", 0.0), options.get("model", Net)),
             args=arguments,
             train_dataset=Numbers(),
             eval_dataset=Numbers(12),
@@ -207,6 +217,15 @@ def test_two_ranks_go_on_to_the_bit_with_random_numbers(tmp_path: Path, kind: st
             assert found["losses"]
             assert found["losses"] == {s: expected["losses"][s] for s in found["losses"]}
     assert torn[0]["source"] == "memory"
+
+
+def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> None:
+    options = {"model": Counting}
+    one = run_ranks(attempt, 1, "trainer", tmp_path / "one", None, options)[0]
+    three = run_ranks(attempt, 3, "trainer", tmp_path / "three", None, options)[0]
+    assert three["losses"] == pytest.approx(one["losses"], abs=1e-6)
+    plain = run_ranks(attempt, 1, "trainer", tmp_path / "plain", None, {})[0]
+    assert one["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
 def refused(root: Path) -> None:

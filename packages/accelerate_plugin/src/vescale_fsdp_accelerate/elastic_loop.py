@@ -115,7 +115,8 @@ class Loop:
         )
         self._weights = made.micro_batches.weights()
         args.gradient_accumulation_steps = made.micro_batches.num_each
-        if 0 in self._weights and trainer.model_accepts_loss_kwargs:
+        counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if 0 in self._weights and counts:
             raise ValueError(
                 f"global_batch={self._options.global_batch} has fewer samples than the "
                 f"{args.world_size} ranks have micro-batches ({len(self._weights)} each), and the "
@@ -231,6 +232,11 @@ def _check(trainer: Any) -> None:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} does not work with "
             "ElasticCallback, which divides the samples of a step itself, by its global_batch: "
             "leave it out"
+        )
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False does not work with ElasticCallback: means of "
+            "losses would depend on the number of ranks; leave it out"
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")

@@ -109,6 +109,11 @@ class Lifecycle(ElasticHooks):
                 f"state_dict_type={self.options.state_dict_type!r} saves directories; pass "
                 'VeScaleFSDPStrategy(state_dict_type="full"), or leave the plug-in out'
             )
+        self._is_fitting = trainer.state.fn.value == "fit"
+        elastic = self.options.elastic
+        if self._is_fitting and elastic is not None:
+            self._elastic = Elastic(elastic, trainer)
+            self._elastic.prepare()  # first: a budget counts the micro-batches
         module = self.lightning_module
         if not any(hasattr(param, "device_mesh") for param in module.parameters()):
             module = self.precision_plugin.convert_module(module)
@@ -122,12 +127,7 @@ class Lifecycle(ElasticHooks):
         )
         self.model: nn.Module = module
         self.barrier()
-        self._is_fitting = trainer.state.fn.value == "fit"
-        elastic = self.options.elastic
         if self._is_fitting:
-            if elastic is not None:
-                self._elastic = Elastic(elastic, trainer)
-                self._elastic.prepare()
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
             set_up_optimizers(self.optimizers, self.options)  # type: ignore[attr-defined]
