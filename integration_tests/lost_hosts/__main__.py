@@ -1,8 +1,8 @@
 """``python3 dev.py elastic``: a training on two hosts that die and come back.
 
-    (nothing)       the demo, 3 minutes, and its picture
-    --faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
-    --only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
+(nothing)       the demo, 3 minutes, and its picture
+--faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
+--only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from . import demo, report
 from .faults import FAULTS, Fault
 from .hosts import own_mounts
 from .runner import Report, run_all
-from .trial import FOLDER
 
 
 def chosen(count: int, word: str, seed: int, *, with_network: bool) -> list[Fault]:
@@ -64,7 +63,7 @@ def main() -> int:
     if args.stock:
         faults = [each for each in faults if each.is_for_stock]
 
-    def save(found: Report) -> None:
+    def save(found: Report) -> None:  # also after a part, so that a stop loses little
         if args.only:
             return
         ours, stock = report.read() if report.PAGE.exists() else (Report(), None)

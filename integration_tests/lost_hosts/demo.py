@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from .faults import BACK_S, WHOLE_S
@@ -68,7 +69,8 @@ class Demo:
 
     def _tell_attempt(self) -> None:
         newest = self.trial.watch.newest()
-        assert newest is not None and newest.first is not None, "it has made a step"
+        assert newest is not None
+        assert newest.first is not None, "it has made a step"
         if self._lost_at is None:
             self.say(f"{newest.size} ranks train, from {newest.source}")
             return
@@ -106,9 +108,7 @@ class Demo:
             trial.sleep(5)
             second.mend()
             self.say(f"the network of {second.name} is back")
-            trial.wait_for_ranks(
-                2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=False, since=time.time()
-            )
+            trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=False, since=time.time())
         else:
             self.say("(no network is cut: that needs root and `ip`)")
         self.say("no more faults")
@@ -126,7 +126,7 @@ def progress(trial: Trial) -> list[tuple[float, int, float]]:
 
 def lost(times: list[float]) -> list[tuple[float, float]]:
     """The time lost so far: by how much new steps came later than usual."""
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     usual, total, made = statistics.median(gaps), 0.0, [(times[0], 0.0)]
     for at, gap in zip(times[1:], gaps, strict=True):
         if gap > 3 * usual:
@@ -141,7 +141,9 @@ def run(folder: Path, picture: Path, *, with_network: bool) -> int:
     root = folder / "demo"
     (root / "events").mkdir(parents=True)
     if with_network:
-        print("Two hosts: each is a network namespace with an agent of torchrun, 2 ranks and memory")
+        print(
+            "Two hosts: each is a network namespace with an agent of torchrun, 2 ranks and memory"
+        )
     else:
         print("Two hosts: each is an agent of torchrun with 2 ranks and a memory folder")
     arguments = [str(FOLDER / "train.py"), str(root), str(STEPS), str(STEP_S)]

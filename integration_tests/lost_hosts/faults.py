@@ -242,9 +242,7 @@ def happen(trial: Trial, fault: Fault) -> Outcome:
     try:
         fault.run(trial)
         since = None if fault.restarts else time.time()
-        trial.wait_for_ranks(
-            2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=fault.restarts, since=since
-        )
+        trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS, is_new=fault.restarts, since=since)
     except Hang as hang:
         outcome.fault = f"hang: {hang}"
     trial.watch.read()

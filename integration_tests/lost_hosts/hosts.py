@@ -32,9 +32,7 @@ from benchmarks import namespaces
 RANKS = 2  # of a host
 MEMORY_BYTES, LEFT_BYTES = 256 << 20, 64 << 10  # of a host; when it is full
 # How torchrun finds out who is there, as docs/elastic.md says.
-RENDEZVOUS = (
-    "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
-)
+RENDEZVOUS = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 class Host:

@@ -20,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
-
-from gpt import GPT
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from benchmarks.namespaces import die_with_parent
+from gpt import GPT
 
 __all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "begin", "loss_of", "new_model"]
 

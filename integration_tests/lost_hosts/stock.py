@@ -13,11 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-from model import GLOBAL_BATCH, Events, Text, begin, loss_of, new_model
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from model import GLOBAL_BATCH, Events, Text, begin, loss_of, new_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,9 +52,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
         step, source = told[0][0], "disk"
         whole = {"model": state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
         dcp.load(whole, checkpoint_id=told[0][1])
-        set_state_dict(
-            model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state
-        )
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
         schedule.load_state_dict(whole["schedule"])
     # Each start of torchrun is an attempt; the time orders them.
     attempt = [time.time_ns()]
@@ -102,7 +99,7 @@ if __name__ == "__main__":
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  it ends the process
         own.tell("error", text=f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1

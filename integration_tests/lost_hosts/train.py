@@ -2,8 +2,8 @@
 
     train.py FOLDER STEPS STEP_S
 
-A step takes at least STEP_S seconds, until there is a file ``hurry``. The folder gets ``events`` and
-``weights.pt``, which `watch` and `trial` read.
+A step takes at least STEP_S seconds, until there is a file ``hurry``. The folder gets ``events``
+and ``weights.pt``, which `watch` and `trial` read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from model import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -24,9 +26,6 @@ from model import (
     loss_of,
     new_model,
 )
-
-import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import elastic, fully_shard
@@ -52,9 +51,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
         every_on_disk=int(os.environ["EVERY_ON_DISK"]),
         replicas=int(os.environ.get("REPLICAS", "1")),
     ) as run:
-        events.tell(
-            "restored", attempt=run.attempt, source=run.source, step=run.step, size=size
-        )
+        events.tell("restored", attempt=run.attempt, source=run.source, step=run.step, size=size)
         batches = run.batches(
             Text(), global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, until=until
         )
@@ -91,7 +88,7 @@ if __name__ == "__main__":
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  it ends the process
         own.tell("error", text=f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1

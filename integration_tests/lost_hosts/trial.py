@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from .hosts import Host, Hosts, new_hosts
+from .hosts import Host, Hosts
 from .watch import Parts, Watch
 
 FOLDER = Path(__file__).resolve().parent
@@ -220,6 +220,9 @@ def log_of(root: Path, pattern: str) -> list[str]:
     """The lines of the hosts' logs that match."""
     found = []
     for path in sorted(root.glob("log-*")):
-        found += [line for line in path.read_text(errors="replace").splitlines()
-                  if re.search(pattern, line)]
+        found += [
+            line
+            for line in path.read_text(errors="replace").splitlines()
+            if re.search(pattern, line)
+        ]
     return found
