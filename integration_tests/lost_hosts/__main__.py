@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
     parser.add_argument("--folder", type=Path, help="of the trainings")
-    parser.add_argument("--picture", type=Path, default=Path("elastic.svg"), help="of the demo")
+    parser.add_argument("--picture", type=Path, default=Path(".dev/elastic.svg"), help="of the demo")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so hosts end
     reason = "not wanted" if args.without_network else namespaces.why_not()

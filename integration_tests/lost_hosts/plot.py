@@ -112,4 +112,5 @@ def draw(
             f'<text class="small" text-anchor="middle" x="{x:.1f}" y="{bottom + 16}">'
             f"{number * spacing} s</text>"
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*made, "</svg>", ""]))
