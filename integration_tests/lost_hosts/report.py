@@ -16,12 +16,13 @@ from typing import Any
 
 from integration_tests.faults.report import commit
 
-from .faults import FAULTS
+from .faults import FAULTS, judged
 from .hosts import RANKS, RENDEZVOUS
 from .runner import TIMEOUT_S, Report
 from .trial import EVERY, EVERY_ON_DISK, STEP_S, TOLERANCE, Outcome
 from .watch import Parts
 
+BY_NAME = {fault.name: fault for fault in FAULTS}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "elastic-faults.md"
 COMMAND = "python3 dev.py elastic"
 FRAME = Path(__file__).with_name("page.md.in")
@@ -39,31 +40,38 @@ NO_NETWORK = (
 
 def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool, load: str) -> None:
     """Write the page and the raw numbers."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "vescale-fsdp")]
     facts: dict[str, Any] = {
-        "command": COMMAND,
         "asked": asked,
         "hosts": NETWORK if with_network else NO_NETWORK,
+        "rendezvous": RENDEZVOUS,
+        "timeout": TIMEOUT_S,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "cores": os.cpu_count(),
+        "load": load,
+    }
+    _write(ours, stock, facts)
+
+
+def write_again() -> None:
+    """Write the page from the raw numbers that are there."""
+    ours, stock = read()
+    _write(ours, stock, json.loads(PAGE.with_suffix(".json").read_text())["facts"])
+
+
+def _write(ours: Report, stock: Report | None, facts: dict[str, Any]) -> None:
+    for outcome in ours.outcomes:
+        outcome.fault = judged(BY_NAME[outcome.name], outcome)
+    numbers = {
+        "command": COMMAND,
         "ranks": 2 * RANKS,
         "per_host": RANKS,
         "step_s": STEP_S,
         "every": EVERY,
         "every_on_disk": EVERY_ON_DISK,
-        "rendezvous": RENDEZVOUS,
-        "timeout": TIMEOUT_S,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "versions": ", ".join(
-            [
-                f"Python {platform.python_version()}",
-                *(
-                    f"{name} {importlib.metadata.version(name)}"
-                    for name in ("torch", "vescale-fsdp")
-                ),
-            ]
-        ),
-        "cores": os.cpu_count(),
-        "load": load,
-        "minutes": (ours.seconds + (stock.seconds if stock is not None else 0.0)) / 60,
+        "minutes": ours.seconds / 60,
         "num_faults": len(ours.outcomes),
         "num_trainings": ours.num_trainings,
         "num_steps": ours.num_steps,
@@ -74,16 +82,14 @@ def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool,
         "num_hangs": sum(each.is_hang for each in ours.outcomes),
         "num_odd": sum(bool(each.fault) and not each.is_hang for each in ours.outcomes),
     }
-    text = FRAME.read_text().format(**facts, table=table(ours.outcomes))
+    text = FRAME.read_text().format(**facts, **numbers, table=table(ours.outcomes))
     if stock is not None:
         text += "\n## Stock torchrun with FSDP2 and DCP\n\n" + stock_table(ours, stock)
-    missed = [each for each in ours.outcomes if each.fault]
-    if missed or ours.wrong:
-        text += "\n## Missed\n\n"
-        text += "".join(f"- {each.name}: {each.fault}\n" for each in missed)
-        text += "".join(f"- {each}\n" for each in ours.wrong)
+    missed = [f"{each.name}: {each.fault}" for each in ours.outcomes if each.fault] + ours.wrong
+    if missed:
+        text += "\n## Missed\n\n" + "".join(f"- {each}\n" for each in missed)
     PAGE.write_text(text)
-    raw = {**facts, "ours": dataclasses.asdict(ours)}
+    raw = {"facts": facts, "ours": dataclasses.asdict(ours)}
     if stock is not None:
         raw["stock"] = dataclasses.asdict(stock)
     PAGE.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")

@@ -61,7 +61,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
     text, hurry = Text(), folder / "hurry"
     for number in range(step, until):
         began = time.monotonic()
-        first = (number * GLOBAL_BATCH + rank * GLOBAL_BATCH // size) % (len(text) - GLOBAL_BATCH)
+        first = number * GLOBAL_BATCH % (len(text) - GLOBAL_BATCH) + rank * GLOBAL_BATCH // size
         samples = [text[first + i] for i in range(GLOBAL_BATCH // size)]
         x, y = (torch.stack(each) for each in zip(*samples, strict=True))
         loss = loss_of(model(x), y)
