@@ -64,7 +64,10 @@ def write_again() -> None:
 def _write(ours: Report, stock: Report | None, facts: dict[str, Any]) -> None:
     for outcome in ours.outcomes:
         outcome.fault = judged(BY_NAME[outcome.name], outcome)
+    num_faults = len(ours.outcomes)
+    is_part = num_faults < facts["asked"]
     numbers = {
+        "stopped": f"; {facts['asked']} were asked for, and the time was up" if is_part else "",
         "command": COMMAND,
         "ranks": 2 * RANKS,
         "per_host": RANKS,
@@ -72,7 +75,7 @@ def _write(ours: Report, stock: Report | None, facts: dict[str, Any]) -> None:
         "every": EVERY,
         "every_on_disk": EVERY_ON_DISK,
         "minutes": ours.seconds / 60,
-        "num_faults": len(ours.outcomes),
+        "num_faults": num_faults,
         "num_trainings": ours.num_trainings,
         "num_steps": ours.num_steps,
         "tolerance": TOLERANCE,
