@@ -1,1 +1,1 @@
-"""Hosts on one machine that die, are cut off and come back, while a small GPT is trained on them."""
+"""Hosts on one machine that die, are cut off and come back, while a small GPT trains on them."""

@@ -42,11 +42,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500, help="of a training with several faults")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--without-network", action="store_true", help="as if not root")
+    parser.add_argument("--page", action="store_true", help="only write it again")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
     parser.add_argument("--folder", type=Path, help="of the trainings")
-    parser.add_argument("--picture", type=Path, default=Path("elastic.svg"), help="of the demo")
+    parser.add_argument(
+        "--picture", type=Path, default=Path(".dev/elastic.svg"), help="of the demo"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so hosts end
+    if args.page:
+        report.write_again()
+        return 0
     reason = "not wanted" if args.without_network else namespaces.why_not()
     with_network = reason is None
     if with_network:
@@ -63,7 +69,7 @@ def main() -> int:
     if args.stock:
         faults = [each for each in faults if each.is_for_stock]
 
-    def save(found: Report) -> None:
+    def save(found: Report) -> None:  # also after a part, so that a stop loses little
         if args.only:
             return
         ours, stock = report.read() if report.PAGE.exists() else (Report(), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from .faults import BACK_S, WHOLE_S
@@ -68,7 +69,8 @@ class Demo:
 
     def _tell_attempt(self) -> None:
         newest = self.trial.watch.newest()
-        assert newest is not None and newest.first is not None, "it has made a step"
+        assert newest is not None
+        assert newest.first is not None, "it has made a step"
         if self._lost_at is None:
             self.say(f"{newest.size} ranks train, from {newest.source}")
             return
@@ -124,7 +126,7 @@ def progress(trial: Trial) -> list[tuple[float, int, float]]:
 
 def lost(times: list[float]) -> list[tuple[float, float]]:
     """The time lost so far: by how much new steps came later than usual."""
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     usual, total, made = statistics.median(gaps), 0.0, [(times[0], 0.0)]
     for at, gap in zip(times[1:], gaps, strict=True):
         if gap > 3 * usual:

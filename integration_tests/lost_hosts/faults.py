@@ -40,7 +40,9 @@ class Fault:
     is_for_stock: bool = True
 
 
-MEMORY, DISK = frozenset({"memory"}), frozenset({"disk"})
+# A checkpoint on disk is used if it is newer than what is whole in memory. How many steps are
+# repeated is the same with both.
+NEWEST, DISK = frozenset({"memory", "disk"}), frozenset({"disk"})
 
 
 def one_rank(trial: Trial) -> None:
@@ -146,26 +148,26 @@ def all_hosts(trial: Trial) -> None:
 
 _FEW, _MANY = 2 * EVERY, EVERY_ON_DISK + 2 * EVERY
 FAULTS = [
-    Fault("kill -9 of a rank", one_rank, "from memory", MEMORY, _FEW, weight=4.0),
+    Fault("kill -9 of a rank", one_rank, "from memory", NEWEST, _FEW, weight=4.0),
     Fault(
         "a host dies with its memory; later a new one joins",
         one_host,
         "from memory, on the other host; then from memory, on both",
-        MEMORY,
+        NEWEST,
         _FEW,
     ),
     Fault(
         "a host dies, and comes back with its old memory",
         host_with_old_state,
         "from memory; then from the newer state of the other host",
-        MEMORY,
+        NEWEST,
         _FEW,
     ),
     Fault(
         "the network of a host is cut for 5 s",
         cut(5),
         "the training waits, and goes on",
-        MEMORY,
+        NEWEST,
         _FEW,
         restarts=False,
         needs_network=True,
@@ -174,7 +176,7 @@ FAULTS = [
         "the network of a host is cut for 30 s",
         cut(30),
         "from memory, if ranks were started again",
-        MEMORY,
+        NEWEST,
         _FEW,
         restarts=False,
         needs_network=True,
@@ -183,7 +185,7 @@ FAULTS = [
         "the network of a host is cut for 90 s",
         cut(90),
         "from memory, if ranks were started again",
-        MEMORY,
+        NEWEST,
         _FEW,
         restarts=False,
         needs_network=True,
@@ -193,7 +195,7 @@ FAULTS = [
         "a host gets 10% of its time for 20 s",
         slow_host,
         "slow steps; from memory, if ranks were started again",
-        MEMORY,
+        NEWEST,
         _FEW,
         restarts=False,
     ),
@@ -201,7 +203,7 @@ FAULTS = [
         "a host dies; the memory of its replacement is full",
         full_memory,
         "from memory or disk, with a warning",
-        MEMORY | DISK,
+        NEWEST,
         _MANY,
         needs_network=True,  # for a tmpfs
         is_for_stock=False,
@@ -210,17 +212,17 @@ FAULTS = [
         "memory is full when a rank is killed",
         full_survivor,
         "from memory or disk, with a warning",
-        MEMORY | DISK,
+        NEWEST,
         _MANY,
         needs_network=True,
         is_for_stock=False,
     ),
-    Fault("kill -9 of a rank on each host", two_ranks, "from memory", MEMORY, _FEW, weight=2.0),
+    Fault("kill -9 of a rank on each host", two_ranks, "from memory", NEWEST, _FEW, weight=2.0),
     Fault(
         "kill -9 of a rank; a host dies during the restart",
         rank_then_host,
         "from memory, on the other host; then from memory, on both",
-        MEMORY,
+        NEWEST,
         2 * _FEW,
     ),
     Fault(
@@ -256,13 +258,14 @@ def happen(trial: Trial, fault: Fault) -> Outcome:
         outcome.seconds, outcome.parts = first.first.at - trial.at, first.parts(trial.at)
     elif later:
         outcome.seconds = trial.watch.longest_gap(trial.at, max(later))
-    if not outcome.fault:
-        outcome.fault = _judged(fault, outcome)
+    outcome.fault = judged(fault, outcome)
     return outcome
 
 
-def _judged(fault: Fault, outcome: Outcome) -> str:
-    """What is not as expected."""
+def judged(fault: Fault, outcome: Outcome) -> str:
+    """What is not as expected; empty if all is."""
+    if outcome.is_hang:
+        return outcome.fault
     others = {source for _, source, _ in outcome.attempts} - fault.sources
     if others:
         return f"the state was from {', '.join(sorted(others))}"

@@ -53,7 +53,8 @@ class Panel:
             y, value = bottom - share * HEIGHT, self._low + share * (self._high - self._low)
             made.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
             made.append(
-                f'<text class="small" text-anchor="end" x="{LEFT - 8}" y="{y + 4}">{value:.3g}</text>'
+                f'<text class="small" text-anchor="end" x="{LEFT - 8}" y="{y + 4}">'
+                f"{value:.3g}</text>"
             )
         made.append(f'<path class="axis" d="M{LEFT},{top} V{bottom} H{WIDTH - RIGHT}"/>')
         path: list[str] = []
@@ -111,4 +112,5 @@ def draw(
             f'<text class="small" text-anchor="middle" x="{x:.1f}" y="{bottom + 16}">'
             f"{number * spacing} s</text>"
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*made, "</svg>", ""]))

@@ -16,90 +16,66 @@ from typing import Any
 
 from integration_tests.faults.report import commit
 
-from .faults import FAULTS
+from .faults import FAULTS, judged
 from .hosts import RANKS, RENDEZVOUS
 from .runner import TIMEOUT_S, Report
 from .trial import EVERY, EVERY_ON_DISK, STEP_S, TOLERANCE, Outcome
 from .watch import Parts
 
+BY_NAME = {fault.name: fault for fault in FAULTS}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "elastic-faults.md"
 COMMAND = "python3 dev.py elastic"
-FRAME = """# Lost hosts
-
-This page shows what [elastic training](elastic.md) does when processes and hosts are lost, beside stock torchrun
-with FSDP2 and `torch.distributed.checkpoint` (DCP). `{command} --faults {asked}` measures and writes it; the raw
-numbers are in [elastic-faults.json](elastic-faults.json). `{command}` shows a short training with faults, and draws
-it. A shorter form runs with every change (`integration_tests/lost_hosts`).
-
-{hosts}
-
-A small GPT in float64 trains on {ranks} ranks, {per_host} on each of two hosts, a step every {step_s} s, with
-`every={every}`, `replicas=1` and `every_on_disk={every_on_disk}`. The faults are at random times, on random ranks and
-hosts. `torchrun` has `--nnodes 1:2` and `{rendezvous}`; `VESCALE_FSDP_TIMEOUT_S={timeout:g}`. A host that is lost is
-replaced, and an agent that ends is started again, as a cluster's manager does. The stock training has the same model,
-samples and agents, a timeout of {timeout:g} s for collectives, and saves every {every_on_disk} steps.
-
-Measured on {date} at commit {commit}, with {versions}, on {cores} CPU cores, in {minutes:.0f} minutes{load}.
-
-## Result
-
-{num_faults} faults in {num_trainings} trainings.
-
-| | required | found |
-|---|---|---|
-| losses, of each step on each rank ({num_steps} reports): largest difference from the undisturbed run | {tolerance:g} | {farthest_loss:.1e} |
-| weights at the end of a training: largest difference from those of the undisturbed run | {tolerance:g} | {farthest:.1e} |
-| trainings that went wrong | 0 | {num_wrong} |
-| faults after which something hung | 0 | {num_hangs} |
-| faults after which the state was not from where it should be, or too many steps were repeated | 0 | {num_odd} |
-"""
-NETWORK = """Each host is a network namespace with an agent of `torchrun`, and memory of its own (a tmpfs). A switch
-connects them. A host that dies is cut off first, so that no other host gets a packet about it. The file of the
-rendezvous and the checkpoints are on a disk that all hosts reach, also while their network is cut."""
-NO_NETWORK = """Each host is an agent of `torchrun` with a memory folder of its own. Faults that need network
-namespaces (root and `ip`) or a tmpfs were left out."""
-SPLIT = """
-*Next step* is the time from the fault to the first step that all ranks have finished after it: the median, and the
-smallest and the largest. It is the sum of four parts (medians; only faults after which the first attempt was made of
-new processes):
-
-* *meet*: ranks and agents notice, and agents meet again (`torchrun`'s rendezvous), until the last process begins;
-* *processes*: Python and torch are loaded, the model is made, ranks connect;
-* *state*: the newest state is found, copied and loaded;
-* *step*: the first step.
-
-*Repeated* is the number of steps that were made again: the median and the most.
-"""
+FRAME = Path(__file__).with_name("page.md.in")
+NETWORK = (
+    "Each host is a network namespace with an agent of `torchrun`, and memory of its own (a "
+    "tmpfs). A switch connects them. A host that dies is cut off first, so that no other host "
+    "gets a packet about it. The file of the rendezvous and the checkpoints are on a disk "
+    "that all hosts reach, also while their network is cut."
+)
+NO_NETWORK = (
+    "Each host is an agent of `torchrun` with a memory folder of its own. Faults that need "
+    "network namespaces (root and `ip`) or a tmpfs were left out."
+)
 
 
 def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool, load: str) -> None:
     """Write the page and the raw numbers."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "vescale-fsdp")]
     facts: dict[str, Any] = {
-        "command": COMMAND,
         "asked": asked,
         "hosts": NETWORK if with_network else NO_NETWORK,
+        "rendezvous": RENDEZVOUS,
+        "timeout": TIMEOUT_S,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "cores": os.cpu_count(),
+        "load": load,
+    }
+    _write(ours, stock, facts)
+
+
+def write_again() -> None:
+    """Write the page from the raw numbers that are there."""
+    ours, stock = read()
+    _write(ours, stock, json.loads(PAGE.with_suffix(".json").read_text())["facts"])
+
+
+def _write(ours: Report, stock: Report | None, facts: dict[str, Any]) -> None:
+    for outcome in ours.outcomes:
+        outcome.fault = judged(BY_NAME[outcome.name], outcome)
+    num_faults = len(ours.outcomes)
+    is_part = num_faults < facts["asked"]
+    numbers = {
+        "stopped": f"; {facts['asked']} were asked for, and the time was up" if is_part else "",
+        "command": COMMAND,
         "ranks": 2 * RANKS,
         "per_host": RANKS,
         "step_s": STEP_S,
         "every": EVERY,
         "every_on_disk": EVERY_ON_DISK,
-        "rendezvous": RENDEZVOUS,
-        "timeout": TIMEOUT_S,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "versions": ", ".join(
-            [
-                f"Python {platform.python_version()}",
-                *(
-                    f"{name} {importlib.metadata.version(name)}"
-                    for name in ("torch", "vescale-fsdp")
-                ),
-            ]
-        ),
-        "cores": os.cpu_count(),
-        "load": load,
-        "minutes": (ours.seconds + (stock.seconds if stock is not None else 0.0)) / 60,
-        "num_faults": len(ours.outcomes),
+        "minutes": ours.seconds / 60,
+        "num_faults": num_faults,
         "num_trainings": ours.num_trainings,
         "num_steps": ours.num_steps,
         "tolerance": TOLERANCE,
@@ -109,17 +85,14 @@ def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool,
         "num_hangs": sum(each.is_hang for each in ours.outcomes),
         "num_odd": sum(bool(each.fault) and not each.is_hang for each in ours.outcomes),
     }
-    text = FRAME.format(**facts)
-    text += "\n## Faults\n\n" + table(ours.outcomes) + SPLIT
+    text = FRAME.read_text().format(**facts, **numbers, table=table(ours.outcomes))
     if stock is not None:
         text += "\n## Stock torchrun with FSDP2 and DCP\n\n" + stock_table(ours, stock)
-    missed = [each for each in ours.outcomes if each.fault]
-    if missed or ours.wrong:
-        text += "\n## Missed\n\n"
-        text += "".join(f"- {each.name}: {each.fault}\n" for each in missed)
-        text += "".join(f"- {each}\n" for each in ours.wrong)
+    missed = [f"{each.name}: {each.fault}" for each in ours.outcomes if each.fault] + ours.wrong
+    if missed:
+        text += "\n## Missed\n\n" + "".join(f"- {each}\n" for each in missed)
     PAGE.write_text(text)
-    raw = {**facts, "ours": dataclasses.asdict(ours)}
+    raw = {"facts": facts, "ours": dataclasses.asdict(ours)}
     if stock is not None:
         raw["stock"] = dataclasses.asdict(stock)
     PAGE.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")

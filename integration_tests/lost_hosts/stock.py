@@ -61,7 +61,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
     text, hurry = Text(), folder / "hurry"
     for number in range(step, until):
         began = time.monotonic()
-        first = (number * GLOBAL_BATCH + rank * GLOBAL_BATCH // size) % (len(text) - GLOBAL_BATCH)
+        first = number * GLOBAL_BATCH % (len(text) - GLOBAL_BATCH) + rank * GLOBAL_BATCH // size
         samples = [text[first + i] for i in range(GLOBAL_BATCH // size)]
         x, y = (torch.stack(each) for each in zip(*samples, strict=True))
         loss = loss_of(model(x), y)
@@ -99,7 +99,7 @@ if __name__ == "__main__":
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  it ends the process
         own.tell("error", text=f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1

@@ -1,4 +1,4 @@
-"""The harness itself, in a short form and without root: two faults, and the page of made-up ones."""
+"""The harness itself, in a short form and without root: two faults, and the page."""
 
 from __future__ import annotations
 

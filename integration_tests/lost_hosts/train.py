@@ -2,8 +2,8 @@
 
     train.py FOLDER STEPS STEP_S
 
-A step takes at least STEP_S seconds, until there is a file ``hurry``. The folder gets ``events`` and
-``weights.pt``, which `watch` and `trial` read.
+A step takes at least STEP_S seconds, until there is a file ``hurry``. The folder gets ``events``
+and ``weights.pt``, which `watch` and `trial` read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)
         dist.destroy_process_group()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  it ends the process
         own.tell("error", text=f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1

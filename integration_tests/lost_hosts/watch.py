@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ class Watch:
         """The longest time without a finished step within these times."""
         times = sorted(made.at for made in self.made if start <= made.at <= end)
         times = [start, *times, end]
-        return max(b - a for a, b in zip(times, times[1:], strict=False))
+        return max(b - a for a, b in pairwise(times))
 
     def step_s(self) -> float:
         """The usual time between two finished steps of an attempt."""

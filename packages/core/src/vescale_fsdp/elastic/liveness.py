@@ -13,8 +13,8 @@ there. It answers also while the process computes, is slow or is stopped::
     rank 1  is told: tells rank 0, closes those of its own
     rank 0  ...
 
-All waits then raise an error that names the reason. A process that is killed is noticed at once, also
-by ranks that wait for others. A rank that leaves the training says so, and is not lost.
+All waits then raise an error that names the reason. A process that is killed is noticed at once,
+also by ranks that wait for others. A rank that leaves the training says so, and is not lost.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
-from vescale_fsdp.engine.store import store_for
+from vescale_fsdp.engine import store_for
 
 _log = logging.getLogger(__name__)
-# The kernel asks after a second without a packet, then each second, until it has asked six times. So
-# a cut of 5 s is not noticed here, and one of 7 s is.
+# The kernel asks after a second without a packet, then each second, until it has asked six times.
+# So a cut of 5 s is not noticed here, and one of 7 s is.
 SILENCE_S = 7
 _OPTIONS = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 1))
 _CONNECT_S = 10.0
