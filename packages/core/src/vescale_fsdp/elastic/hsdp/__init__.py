@@ -1,0 +1,1 @@
+"""Replicas of a sharded model that fail alone: the others make their step without them."""
