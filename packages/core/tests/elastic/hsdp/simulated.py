@@ -80,7 +80,6 @@ class MemoryBoard:
     world: World
     tasks: dict[Member, greenlet] = field(default_factory=dict)
     gone: set[Member] = field(default_factory=set)
-    done: set[Member] = field(default_factory=set)
     told: dict[int, dict[Member, Report]] = field(default_factory=dict)
     decided: dict[int, Quorum] = field(default_factory=dict)
     finished: int = 0
@@ -196,16 +195,6 @@ class SimulatedLink:
         assert quorum.donor is not None
         parties = (quorum.donor, *quorum.joining)
         return self._all(key, parties, lambda: self._lost(quorum, report))
-
-    def end(self, quorum: Quorum, report: Report) -> bool:
-        self.board.done.add(self.member)
-        while True:
-            self.world.step()
-            others = [each for each in quorum.members if each != self.member]
-            if all(e in self.board.done or not self.life.is_alive(e) for e in others):
-                return True
-            if any(each.member in others for each in self.board.reports(quorum.number + 1)):
-                return False
 
     def _put(self, key: Any, value: Any) -> None:
         self.wires.setdefault(key, {})[self.member] = value

@@ -7,7 +7,6 @@
         0-000001/                       the first start of replica 0
           about.json                    its number of ranks, and a digest of each rank's shards
           beat-00000                    a number that this rank changes every second
-          done                          it has made its last step
           gone                          it has ended, and has said so
         1-000001/  1-000002/            replica 1 was started again
       quorums/
@@ -98,14 +97,6 @@ class Board:
     def has_left(self, member: Member) -> bool:
         """Whether the member has said that it has ended."""
         return (self._of(member) / "gone").exists()
-
-    def end(self, member: Member) -> None:
-        """Say that this member has made its last step, and waits for the others."""
-        (self._of(member) / "done").touch()
-
-    def is_done(self, member: Member) -> bool:
-        """Whether the member has made its last step."""
-        return (self._of(member) / "done").exists()
 
     # Quorums
 

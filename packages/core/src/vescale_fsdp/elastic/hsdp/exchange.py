@@ -43,10 +43,6 @@ class Link(Protocol):
         """Get and load the donor's state."""
 
 
-    def end(self, quorum: Quorum, report: Report) -> bool:
-        """Wait until the other members have ended too. False if one wants a new quorum."""
-
-
 class Exchange:
     """The exchanges of one member.
 
@@ -92,10 +88,15 @@ class Exchange:
         self._meet("between")
 
     def finish(self) -> None:
-        """After the last step: return when no other member can need this one's last sum."""
-        assert self.quorum is not None, "join first"
-        while not self._link.end(self.quorum, self._report("between")):
-            self._meet("between")
+        """After the last step: return when all members have its sum.
+
+        A quorum is made for it. A member that was lost for a while, and whose step the others have
+        repeated without it, learns of this here.
+        """
+        while True:
+            quorum = self._meet("between", is_end=True)
+            if not quorum.behind and not quorum.joining:
+                return
 
     def _report(self, place: Place) -> Report:
         return Report(self._member, place, self._age)
@@ -105,12 +106,14 @@ class Exchange:
         self.step += 1
         self._age = Age(self.quorum.number, self.step)
 
-    def _meet(self, place: Place) -> None:
+    def _meet(self, place: Place, *, is_end: bool = False) -> Quorum:
         while True:
             quorum = self._link.meet(self._report(place), self.quorum)
             self.quorum = quorum
             if self._member == quorum.donor and place == "joining":
                 place = "between"  # its state is the one that counts
+            if is_end and not quorum.behind and not quorum.joining:
+                return quorum
             if not self._link.connect(quorum):
                 continue
             report = self._report(place)
@@ -118,14 +121,14 @@ class Exchange:
                 if self._link.receive(quorum, report):
                     self.step = quorum.step
                     self._age = Age(quorum.number, self.step)
-                    return
+                    return quorum
                 continue
             if quorum.behind:
                 if not self._link.hand_over(quorum, report):
                     continue
                 if self._member in quorum.behind:
                     self._made()
-                    return
+                    return quorum
             gives = quorum.joining and self._member == quorum.donor
             if not gives or self._link.give(quorum, report):
-                return
+                return quorum
