@@ -107,7 +107,7 @@ class Board:
             folder.mkdir(exist_ok=True)
             member = report.member
             name = f"report-{member.replica}-{member.start:06d}.json"
-            _write(folder / name, [report.place, list(report.age)])
+            _write(folder / name, [report.place, list(report.age), report.has_sum])
 
     def reports(self, number: int) -> list[Report]:
         """The reports for a new quorum."""
@@ -118,7 +118,7 @@ class Board:
                 value = _read(path) if name else None
                 if name and value is not None:
                     member = Member(int(name[1]), int(name[2]))
-                    found.append(Report(member, value[0], Age(*value[1])))
+                    found.append(Report(member, value[0], Age(*value[1]), value[2]))
         return found
 
     def decide(self, quorum: Quorum) -> None:

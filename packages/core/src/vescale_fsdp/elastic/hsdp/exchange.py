@@ -56,6 +56,7 @@ class Exchange:
 
     def __init__(self, link: Link, member: Member, age: Age) -> None:
         self._link, self._member, self._age = link, member, age
+        self._has_sum = False
         self.step = age.step
         self.quorum: Quorum | None = None
 
@@ -99,12 +100,12 @@ class Exchange:
                 return
 
     def _report(self, place: Place) -> Report:
-        return Report(self._member, place, self._age)
+        return Report(self._member, place, self._age, self._has_sum)
 
     def _made(self) -> None:
         assert self.quorum is not None, "it is a member"
         self.step += 1
-        self._age = Age(self.quorum.number, self.step)
+        self._age, self._has_sum = Age(self.quorum.number, self.step), True
 
     def _meet(self, place: Place, *, is_end: bool = False) -> Quorum:
         while True:
@@ -120,7 +121,7 @@ class Exchange:
             if self._member in quorum.joining:
                 if self._link.receive(quorum, report):
                     self.step = quorum.step
-                    self._age = Age(quorum.number, self.step)
+                    self._age, self._has_sum = Age(quorum.number, self.step), False
                     return quorum
                 continue
             if quorum.behind:

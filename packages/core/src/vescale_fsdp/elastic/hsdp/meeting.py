@@ -9,7 +9,7 @@ beside the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from vescale_fsdp.elastic.hsdp.quorum import Member, Quorum, Report, decide
 from vescale_fsdp.errors import RankMismatchError
@@ -181,6 +181,3 @@ def wishes(board: Notices, is_alive: Callable[[Member], bool], quorum: Quorum) -
         and is_alive(report.member)
         for report in board.reports(quorum.number + 1)
     )  # fmt: skip
-
-
-__all__: list[Any] = ["Life", "Meeting", "others_wait", "wishes"]

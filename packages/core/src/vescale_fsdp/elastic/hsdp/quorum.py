@@ -11,7 +11,7 @@ that are alive report where they are, and one decision makes the next quorum::
     report     1: wants to join      (it was started again)
     quorum 6   replicas 0, 1, 2      between two steps; replica 0 gives its state to replica 1
 
-If no survivor has a sum, those that are left repeat the exchange with the gradients that they still
+If no survivor has the sum, those that are left repeat the exchange with the gradients that they still
 have. Replicas are at most one step apart: a replica gets the sum of a step only if all have begun
 its exchange, and so have finished the step before.
 """
@@ -49,12 +49,16 @@ class Report(NamedTuple):
 
     Attributes:
         place: "between" two steps; in an "exchange"; "joining": it has no state that counts yet.
-        age: of its state. Its step is the number of steps whose sum of gradients it has.
+        age: of its state. Its step is the number of steps that are in it, with that whose sum of
+            gradients has just arrived.
+        has_sum: whether it has the sum of the last of these steps. One that got its state from
+            another has not.
     """
 
     member: Member
     place: Place
     age: Age
+    has_sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,10 @@ def decide(
     first = [each for each in kept if each.age.step == step]
     behind = tuple(each.member for each in kept if each.age.step < step)
     assert all(each.age.step >= step - 1 for each in kept), f"at most one step apart: {kept}"
-    members = [each.member for each in kept]
+    source = next((each.member for each in first if each.has_sum), None) if behind else None
+    if source is None:
+        behind = ()  # those that were behind are out, and get the state when they join again
+    members = [each.member for each in first] + [*behind]
     donor = None
     if all(each.place == "between" for each in first):
         members += joining
@@ -143,7 +150,7 @@ def decide(
         number,
         tuple(sorted(members)),
         step,
-        source=first[0].member if behind else None,
+        source=source,
         behind=behind,
         donor=donor and donor.member,
         joining=joining if donor else (),
