@@ -20,11 +20,15 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
 * `training`: the context around the loop
+* `hsdp`: several replicas of a sharded model, of which each may fail alone; `replicas`
 """
 
 from vescale_fsdp.elastic.batches import Step
+from vescale_fsdp.elastic.hsdp import ReplicaRun, replicas
 from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.training import Run, training
 from vescale_fsdp.engine import init_process_group
 
-__all__ = ["Kept", "Run", "Step", "init_process_group", "training"]
+__all__ = [
+    "Kept", "ReplicaRun", "Run", "Step", "init_process_group", "replicas", "training",
+]  # fmt: skip

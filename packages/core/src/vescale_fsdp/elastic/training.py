@@ -202,12 +202,25 @@ class Run:
     ) -> None:
         self._options, self._keeper, self._place, self._leads = options, keeper, place, leads
         self.attempt, self.source = restored.attempt, restored.source
-        self.extra = {k: v for k, v in restored.extra.items() if k not in ("step", KEY)}
-        self.step = int(restored.extra.get("step", 0))
-        own = restored.extra.get(KEY, {})
-        self._num_samples: int | None = 0 if self.source == "start" else own.get("samples")
+        self.take(restored.extra)
+        if self.source == "start":
+            self._num_samples = 0
         self._is_done = False
         self._stop = checkpoint.StopOnSignal(*options.signals) if options.signals else None
+
+    def take(self, extra: Mapping[str, Any]) -> None:
+        """Continue from the values that were saved with a state."""
+        self.extra = {key: value for key, value in extra.items() if key not in ("step", KEY)}
+        self.step = int(extra.get("step", 0))
+        own = extra.get(KEY, {})
+        self._num_samples: int | None = own.get("samples")
+        # Values of other parts of this package.
+        self.marks: dict[str, Any] = dict(own.get("marks", {}))
+
+    @property
+    def memory_folder(self) -> Path:
+        """The folder of this run in the memory of this host."""
+        return self._place.folder
 
     @property
     def last_kept(self) -> Kept | None:
@@ -251,13 +264,17 @@ class Run:
         """
         rank, size = _rank_and_size()
         batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
-        if self._num_samples is None:  # a checkpoint that a loop without this context has saved
-            self._num_samples = self.step * global_batch
-        for step in batches.steps(self.step, self._num_samples, until):
+        for step in batches.steps(self.step, self.samples_before(global_batch), until):
             yield step
             step.check_taken()
             self._made(until, global_batch)
         self._is_done = True
+
+    def samples_before(self, global_batch: int) -> int:
+        """The number of samples that earlier steps have taken."""
+        if self._num_samples is None:  # a checkpoint that a loop without this context has saved
+            self._num_samples = self.step * global_batch
+        return self._num_samples
 
     def _made(self, until: int, num_samples: int) -> None:
         """Count a step, and save if it is time. Collective."""
@@ -275,7 +292,7 @@ class Run:
             self._save(async_=not is_last)
 
     def _state(self) -> dict[str, Any]:
-        own = {"samples": self._num_samples, "attempt": self.attempt}
+        own = {"samples": self._num_samples, "attempt": self.attempt, "marks": self.marks}
         return {**self.extra, "step": self.step, KEY: own}
 
     def _keep(self) -> None:

@@ -247,11 +247,12 @@ class Training:
                 assert exchange.quorum is not None and len(link.history) == exchange.step
                 kept = link.history[-1]
                 self.made.setdefault((exchange.quorum.number, exchange.step), set()).add(kept)
+                if exchange.step == self.until:
+                    exchange.finish()
                 if world.chance.random() < 0.2:
                     self.saved[replica] = (exchange.age, list(link.history))
-                if kept[2]:
+                if kept[2] and exchange.step < self.until:
                     exchange.admit()
-            exchange.finish()
             board.finished = max(board.finished, exchange.step)
             # A replica that comes when the others have ended has nothing to do.
             self.results[replica] = link.history if exchange.step == self.until else None

@@ -89,15 +89,13 @@ class Exchange:
         self._meet("between")
 
     def finish(self) -> None:
-        """After the last step: return when all members have its sum.
+        """In the last step, after `reduce`: return when all members have its sum.
 
-        A quorum is made for it. A member that was lost for a while, and whose step the others have
-        repeated without it, learns of this here.
+        A quorum is made for it, which nobody can join. A member that was lost for a while, and
+        whose step the others have repeated without it, learns of this here.
         """
-        while True:
-            quorum = self._meet("between", is_end=True)
-            if not quorum.behind and not quorum.joining:
-                return
+        while self._meet("end").behind:
+            pass
 
     def _report(self, place: Place) -> Report:
         return Report(self._member, place, self._age, self._has_sum)
@@ -107,13 +105,13 @@ class Exchange:
         self.step += 1
         self._age, self._has_sum = Age(self.quorum.number, self.step), True
 
-    def _meet(self, place: Place, *, is_end: bool = False) -> Quorum:
+    def _meet(self, place: Place) -> Quorum:
         while True:
             quorum = self._link.meet(self._report(place), self.quorum)
             self.quorum = quorum
             if self._member == quorum.donor and place == "joining":
                 place = "between"  # its state is the one that counts
-            if is_end and not quorum.behind and not quorum.joining:
+            if place == "end" and not quorum.behind:
                 return quorum
             if not self._link.connect(quorum):
                 continue

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-Place = Literal["between", "exchange", "joining"]
+Place = Literal["between", "end", "exchange", "joining"]
 
 
 class Member(NamedTuple):
@@ -48,7 +48,8 @@ class Report(NamedTuple):
     """What a member tells the others before a new quorum.
 
     Attributes:
-        place: "between" two steps; in an "exchange"; "joining": it has no state that counts yet.
+        place: "between" two steps; in an "exchange"; at the "end", with the gradients of the last
+            step; "joining": it has no state that counts yet.
         age: of its state. Its step is the number of steps that are in it, with that whose sum of
             gradients has just arrived.
         has_sum: whether it has the sum of the last of these steps. One that got its state from

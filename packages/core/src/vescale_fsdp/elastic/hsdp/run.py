@@ -198,7 +198,7 @@ class ReplicaRun:
         place = self.member.replica * self._inside.size + self._inside.rank
         num_ranks = self._num_replicas * self._inside.size
         batches = Batches(data, global_batch, micro_batch, seed, place, num_ranks, options)
-        run, make = self._run, functools.partial(ReplicaStep, self._reduce)
+        run, make = self._run, functools.partial(ReplicaStep, self._reduce, global_batch)
         number = self._first(until)
         for step in batches.steps(number, run.samples_before(global_batch), until, make):
             yield step
@@ -246,6 +246,8 @@ class ReplicaRun:
                 "optimizer.step()"
             )
         self._run.marks[_KEY] = self._exchange.age.quorum
+        if self._exchange.step == until:
+            self._exchange.finish()
         self._run._made(until, num_samples)
         if self._links.is_wished and self._run.step < until:
             self._exchange.admit()
@@ -266,10 +268,8 @@ class ReplicaRun:
         return finished
 
     def _finish(self, until: int) -> None:
-        if self._run.step >= until:
-            self._exchange.finish()
-            if self._inside.ranks.is_first:
-                self._board.finished = max(self._run.step, self._board.finished)
+        if self._run.step >= until and self._inside.ranks.is_first:
+            self._board.finished = max(self._run.step, self._board.finished)
         self._run._is_done = True
 
     def _register(self, replica: int, gradients: Gradients) -> Member:
@@ -314,16 +314,18 @@ class ReplicaRun:
 class ReplicaStep(Step):
     """A step whose gradients are averaged over the replicas after its last micro-batch."""
 
-    def __init__(self, reduce: Callable[[int, float, int], float], *args: Any) -> None:
+    def __init__(
+        self, reduce: Callable[[int, float, int], float], global_batch: int, *args: Any
+    ) -> None:
         super().__init__(*args)
-        self._reduce = reduce
+        self._reduce, self._global_batch = reduce, global_batch
         self._mean: float | None = None
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
         if self._mean is None:
             loss = 0.0 if self._loss is None else float(self._loss)
-            self._mean = self._reduce(self.num_samples, loss, self.global_batch)
+            self._mean = self._reduce(self.num_samples, loss, self._global_batch)
 
     def mean_loss(self) -> float:
         """The mean loss over the samples of all replicas that took part. No communication."""
