@@ -81,6 +81,7 @@ class MemoryBoard:
     tasks: dict[Member, greenlet] = field(default_factory=dict)
     gone: set[Member] = field(default_factory=set)
     told: dict[int, dict[Member, Report]] = field(default_factory=dict)
+    failed: dict[int, list[int]] = field(default_factory=dict)
     decided: dict[int, Quorum] = field(default_factory=dict)
     finished: int = 0
 
@@ -111,6 +112,13 @@ class MemoryBoard:
     def reports(self, number: int) -> list[Report]:
         self.world.step()
         return [*self.told.get(number, {}).values()]
+
+    def give_up(self, number: int, step: int) -> None:
+        self.failed.setdefault(number, []).append(step)
+        self.world.step()
+
+    def failures(self, number: int) -> list[int]:
+        return self.failed.get(number, [])
 
     def decide(self, quorum: Quorum) -> None:
         self.world.step()
@@ -158,6 +166,7 @@ class SimulatedLink:
         key = (quorum.number, "sum", report.age.step)
         self._put(key, wish)
         if not self._all(key, quorum.members, lambda: self._lost(quorum, report)):
+            self.board.give_up(quorum.number + 1, report.age.step)
             return False
         parts = self.wires[key]
         self.kept = (report.age.step, frozenset(quorum.members), any(parts.values()))

@@ -11,6 +11,7 @@
         1-000001/  1-000002/            replica 1 was started again
       quorums/
         000005/                         what leads to quorum 5
+          failed-123                    a rank could not complete the exchange of step 123
           report-0-000001.json          replica 0 says where it is
           decision.json                 made once, by a link: the first one wins
           lane-00000                    the addresses of the ranks 0, for gloo
@@ -35,6 +36,7 @@ from vescale_fsdp.elastic.hsdp.quorum import Age, Member, Quorum, Report
 
 _MEMBER = re.compile(r"([0-9]+)-([0-9]{6,})")
 _REPORT = re.compile(r"report-([0-9]+)-([0-9]{6,})\.json")
+_FAILED = re.compile(r"failed-([0-9]+)")
 _KEPT = 3  # folders of quorums that are not deleted
 
 
@@ -120,6 +122,23 @@ class Board:
                     member = Member(int(name[1]), int(name[2]))
                     found.append(Report(member, value[0], Age(*value[1]), value[2]))
         return found
+
+    def give_up(self, number: int, step: int) -> None:
+        """Say that a rank's exchange of this step has failed, and that quorum ``number`` is needed.
+
+        The ranks of its replica on other lanes learn of it here, before any of them can report.
+        """
+        folder = self.quorum_folder(number)
+        with write_errors(folder):
+            folder.mkdir(exist_ok=True)
+            (folder / f"failed-{step}").touch()
+
+    def failures(self, number: int) -> list[int]:
+        """The steps for which `give_up` was called."""
+        with contextlib.suppress(FileNotFoundError):
+            names = (_FAILED.fullmatch(path.name) for path in self.quorum_folder(number).iterdir())
+            return [int(name[1]) for name in names if name]
+        return []
 
     def decide(self, quorum: Quorum) -> None:
         """Make this the decision, unless there is one already. Deletes the files of old quorums."""

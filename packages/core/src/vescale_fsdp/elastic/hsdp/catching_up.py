@@ -43,7 +43,7 @@ class State:
 
     Attributes:
         folder: in the memory of this host, for what is sent.
-        directory: of this replica on disk.
+        directory: on a file system that all ranks of this replica share, for what is received.
         root: the memory folder of this host, for what is received.
     """
 
@@ -97,7 +97,7 @@ class State:
         Returns the extra values; None if the donor was lost for one of the ranks. Then nothing is
         changed.
         """
-        hosts, place = meet(inside.ranks, self.directory / "received", self.root)
+        hosts, place = meet(inside.ranks, self.directory, self.root)
         folder = place.path(Age(1, step))
         inside.ranks.agree(_WHAT, lambda: folder.mkdir(exist_ok=True))
         text = arrive(folder, data_name(inside.rank))

@@ -28,6 +28,7 @@ class Links:
     """The `exchange.Link` of one rank.
 
     Args:
+        life, pulse: of this rank.
         meeting: used on the first rank of the replica.
         gradients, state: of this rank.
         extra: returns the values to send with a state.
@@ -46,6 +47,7 @@ class Links:
         board: Board,
         member: Member,
         inside: Inside,
+        life: Life,
         meeting: Meeting,
         pulse: Pulse,
         gradients: Gradients,
@@ -61,7 +63,7 @@ class Links:
         self._meeting, self._pulse = meeting, pulse
         self._gradients, self._state, self._extra, self._take = gradients, state, extra, take
         self._num_replicas, self._timeout_s, self._stall_s = num_replicas, timeout_s, stall_s
-        self._life = Life(board, time, timeout_s)
+        self._life = life
         self._lane: Lane | None = None
         self.samples = self.loss = self.nominal = self.mean_loss = 0.0
         self.is_wished = False
@@ -88,7 +90,7 @@ class Links:
     def sum(self, quorum: Quorum, report: Report) -> bool:
         """Sum this step's gradients over the members."""
         step = report.age.step
-        mine = self._gradients.pack(step, [self.samples, self.loss, self._pulse.wishes])
+        mine = self._gradients.pack(step, [self.samples, self.loss, float(self._pulse.is_wished)])
         is_whole = not self._pulse.is_replaced and self._sum(quorum, report)
         return self._complete(step, numbers_of(mine), is_whole)
 
@@ -101,6 +103,7 @@ class Links:
             self._lane.sum(slot.data, gives_up)
             self._lane.sum(slot.numbers, gives_up)
         except LaneError:
+            self._board.give_up(quorum.number + 1, report.age.step)
             return False
         return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from vescale_fsdp.elastic.hsdp.board import Board
 from vescale_fsdp.elastic.hsdp.meeting import Life, wishes
@@ -21,25 +20,29 @@ class Pulse:
 
     Attributes:
         quorum: in which this member is. None: not yet in one.
-        wishes: 1.0 if a replica wants to join.
         is_replaced: a quorum without this member has been made.
 
-    Cost: every fifth of the timeout, but at least once a second, a file of a few bytes is written;
-    the rank that looks reads the names in two folders.
+    Cost: every ``beat_s`` seconds a file of a few bytes is written; the rank that looks reads the
+    names in two folders.
     """
 
     def __init__(
-        self, board: Board, member: Member, rank: int, timeout_s: float, *, looks: bool
+        self, board: Board, life: Life, member: Member, rank: int, beat_s: float, *, looks: bool
     ) -> None:
         self._board, self._member, self._rank, self._looks = board, member, rank, looks
-        self._life = Life(board, time, timeout_s)
-        self._interval_s = min(1.0, timeout_s / 5)
+        self._life, self._beat_s = life, beat_s
         self._ends = threading.Event()
         self.quorum: Quorum | None = None
-        self.wishes, self.is_replaced = 0.0, False
+        self.is_replaced = False
+        self._wished = 0  # the number of the quorum in which a replica wanted to join
         board.beat(member, rank, 0)
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp pulse", daemon=True)
         self._thread.start()
+
+    @property
+    def is_wished(self) -> bool:
+        """Whether a replica wants to join. The next quorum answers it."""
+        return self.quorum is not None and self._wished == self.quorum.number
 
     def stop(self) -> None:
         """End the thread."""
@@ -48,7 +51,7 @@ class Pulse:
 
     def _run(self) -> None:
         number = 0
-        while not self._ends.wait(self._interval_s):
+        while not self._ends.wait(self._beat_s):
             number += 1
             try:
                 self._board.beat(self._member, self._rank, number)
@@ -58,7 +61,8 @@ class Pulse:
                 _log.warning("the folder of the replicas cannot be used: %s", error)
 
     def _look(self, quorum: Quorum) -> None:
-        self.wishes = float(wishes(self._board, self._life.is_alive, quorum))
+        if wishes(self._board, self._life.is_alive, quorum):
+            self._wished = quorum.number
         last = self._board.last()
         self.is_replaced = (
             last is not None and last.number > quorum.number and self._member not in last.members

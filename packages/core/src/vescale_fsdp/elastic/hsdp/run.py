@@ -83,7 +83,7 @@ def replicas(
         stall_s: a replica whose ranks live, but which others have to wait for for so long, counts
             as lost too.
         wait_s: at the start, how long to wait for all replicas before those that are here begin.
-        options: of `training`.
+        options: of `training`. Its ``replicas`` (copies on other hosts of this replica) is 0 here.
 
     Cost: two buffers of a rank's gradient shards in host memory. Each step sends and receives about
     2 (n - 1) / n times the gradient shard on each rank, with n replicas; one small message in the
@@ -103,14 +103,17 @@ def replicas(
         )
     own = Path(directory) / f"replica-{replica}"
     others = dict(stateful or {})
+    options.setdefault("replicas", 0)  # the other replicas have copies
     with training(
         own, model, optimizer, stateful=others, memory_directory=memory_directory, **options
     ) as run:
         root = Path(memory_directory) if memory_directory else memory.default_root()
-        state = State(model, optimizer, others, run.memory_folder / "sent", own, root)
+        folder = Path(directory) / "replicas"
+        received = folder / f"received-{replica}"
+        state = State(model, optimizer, others, run.memory_folder / "sent", received, root)
         made = ReplicaRun(
             run,
-            Board(Path(directory) / "replicas"),
+            Board(folder),
             state,
             replica,
             num_replicas,
@@ -149,9 +152,10 @@ class ReplicaRun:
             board, time, life, stall_s=stall_s, num_replicas=num_replicas, wait_s=wait_s
         )
         first = inside.ranks.is_first
-        self._pulse = Pulse(board, self.member, inside.rank, timeout_s, looks=first)
+        beat_s = min(1.0, timeout_s / 5)
+        self._pulse = Pulse(board, life, self.member, inside.rank, beat_s, looks=first)
         self._links = Links(
-            board, self.member, inside, meeting, self._pulse, gradients, state,
+            board, self.member, inside, life, meeting, self._pulse, gradients, state,
             self._extra, self._take, num_replicas=num_replicas, timeout_s=timeout_s,
             stall_s=stall_s,
         )  # fmt: skip

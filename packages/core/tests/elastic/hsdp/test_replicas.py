@@ -1,0 +1,273 @@
+"""Two replicas of two ranks each: one is lost, comes back, or misses a sum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp import RankMismatchError, elastic, fully_shard
+from vescale_fsdp.elastic.hsdp.lanes import Lane, LaneError
+from vescale_fsdp.elastic.order import parts
+from vescale_fsdp.testing import run_ranks
+
+WIDTH, GLOBAL_BATCH, UNTIL = 6, 14, 14  # 4, 3, 4, 3 samples: the replicas have 7 each
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """100 samples that depend on their index only."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return x, x.sin().sum().reshape(1)
+
+
+def make(seed: int, hidden: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(),
+        nn.Linear(hidden, 1),
+    )  # fmt: skip
+    model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def make_sharded(seed: int, hidden: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = make(seed, hidden)
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+@contextmanager
+def world_of(root: Path, replica: int, size: int, name: str = "") -> Iterator[None]:
+    """A default group for the ranks of one replica, in place of that of all."""
+    rank = dist.get_rank() % size
+    dist.destroy_process_group()
+    method = f"file://{root}/world-{replica}-{name}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    yield
+
+
+class Result(NamedTuple):
+    losses: dict[int, float]
+    present: dict[int, tuple[int, ...]]
+    digest: str
+    source: str
+    exchanges: int
+
+
+class Stop(Exception):
+    """What ends a replica."""
+
+
+Fault = Callable[[elastic.ReplicaRun, int], None]
+
+
+def train(root: Path, replica: int, until: int = UNTIL, fault: Fault | None = None) -> Result:
+    model, optimizer = make_sharded(seed=replica)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+    losses, present = {}, {}
+    with elastic.replicas(
+        root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=3.0,
+        stateful={"schedule": schedule}, every=100, every_on_disk=None, signals=(),
+        memory_directory=root / "memory",
+    ) as run:  # fmt: skip
+        for step in run.batches(
+            Numbers(), global_batch=GLOBAL_BATCH, micro_batch=2, until=until
+        ):
+            if fault is not None:
+                fault(run, step.number)
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            losses[step.number], present[step.number] = step.mean_loss(), run.present
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        quorum = run._exchange.quorum
+        assert quorum is not None
+        source, number = run.source, quorum.number
+    return Result(losses, present, digest(model, optimizer), source, number)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of this rank's shards, and of all states of the optimizer."""
+    total = hashlib.sha256()
+    for param in model.parameters():
+        states = [each for each in optimizer.state[param].values() if torch.is_tensor(each)]
+        for each in (param, *states):
+            local = each.to_local() if hasattr(each, "to_local") else each
+            total.update(local.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def reference(present: dict[int, tuple[int, ...]]) -> dict[int, float]:
+    """One process that takes the samples of who is there."""
+    model, optimizer = make(seed=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+    order = elastic.batches.Order(100, 0)
+    losses = {}
+    for step, replicas in sorted(present.items()):
+        ranks = [2 * replica + rank for replica in replicas for rank in range(2)]
+        positions = [
+            position
+            for rank in ranks
+            for part in parts(step * GLOBAL_BATCH, GLOBAL_BATCH, rank, 4, 2)
+            for position in range(part.start, part.start + part.num_samples)
+        ]
+        data = [Numbers()[next(order.indices(each, each + 1))] for each in positions]
+        x, y = (torch.stack(each) for each in zip(*data, strict=True))
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses[step] = float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return losses
+
+
+def check(results: list[Result], present: dict[int, tuple[int, ...]]) -> None:
+    """Both replicas have the same bits at the end, and the losses are those of one process."""
+    for rank in range(2):
+        assert results[rank].digest == results[2 + rank].digest
+    expected = reference(present)
+    for result in results:
+        for step, loss in result.losses.items():
+            assert loss == pytest.approx(expected[step], abs=1e-6), step
+
+
+def undisturbed(root: Path) -> Result:
+    replica = dist.get_rank() // 2
+    with world_of(root, replica, 2):
+        return train(root, replica)
+
+
+def test_replicas_have_the_same_bits_from_the_first_step_on(tmp_path: Path) -> None:
+    results = run_ranks(undisturbed, 4, tmp_path)
+    present = dict.fromkeys(range(UNTIL), (0, 1))
+    assert [each.present for each in results] == [present] * 4
+    assert [each.source for each in results] == ["start", "start", "replica", "replica"]
+    check(results, present)
+
+
+def leaves_and_returns(root: Path) -> list[Result]:
+    """Replica 0, whose state is the first one, ends before step 4, and comes again."""
+    replica, results = dist.get_rank() // 2, []
+
+    def leave(run: elastic.ReplicaRun, step: int) -> None:
+        if step == 4:
+            raise Stop
+
+    def wait(run: elastic.ReplicaRun, step: int) -> None:
+        """Replica 1 waits before step 8 until replica 0 wants to join."""
+        while step == 8 and len(run.present) == 1 and not told.exists():
+            pass
+        # Its wish must have been seen by the first rank.
+        while step == 8 and run._inside.ranks.is_first and not run._pulse.is_wished:
+            pass
+
+    told = root / "told"
+    with world_of(root, replica, 2):
+        if replica == 0:
+            with pytest.raises(Stop):
+                train(root, 0, fault=leave)
+            while not (root / "run" / "replicas" / "quorums" / "000002" / "decision.json").exists():
+                pass
+            told.touch()
+            results.append(train(root, 0))
+        else:
+            results.append(train(root, 1, fault=wait))
+    return results
+
+
+def test_a_replica_leaves_and_returns(tmp_path: Path) -> None:
+    results = [each[0] for each in run_ranks(leaves_and_returns, 4, tmp_path)]
+    present = results[2].present
+    expected = {step: (1,) if 4 <= step <= 8 else (0, 1) for step in range(UNTIL)}
+    assert present == expected
+    assert [min(each.losses) for each in results] == [9, 9, 0, 0]
+    assert [each.source for each in results] == ["replica"] * 4
+    check(results, present)
+
+
+def misses_sums(root: Path) -> Result:
+    """In step 3 the sum does not arrive on one rank; in step 6 it is broken for all."""
+    replica = dist.get_rank() // 2
+    number, done = [0], []
+    whole = Lane.sum
+
+    def sum_(self: Lane, tensor: torch.Tensor, gives_up: Any) -> None:
+        faulty = tensor.dtype == torch.float32 and tensor.numel() > 1
+        if faulty and number[0] == 6 and 6 not in done:
+            done.append(6)
+            self.close()
+            raise LaneError("broken before")
+        whole(self, tensor, gives_up)
+        if tensor.dtype == torch.float64 and number[0] == 3 and 3 not in done:
+            done.append(3)
+            self.close()
+            raise LaneError("broken after")
+
+    def count(run: elastic.ReplicaRun, step: int) -> None:
+        number[0] = step
+
+    is_last = dist.get_rank() == 3
+    with world_of(root, replica, 2):
+        if not is_last:
+            return train(root, replica)
+        with mock.patch.object(Lane, "sum", sum_):
+            return train(root, replica, fault=count)
+
+
+def test_a_sum_that_has_not_arrived_everywhere_is_handed_over_or_repeated(tmp_path: Path) -> None:
+    results = run_ranks(misses_sums, 4, tmp_path)
+    present = dict.fromkeys(range(UNTIL), (0, 1))
+    assert [each.present for each in results] == [present] * 4
+    # Quorum 1, one after step 3, one in step 6, and the end.
+    assert [each.exchanges for each in results] == [4] * 4
+    check(results, present)
+
+
+def of_another_width(root: Path) -> str:
+    replica = dist.get_rank()
+    with world_of(root, replica, 1):
+        model, optimizer = make_sharded(0, hidden=16 + 8 * replica)
+        try:
+            with elastic.replicas(
+                root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=2.0,
+                wait_s=3.0, signals=(), memory_directory=root / "memory",
+            ) as run:  # fmt: skip
+                return str(run.present)
+        except RankMismatchError as error:
+            return str(error)
+
+
+def test_another_model_is_refused_and_does_no_harm(tmp_path: Path) -> None:
+    first, second = run_ranks(of_another_width, 2, tmp_path)
+    assert first == "(0,)"
+    assert "other shards than replica 0" in second
+
+
+def test_numbers_out_of_range(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    for options in ({"replica": 2}, {"timeout_s": 0.0}, {"stall_s": 1.0}):
+        given: dict[str, Any] = {"replica": 0, "num_replicas": 2, **options}
+        with (
+            pytest.raises(ValueError, match="expected"),
+            elastic.replicas(tmp_path / "run", model, optimizer, **given),
+        ):
+            raise AssertionError("it must not be entered")
