@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -51,14 +51,19 @@ def make_sharded(seed: int, hidden: int = 16) -> tuple[nn.Module, torch.optim.Op
     return model, torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
-@contextmanager
-def world_of(root: Path, replica: int, size: int, name: str = "") -> Iterator[None]:
-    """A default group for the ranks of one replica, in place of that of all."""
-    rank = dist.get_rank() % size
+def split(root: Path, size: int) -> int:
+    """Replace the default group by one of each ``size`` ranks. Returns the number of this one."""
+    number, num_all = dist.get_rank(), dist.get_world_size()
+    replica, rank = divmod(number, size)
+    # Not a barrier: the last rank may still be in it when the first destroys the group.
+    (root / f"ready-{number}").touch()
+    while len([*root.glob("ready-*")]) < num_all:
+        time.sleep(0.01)
     dist.destroy_process_group()
-    method = f"file://{root}/world-{replica}-{name}"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
-    yield
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/world-{replica}", rank=rank, world_size=size
+    )
+    return replica
 
 
 class Result(NamedTuple):
@@ -133,7 +138,7 @@ def reference(present: dict[int, tuple[int, ...]]) -> dict[int, float]:
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        losses[step] = float(loss)
+        losses[step] = float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -151,9 +156,7 @@ def check(results: list[Result], present: dict[int, tuple[int, ...]]) -> None:
 
 
 def undisturbed(root: Path) -> Result:
-    replica = dist.get_rank() // 2
-    with world_of(root, replica, 2):
-        return train(root, replica)
+    return train(root, split(root, 2))
 
 
 def test_replicas_have_the_same_bits_from_the_first_step_on(tmp_path: Path) -> None:
@@ -164,9 +167,8 @@ def test_replicas_have_the_same_bits_from_the_first_step_on(tmp_path: Path) -> N
     check(results, present)
 
 
-def leaves_and_returns(root: Path) -> list[Result]:
+def leaves_and_returns(root: Path) -> Result:
     """Replica 0, whose state is the first one, ends before step 4, and comes again."""
-    replica, results = dist.get_rank() // 2, []
 
     def leave(run: elastic.ReplicaRun, step: int) -> None:
         if step == 4:
@@ -174,28 +176,21 @@ def leaves_and_returns(root: Path) -> list[Result]:
 
     def wait(run: elastic.ReplicaRun, step: int) -> None:
         """Replica 1 waits before step 8 until replica 0 wants to join."""
-        while step == 8 and len(run.present) == 1 and not told.exists():
-            pass
-        # Its wish must have been seen by the first rank.
         while step == 8 and run._inside.ranks.is_first and not run._pulse.is_wished:
-            pass
+            time.sleep(0.01)
 
-    told = root / "told"
-    with world_of(root, replica, 2):
-        if replica == 0:
-            with pytest.raises(Stop):
-                train(root, 0, fault=leave)
-            while not (root / "run" / "replicas" / "quorums" / "000002" / "decision.json").exists():
-                pass
-            told.touch()
-            results.append(train(root, 0))
-        else:
-            results.append(train(root, 1, fault=wait))
-    return results
+    replica = split(root, 2)
+    if replica == 1:
+        return train(root, 1, fault=wait)
+    with pytest.raises(Stop):
+        train(root, 0, fault=leave)
+    while not (root / "run/replicas/quorums/000002/decision.json").exists():
+        time.sleep(0.01)
+    return train(root, 0)
 
 
 def test_a_replica_leaves_and_returns(tmp_path: Path) -> None:
-    results = [each[0] for each in run_ranks(leaves_and_returns, 4, tmp_path)]
+    results = run_ranks(leaves_and_returns, 4, tmp_path)
     present = results[2].present
     expected = {step: (1,) if 4 <= step <= 8 else (0, 1) for step in range(UNTIL)}
     assert present == expected
@@ -206,8 +201,7 @@ def test_a_replica_leaves_and_returns(tmp_path: Path) -> None:
 
 def misses_sums(root: Path) -> Result:
     """In step 3 the sum does not arrive on one rank; in step 6 it is broken for all."""
-    replica = dist.get_rank() // 2
-    number, done = [0], []
+    number, done = [0], list[int]()
     whole = Lane.sum
 
     def sum_(self: Lane, tensor: torch.Tensor, gives_up: Any) -> None:
@@ -226,11 +220,11 @@ def misses_sums(root: Path) -> Result:
         number[0] = step
 
     is_last = dist.get_rank() == 3
-    with world_of(root, replica, 2):
-        if not is_last:
-            return train(root, replica)
-        with mock.patch.object(Lane, "sum", sum_):
-            return train(root, replica, fault=count)
+    replica = split(root, 2)
+    if not is_last:
+        return train(root, replica)
+    with mock.patch.object(Lane, "sum", sum_):
+        return train(root, replica, fault=count)
 
 
 def test_a_sum_that_has_not_arrived_everywhere_is_handed_over_or_repeated(tmp_path: Path) -> None:
@@ -243,17 +237,17 @@ def test_a_sum_that_has_not_arrived_everywhere_is_handed_over_or_repeated(tmp_pa
 
 
 def of_another_width(root: Path) -> str:
-    replica = dist.get_rank()
-    with world_of(root, replica, 1):
-        model, optimizer = make_sharded(0, hidden=16 + 8 * replica)
-        try:
-            with elastic.replicas(
-                root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=2.0,
-                wait_s=3.0, signals=(), memory_directory=root / "memory",
-            ) as run:  # fmt: skip
-                return str(run.present)
-        except RankMismatchError as error:
-            return str(error)
+    replica = split(root, 1)
+    model, optimizer = make_sharded(0, hidden=16 + 8 * replica)
+    try:
+        with elastic.replicas(
+            root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=2.0,
+            signals=(), memory_directory=root / "memory",
+        ) as run:  # fmt: skip
+            run.reduce_gradients()
+            return str(run.present)
+    except RankMismatchError as error:
+        return str(error)
 
 
 def test_another_model_is_refused_and_does_no_harm(tmp_path: Path) -> None:

@@ -66,15 +66,15 @@ class Gradients:
         slot.numbers[:_NUMBERS] = torch.tensor(numbers, dtype=torch.float64)
         own = [param.grad for param in self._params]
         slot.numbers[_NUMBERS:] = torch.tensor([float(grad is not None) for grad in own])
-        views = slot.data.split(self._sizes)
-        for view, grad in zip(views, own, strict=True):
+        locals_, views = [], []
+        for view, grad in zip(slot.data.split(self._sizes), own, strict=True):
             if grad is None:
                 view.zero_()
-        there = [grad is not None for grad in own]
-        torch._foreach_copy_(
-            [view for view, has in zip(views, there, strict=True) if has],
-            [compat.local_tensor(grad).view(-1) for grad in own if grad is not None],
-        )
+            else:
+                locals_.append(compat.local_tensor(grad).view(-1))
+                views.append(view)
+        if views:
+            torch._foreach_copy_(views, locals_)
         return slot
 
     def unpack(self, step: int, factor: float) -> None:
