@@ -45,7 +45,9 @@ def reference(present: dict[int, list[int]]) -> dict[int, float]:
         for rank in (2 * replica + rank for replica in replicas for rank in range(2)):
             (part,) = parts(step * run.GLOBAL_BATCH, run.GLOBAL_BATCH, rank, 4, 4)
             indices += order.indices(part.start, part.stop)
-        x, y = (torch.stack(each) for each in zip(*(run.Numbers()[i] for i in indices), strict=True))
+        x, y = (
+            torch.stack(each) for each in zip(*(run.Numbers()[i] for i in indices), strict=True)
+        )
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         losses[step] = float(loss.detach())

@@ -6,7 +6,7 @@ functions and tables of torch. `groups` has communicators and collectives. They 
 and 2.14: docs/design/torch-versions.md.
 """
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FileStore, Store
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
@@ -88,7 +88,8 @@ from vescale_fsdp.compat.versions import (
 )
 
 __all__ = [
-    "COMPOSABLE_STATE", "TENSOR_DATA", "AsyncCollectiveTensor", "DTensorSpec", "NormPartial",
+    "COMPOSABLE_STATE", "TENSOR_DATA", "AsyncCollectiveTensor", "DTensorSpec", "FileStore",
+    "NormPartial",
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
     "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",

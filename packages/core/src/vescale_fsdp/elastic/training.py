@@ -202,6 +202,7 @@ class Run:
     ) -> None:
         self._options, self._keeper, self._place, self._leads = options, keeper, place, leads
         self.attempt, self.source = restored.attempt, restored.source
+        self._num_samples: int | None = None
         self.take(restored.extra)
         if self.source == "start":
             self._num_samples = 0
@@ -213,7 +214,7 @@ class Run:
         self.extra = {key: value for key, value in extra.items() if key not in ("step", KEY)}
         self.step = int(extra.get("step", 0))
         own = extra.get(KEY, {})
-        self._num_samples: int | None = own.get("samples")
+        self._num_samples = own.get("samples")
         # Values of other parts of this package.
         self.marks: dict[str, Any] = dict(own.get("marks", {}))
 

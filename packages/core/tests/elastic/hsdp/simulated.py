@@ -253,7 +253,8 @@ class Training:
             while exchange.step < self.until and board.finished < self.until:
                 world.sleep(world.chance.uniform(0.1, 1.0))
                 exchange.reduce()
-                assert exchange.quorum is not None and len(link.history) == exchange.step
+                assert exchange.quorum is not None
+                assert len(link.history) == exchange.step
                 kept = link.history[-1]
                 self.made.setdefault((exchange.quorum.number, exchange.step), set()).add(kept)
                 if exchange.step == self.until:

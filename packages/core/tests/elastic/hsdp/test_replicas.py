@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,7 +16,7 @@ from torch import nn
 
 from vescale_fsdp import RankMismatchError, elastic, fully_shard
 from vescale_fsdp.elastic.hsdp.lanes import Lane, LaneError
-from vescale_fsdp.elastic.order import parts
+from vescale_fsdp.elastic.order import Order, parts
 from vescale_fsdp.testing import run_ranks
 
 WIDTH, GLOBAL_BATCH, UNTIL = 6, 14, 14  # 4, 3, 4, 3 samples: the replicas have 7 each
@@ -90,9 +90,7 @@ def train(root: Path, replica: int, until: int = UNTIL, fault: Fault | None = No
         stateful={"schedule": schedule}, every=100, every_on_disk=None, signals=(),
         memory_directory=root / "memory",
     ) as run:  # fmt: skip
-        for step in run.batches(
-            Numbers(), global_batch=GLOBAL_BATCH, micro_batch=2, until=until
-        ):
+        for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, micro_batch=2, until=until):
             if fault is not None:
                 fault(run, step.number)
             for x, y in step:
@@ -119,11 +117,11 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return total.hexdigest()
 
 
-def reference(present: dict[int, tuple[int, ...]]) -> dict[int, float]:
+def reference(present: Mapping[int, tuple[int, ...]]) -> dict[int, float]:
     """One process that takes the samples of who is there."""
     model, optimizer = make(seed=0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
-    order = elastic.batches.Order(100, 0)
+    order = Order(100, 0)
     losses = {}
     for step, replicas in sorted(present.items()):
         ranks = [2 * replica + rank for replica in replicas for rank in range(2)]
@@ -145,7 +143,7 @@ def reference(present: dict[int, tuple[int, ...]]) -> dict[int, float]:
     return losses
 
 
-def check(results: list[Result], present: dict[int, tuple[int, ...]]) -> None:
+def check(results: list[Result], present: Mapping[int, tuple[int, ...]]) -> None:
     """Both replicas have the same bits at the end, and the losses are those of one process."""
     for rank in range(2):
         assert results[rank].digest == results[2 + rank].digest

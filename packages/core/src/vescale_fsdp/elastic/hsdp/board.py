@@ -52,7 +52,7 @@ class Board:
     # Members
 
     def register(self, replica: int, about: dict[str, Any]) -> Member:
-        """Make a new member of this replica."""
+        """Make a new member of this replica. Deletes the files of its earlier starts."""
         start = 1 + max((each.start for each in self._members(replica)), default=0)
         while True:
             member = Member(replica, start)
@@ -64,6 +64,9 @@ class Board:
                     start += 1
                     continue
             _write(path / "about.json", about)
+            for earlier in self._members(replica):
+                if earlier.start < start:
+                    shutil.rmtree(self._of(earlier), ignore_errors=True)
             return member
 
     def about(self, member: Member) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class Board:
     def last(self) -> Quorum | None:
         """The last quorum."""
         paths = (self._folder / "quorums").iterdir()
-        for number in sorted((int(path.name) for path in paths if path.name.isdigit()))[::-1]:
+        for number in sorted((int(p.name) for p in paths if p.name.isdigit()), reverse=True):
             found = self.decision(number)
             if found is not None:
                 return found

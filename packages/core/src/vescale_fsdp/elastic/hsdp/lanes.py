@@ -7,6 +7,7 @@ whether it is still of use, and closes the connections if not.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from vescale_fsdp import compat
 
 _POLL_S = 0.2
 _LONG = datetime.timedelta(days=7)  # the waits decide themselves when to end
@@ -43,7 +46,7 @@ class Lane:
         self._peer = (index + 1) % size
         self._is_closed = False
         try:
-            store = dist.FileStore(str(file))
+            store = compat.FileStore(str(file))
             store.set_timeout(timeout)
             self._group: Any = dist.ProcessGroupGloo(store, index, size, timeout)
         except RuntimeError as error:
@@ -97,9 +100,6 @@ class Lane:
         self._is_closed = True
         tensor = torch.empty(1)
         _KEPT.append(tensor)
-        try:
-            self._group.recv([tensor], self._peer, _CLOSING_TAG).wait(
-                datetime.timedelta(milliseconds=1)
-            )
-        except RuntimeError:
-            pass
+        with contextlib.suppress(RuntimeError):
+            work = self._group.recv([tensor], self._peer, _CLOSING_TAG)
+            work.wait(datetime.timedelta(milliseconds=1))

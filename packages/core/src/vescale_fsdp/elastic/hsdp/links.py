@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ class Links:
         self.close()
         if self._member in quorum.joining:
             self._check_same(quorum.donor)
-        with contextlib.suppress(LaneError):
-            self._lane = self._new_lane(quorum, "lane", quorum.members)
+        if len(quorum.members) > 1:
+            with contextlib.suppress(LaneError):
+                self._lane = self._new_lane(quorum, "lane", quorum.members)
         return self._inside.all(self._lane is not None or len(quorum.members) == 1)
 
     def sum(self, quorum: Quorum, report: Report) -> bool:
@@ -177,7 +178,7 @@ class Links:
             self._lane = None
 
     @contextlib.contextmanager
-    def _lane_of(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Any:
+    def _lane_of(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Iterator[Lane]:
         """A lane for one purpose. The first of the parties has the index 0."""
         lane = self._new_lane(quorum, name, parties)
         try:
@@ -185,9 +186,7 @@ class Links:
         finally:
             lane.close()
 
-    def _new_lane(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Lane | None:
-        if len(parties) == 1:
-            return None
+    def _new_lane(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Lane:
         folder = self._board.quorum_folder(quorum.number)
         file = folder / f"{name}-{self._inside.rank:05d}"
         return Lane(file, parties.index(self._member), len(parties), self._timeout_s)

@@ -11,9 +11,9 @@ that are alive report where they are, and one decision makes the next quorum::
     report     1: wants to join      (it was started again)
     quorum 6   replicas 0, 1, 2      between two steps; replica 0 gives its state to replica 1
 
-If no survivor has the sum, those that are left repeat the exchange with the gradients that they still
-have. Replicas are at most one step apart: a replica gets the sum of a step only if all have begun
-its exchange, and so have finished the step before.
+If no survivor has the sum, those that are left repeat the exchange with the gradients that they
+still have. Replicas are at most one step apart: a replica gets the sum of a step only if all have
+begun its exchange, and so have finished the step before.
 """
 
 from __future__ import annotations
@@ -99,12 +99,13 @@ class Quorum:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Quorum:
         """Return what `to_json` was called on."""
-        one = {key: value[key] and Member(*value[key]) for key in ("source", "donor")}
-        several = {
-            key: tuple(Member(*each) for each in value[key])
-            for key in ("members", "behind", "joining")
-        }
-        return Quorum(number=value["number"], step=value["step"], **one, **several)
+
+        def several(key: str) -> tuple[Member, ...]:
+            return tuple(Member(*each) for each in value[key])
+
+        source, donor = (value[key] and Member(*value[key]) for key in ("source", "donor"))
+        number, step, joining = value["number"], value["step"], several("joining")
+        return Quorum(number, several("members"), step, source, several("behind"), donor, joining)
 
 
 def decide(
@@ -132,9 +133,9 @@ def decide(
     joining = tuple(each.member for each in here if each.place == "joining")
     kept = [each for each in here if each.place != "joining" and each.member in earlier]
     if not kept:
-        donor = max(here, key=lambda each: (each.age, -each.member.replica))
-        others = tuple(each for each in joining if each != donor.member)
-        return Quorum(number, joining, donor.age.step, donor=donor.member, joining=others)
+        newest = max(here, key=lambda each: (each.age, -each.member.replica))
+        others = tuple(each for each in joining if each != newest.member)
+        return Quorum(number, joining, newest.age.step, donor=newest.member, joining=others)
     step = max(each.age.step for each in kept)
     first = [each for each in kept if each.age.step == step]
     behind = tuple(each.member for each in kept if each.age.step < step)
@@ -144,15 +145,8 @@ def decide(
         behind = ()  # those that were behind are out, and get the state when they join again
     members = [each.member for each in first] + [*behind]
     donor = None
-    if all(each.place == "between" for each in first):
+    if joining and all(each.place == "between" for each in first):
         members += joining
-        donor = first[0] if joining else None
-    return Quorum(
-        number,
-        tuple(sorted(members)),
-        step,
-        source=source,
-        behind=behind,
-        donor=donor and donor.member,
-        joining=joining if donor else (),
-    )
+        donor = first[0].member
+    coming = joining if donor else ()
+    return Quorum(number, tuple(sorted(members)), step, source, behind, donor, coming)
