@@ -11,7 +11,7 @@ from .simulated import Training
 @pytest.mark.parametrize("faults", [0.0, 0.1])
 def test_random_faults(replicas: int, faults: float) -> None:
     died = behind = 0
-    for seed in range(40):
+    for seed in range(12):
         training = Training(seed, replicas, until=30, deaths=0.25, faults=faults)
         training.run()
         died, behind = died + training.num_died, behind + training.num_behind
@@ -22,5 +22,5 @@ def test_random_faults(replicas: int, faults: float) -> None:
         assert [step for step, *_ in first] == list(range(30)), seed
         for made in training.made.values():  # and no two members of a quorum ever had different
             assert len(made) == 1, seed
-    assert died > 100
+    assert died > 50
     assert behind > 0
