@@ -48,6 +48,8 @@ ASSUMED = {
 NOT_RUN = {
     ("docs/checkpoints.md", 1): "waits for a signal",
     ("docs/coming-from-deepspeed.md", 1): "loads what a command has converted",
+    ("docs/elastic.md", 2): "replicas are several jobs",
+    ("vescale_fsdp.elastic.replicas", 0): "replicas are several jobs",
     ("vescale_fsdp.elastic.training", 0): "docs/elastic.md has the same",
     ("docs/full-parameters.md", 3): "accelerate launch starts processes",
     ("docs/generation.md", 2): "accelerate launch starts processes",

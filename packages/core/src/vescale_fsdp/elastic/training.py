@@ -219,6 +219,11 @@ class Run:
         self.marks: dict[str, Any] = dict(own.get("marks", {}))
 
     @property
+    def has_signal(self) -> bool:
+        """Whether this process was told to end."""
+        return self._stop is not None and self._stop.received
+
+    @property
     def memory_folder(self) -> Path:
         """The folder of this run in the memory of this host."""
         return self._place.folder

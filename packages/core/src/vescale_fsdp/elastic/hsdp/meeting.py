@@ -8,6 +8,8 @@ beside the others.
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from vescale_fsdp.elastic.hsdp.quorum import Member, Quorum, Report, decide
 from vescale_fsdp.errors import RankMismatchError
 
 _POLL_S = 0.05
+_LAST_WORDS_S = 2.0  # if the others come in this time, the step is made before the process ends
 
 
 class Notices(Protocol):
@@ -76,6 +79,7 @@ class Meeting:
     Args:
         stall_s: a member that is alive but has not come after so long counts as lost.
         num_replicas, wait_s: the first quorum waits so long until so many are there.
+        is_stopped: whether this process was told to end. It does if it has to wait for others.
         takeover: those that join wait so many times the timeout before they believe that all
             members are lost, if these have not said so.
     """
@@ -89,11 +93,12 @@ class Meeting:
         stall_s: float,
         num_replicas: int,
         wait_s: float,
+        is_stopped: Callable[[], bool] = lambda: False,
         takeover: float = 6.0,
     ) -> None:
         self._board, self._clock, self._life = board, clock, life
         self._stall_s, self._num_replicas, self._wait_s = stall_s, num_replicas, wait_s
-        self._takeover = takeover
+        self._takeover, self._is_stopped = takeover, is_stopped
 
     def meet(self, report: Report, previous: Quorum | None) -> Quorum:
         """Return the next quorum, of which this member is one.
@@ -119,6 +124,9 @@ class Meeting:
                 number = wanted
                 self._board.report(number, report)
             waited_s = self._clock.monotonic() - began
+            if waited_s > _LAST_WORDS_S and self._is_stopped():
+                # A rank of this replica has died, and torchrun waits for this one. Or the job ends.
+                sys.exit(128 + signal.SIGTERM)
             is_late = report.place != "joining" and waited_s > self._stall_s
             reports = self._board.reports(number)
             told = {each.member for each in reports}

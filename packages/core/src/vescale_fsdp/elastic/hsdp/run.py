@@ -149,8 +149,9 @@ class ReplicaRun:
         timeout_s, stall_s, wait_s = timeouts
         life = Life(board, time, timeout_s)
         meeting = Meeting(
-            board, time, life, stall_s=stall_s, num_replicas=num_replicas, wait_s=wait_s
-        )
+            board, time, life, stall_s=stall_s, num_replicas=num_replicas, wait_s=wait_s,
+            is_stopped=lambda: run.has_signal,
+        )  # fmt: skip
         first = inside.ranks.is_first
         beat_s = min(1.0, timeout_s / 5)
         self._pulse = Pulse(board, life, self.member, inside.rank, beat_s, looks=first)
