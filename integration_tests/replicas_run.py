@@ -22,7 +22,7 @@ from torch import nn
 
 from vescale_fsdp import elastic, fully_shard
 
-WIDTH, GLOBAL_BATCH, TIMEOUT_S = 6, 16, 3.0
+WIDTH, GLOBAL_BATCH, TIMEOUT_S = 6, 16, 10.0
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,7 +89,7 @@ def train(root: Path, replica: int, until: int = UNTIL, fault: Fault | None = No
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
     losses, present = {}, {}
     with elastic.replicas(
-        root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=3.0,
+        root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=20.0,
         stateful={"schedule": schedule}, every=100, every_on_disk=None, signals=(),
         memory_directory=root / "memory",
     ) as run:  # fmt: skip
@@ -239,7 +242,7 @@ def of_another_width(root: Path) -> str:
     model, optimizer = make_sharded(0, hidden=16 + 8 * replica)
     try:
         with elastic.replicas(
-            root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=2.0,
+            root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=20.0,
             signals=(), memory_directory=root / "memory",
         ) as run:  # fmt: skip
             run.reduce_gradients()
@@ -263,3 +266,68 @@ def test_numbers_out_of_range(tmp_path: Path) -> None:
             elastic.replicas(tmp_path / "run", model, optimizer, **given),
         ):
             raise AssertionError("it must not be entered")
+
+
+def told_to_end(root: Path) -> int:
+    """The other replica never comes; after a moment this process gets a signal."""
+    model, optimizer = make_sharded(0)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        with elastic.replicas(
+            root / "run", model, optimizer, replica=0, num_replicas=2,
+            memory_directory=root / "memory",
+        ):  # fmt: skip
+            raise AssertionError("it must not be entered")
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_a_process_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    assert run_ranks(told_to_end, 1, tmp_path) == [143]
+
+
+def own_data(root: Path) -> tuple[str, list[float]]:
+    """Replica r has gradients of r + 1 and 10 (r + 1), the second one on replica 1 only."""
+    replica = split(root, 1)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with elastic.replicas(
+        root / "run", model, optimizer, replica=replica, num_replicas=2, signals=(),
+        memory_directory=root / "memory",
+    ) as run:  # fmt: skip
+        for number in run.steps(until=2):
+            if number == 1:
+                run._exchange.step -= 1
+                with pytest.raises(RuntimeError, match="averaged over the replicas already"):
+                    run.reduce_gradients()
+                run._exchange.step += 1
+            model[0].grad = torch.full((2,), replica + 1.0)
+            if replica == 1:
+                model[1].grad = torch.full((2,), 20.0)
+            run.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[2].grad is None
+    return run.source, [float(param[0].detach()) for param in model]
+
+
+def test_own_data(tmp_path: Path) -> None:
+    results = run_ranks(own_data, 2, tmp_path)
+    assert results == [("start", [-3.0, -20.0, 0.0]), ("replica", [-3.0, -20.0, 0.0])]
+
+
+def forgets(root: Path) -> str:
+    model, optimizer = make_sharded(0)
+    with elastic.replicas(
+        root / "run", model, optimizer, replica=0, num_replicas=1, signals=(),
+        memory_directory=root / "memory",
+    ) as run:  # fmt: skip
+        with pytest.raises(RuntimeError) as caught:
+            for _ in run.steps(until=2):
+                pass
+    return str(caught.value)
+
+
+def test_a_step_without_the_others_is_an_error(tmp_path: Path) -> None:
+    (text,) = run_ranks(forgets, 1, tmp_path)
+    assert "step 0 was made without the gradients of the other replicas" in text
