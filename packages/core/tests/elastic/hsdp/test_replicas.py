@@ -318,14 +318,16 @@ def test_own_data(tmp_path: Path) -> None:
 
 def forgets(root: Path) -> str:
     model, optimizer = make_sharded(0)
-    with elastic.replicas(
-        root / "run", model, optimizer, replica=0, num_replicas=1, signals=(),
-        memory_directory=root / "memory",
-    ) as run:  # fmt: skip
-        with pytest.raises(RuntimeError) as caught:
+    try:
+        with elastic.replicas(
+            root / "run", model, optimizer, replica=0, num_replicas=1, signals=(),
+            memory_directory=root / "memory",
+        ) as run:  # fmt: skip
             for _ in run.steps(until=2):
                 pass
-    return str(caught.value)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def test_a_step_without_the_others_is_an_error(tmp_path: Path) -> None:

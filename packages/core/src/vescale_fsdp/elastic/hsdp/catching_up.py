@@ -65,6 +65,7 @@ class State:
 
         def write() -> Any:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.clear(inside)  # what an earlier start has left that was killed here
             items = parts.items_of(contents, local, task)
             return parts.write_items(self.folder, inside.rank, items)
 
@@ -99,6 +100,8 @@ class State:
         """
         hosts, place = meet(inside.ranks, self.directory, self.root)
         folder = place.path(Age(1, step))
+        # What an interrupted transfer has left may be of a later step.
+        inside.ranks.agree(_WHAT, lambda: place.keep([]) if hosts.is_leader(inside.rank) else None)
         inside.ranks.agree(_WHAT, lambda: folder.mkdir(exist_ok=True))
         text = arrive(folder, data_name(inside.rank))
         extra = None
