@@ -165,7 +165,8 @@ class StopOnSignal:
 
         Launchers and schedulers count a job that exits with 0 as done.
         """
-        return 128 + self._reason if self._reason else 0
+        number = self._reason or self._received
+        return 128 + number if number else 0
 
     def close(self) -> None:
         """Restore the signal handlers. Does not wait for other ranks."""

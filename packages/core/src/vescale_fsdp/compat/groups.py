@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from vescale_fsdp import backends, devices, waiting
 
@@ -268,14 +267,6 @@ def mesh_over(ranks: list[int], like: DeviceMesh) -> DeviceMesh:
     if device_type not in known:
         known[device_type] = DeviceMesh.from_group(group, device_type, mesh_dim_names=("data",))
     return known[device_type]
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's caches: their results have meshes, whose groups may have been destroyed.
-
-    A mesh of the same ranks in a new world equals the old one, so that it would find them.
-    """
-    _clear_sharding_prop_cache()
 
 
 def mesh_group(mesh: DeviceMesh, axis: int) -> ProcessGroup:

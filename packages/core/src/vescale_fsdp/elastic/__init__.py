@@ -24,9 +24,11 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `meeting`: ranks find each other in a folder; `worlds` makes the process group; `regroup` goes on
   in the same process
 * `beginning` of an attempt; `training`: the context around the loop
+* `hsdp`: several replicas of a sharded model, of which each may fail alone; `replicas`
 """
 
 from vescale_fsdp.elastic.batches import Step
+from vescale_fsdp.elastic.hsdp import ReplicaRun, replicas
 from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.loaders import MicroBatches, StepLoader
 from vescale_fsdp.elastic.settings import ElasticOptions
@@ -34,12 +36,6 @@ from vescale_fsdp.elastic.training import Run, training
 from vescale_fsdp.elastic.worlds import init_process_group
 
 __all__ = [
-    "ElasticOptions",
-    "Kept",
-    "MicroBatches",
-    "Run",
-    "Step",
-    "StepLoader",
-    "init_process_group",
-    "training",
-]
+    "ElasticOptions", "Kept", "MicroBatches", "ReplicaRun", "Run", "Step", "StepLoader",
+    "init_process_group", "replicas", "training",
+]  # fmt: skip

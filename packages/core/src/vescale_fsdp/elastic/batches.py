@@ -40,6 +40,11 @@ class Step:
         self._loss: Tensor | None = None
         self._error: BaseException | None = None
 
+    @property
+    def num_samples(self) -> int:
+        """The number of this rank's samples in the step."""
+        return sum(part.num_samples for part in self._parts)
+
     def __len__(self) -> int:
         """The number of micro-batches, the same on all ranks."""
         return len(self._parts)
@@ -148,11 +153,14 @@ class Batches:
         self._micro_batch = micro_batch or -(-global_batch // num_ranks)
         self._rank, self._num_ranks = rank, num_ranks
 
-    def steps(self, number: int, num_samples: int, until: int) -> Iterator[Step]:
+    def steps(
+        self, number: int, num_samples: int, until: int, make: Callable[..., Step] = Step
+    ) -> Iterator[Step]:
         """Yield the steps from ``number`` to ``until``.
 
         Args:
             num_samples: that earlier steps have taken.
+            make: returns a step, from the arguments of `Step`.
         """
 
         def parts_from(step: int) -> list[Part]:
@@ -172,7 +180,7 @@ class Batches:
         batches = iter(DataLoader(self._data, batch_sampler=_Once(chosen), **options))
         scale = self._num_ranks / self.global_batch
         for step in range(number, until):
-            made = Step(step, parts_from(step), batches, scale)
+            made = make(step, parts_from(step), batches, scale)
             yield made
             made.check_taken()
 

@@ -131,6 +131,48 @@ class Restoring:
                 and the checkpoint on disk is damaged.
         """
         attempt, disk, ages = self._look()
+        found = self._load(ages, model, optimizer, stateful)
+        if found is not None:
+            age, extra = found
+            return self._begin(Restored(attempt, "memory", extra, age, self._reason()))
+        if disk is not None:
+            extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
+            return self._begin(Restored(attempt, "disk", extra, None, self._reason()))
+        return self._begin(Restored(attempt, "start", {}, None, self._reason()))
+
+    def load_received(
+        self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
+    ) -> dict[str, Any]:
+        """Load the only generation in memory, which has just been received. Collective.
+
+        Random number generators are left as they are. Returns the extra values.
+
+        Raises:
+            CheckpointIncompleteError: it is not whole.
+            CheckpointMismatchError: it belongs to another model or optimizer.
+        """
+
+        def combine(reports: list[Any]) -> list[Any]:
+            told = [_found(each) for each in reports if each is not None]
+            self._candidates = candidates(told)
+            return [[list(each.age) for each in self._candidates]] * len(reports)
+
+        leads = self._hosts.is_leader(self._ranks.rank)
+        ages = self._ranks.exchange(_WHAT, lambda: self._report() if leads else None, combine)
+        found = self._load([Age(*age) for age in ages], model, optimizer, stateful)
+        reasons = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
+        if found is None:
+            raise CheckpointIncompleteError(f"a state that was received is not whole: {reasons}")
+        return found[1]
+
+    def _load(
+        self,
+        ages: list[Age],
+        model: nn.Module,
+        optimizer: Optimizers,
+        stateful: Mapping[str, Stateful],
+    ) -> tuple[Age, dict[str, Any]] | None:
+        """Load the first of these that is whole. Returns its age and extra values."""
         for number, age in enumerate(ages):
             for whole in (False, True):
                 if not self._bring(number, age, None if whole else (model, optimizer)):
@@ -145,11 +187,14 @@ class Restoring:
                     if whole:
                         raise
                     continue  # a file was needed that `needed` does not know of: bring all files
-                return self._begin(Restored(attempt, "memory", extra, age, self._reason()))
-        if disk is not None:
-            extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
-            return self._begin(Restored(attempt, "disk", extra, None, self._reason()))
-        return self._begin(Restored(attempt, "start", {}, None, self._reason()))
+                return age, extra
+        return None
+
+    def _report(self) -> list[Any]:
+        """Return the generations on this host, as JSON for `_found`."""
+        return [
+            [*each.age, each.id, dict(each.files), list(each.here)] for each in self._place.found()
+        ]
 
     def _reason(self) -> str:
         return "; ".join(self._notes) or "it is the newest"
@@ -161,19 +206,13 @@ class Restoring:
         def report() -> Any:
             if not leads:
                 return None
-            found = [
-                [*each.age, each.id, dict(each.files), list(each.here)]
-                for each in self._place.found()
-            ]
-            return [self._place.attempt, found, self._on_disk() if rank == 0 else None]
+            disk = self._on_disk() if rank == 0 else None
+            return [self._place.attempt, self._report(), disk]
 
         def combine(reports: list[Any]) -> list[Any]:
             told = [each for each in reports if each is not None]
             disk, on_disk = told[0][2]
-            found = [
-                [Found(Age(a, s), id_, files, here) for a, s, id_, files, here in generations]
-                for _, generations, _ in told
-            ]
+            found = [_found(generations) for _, generations, _ in told]
             last = max(
                 [number for number, _, _ in told]
                 + [each.age.attempt for one in found for each in one]
@@ -306,3 +345,7 @@ class Restoring:
                 restored.attempt, self._ranks.size, len(self._hosts), where, restored.reason,
             )  # fmt: skip
         return restored
+
+
+def _found(report: list[Any]) -> list[Found]:
+    return [Found(Age(a, s), id_, files, here) for a, s, id_, files, here in report]

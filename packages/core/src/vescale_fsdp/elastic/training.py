@@ -156,12 +156,31 @@ class Run:
         restored, self._own = attempt.restored, attempt
         self._keeper, self._place, self._leads = attempt.keeper, attempt.place, attempt.leads
         self.attempt, self.source = restored.attempt, restored.source
-        self.extra = {k: v for k, v in restored.extra.items() if k not in ("step", KEY)}
-        self.step = int(restored.extra.get("step", 0))
-        own = restored.extra.get(KEY, {})
-        self._num_samples: int | None = 0 if self.source == "start" else own.get("samples")
+        self._num_samples: int | None = None
+        self.take(restored.extra)
+        if self.source == "start":
+            self._num_samples = 0
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
+
+    def take(self, extra: Mapping[str, Any]) -> None:
+        """Continue from the values that were saved with a state."""
+        self.extra = {key: value for key, value in extra.items() if key not in ("step", KEY)}
+        self.step = int(extra.get("step", 0))
+        own = extra.get(KEY, {})
+        self._num_samples = own.get("samples")
+        # Values of other parts of this package.
+        self.marks: dict[str, Any] = dict(own.get("marks", {}))
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether this process was told to end."""
+        return self._stop is not None and self._stop.received
+
+    @property
+    def memory_folder(self) -> Path:
+        """The folder of this run in the memory of this host."""
+        return self._place.folder
 
     @property
     def last_kept(self) -> Kept | None:
@@ -208,10 +227,8 @@ class Run:
         while not self._is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
-            if self._num_samples is None:  # a checkpoint that a loop without this context has saved
-                self._num_samples = self.step * global_batch
             try:
-                for step in batches.steps(self.step, self._num_samples, until):
+                for step in batches.steps(self.step, self.samples_before(global_batch), until):
                     step.goes_on = self._goes_on
                     yield step
                     step.check_taken()
@@ -228,6 +245,12 @@ class Run:
                 self._go_on(error)
             else:
                 self._is_done = True
+
+    def samples_before(self, global_batch: int) -> int:
+        """The number of samples that earlier steps have taken."""
+        if self._num_samples is None:  # a checkpoint that a loop without this context has saved
+            self._num_samples = self.step * global_batch
+        return self._num_samples
 
     def _go_on(self, error: Exception) -> None:
         """After a loss: go on with the ranks that are there, or end if this one was told to."""
@@ -284,7 +307,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         if self.before_save is not None:
             self.before_save()
-        own = {"samples": self._num_samples, "attempt": self.attempt}
+        own = {"samples": self._num_samples, "attempt": self.attempt, "marks": self.marks}
         return {**self.extra, "step": self.step, KEY: own}
 
     def _keep(self) -> None:

@@ -1,0 +1,212 @@
+"""What the exchange does with real processes: lanes to the other replicas, agreements inside.
+
+Each rank of a replica sends and receives on a lane of its own. What has happened on the lanes can
+differ: the death of rank 1 of another replica breaks lane 1 only. So after each use the ranks of
+this replica agree: it has worked if it has worked on all lanes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vescale_fsdp.elastic.hsdp import catching_up
+from vescale_fsdp.elastic.hsdp.board import Board
+from vescale_fsdp.elastic.hsdp.gradients import Gradients, numbers_of
+from vescale_fsdp.elastic.hsdp.inside import Inside
+from vescale_fsdp.elastic.hsdp.lanes import Lane, LaneError
+from vescale_fsdp.elastic.hsdp.meeting import Life, Meeting, others_wait
+from vescale_fsdp.elastic.hsdp.pulse import Pulse
+from vescale_fsdp.elastic.hsdp.quorum import Member, Quorum, Report
+from vescale_fsdp.errors import RankMismatchError
+
+
+class Links:
+    """The `exchange.Link` of one rank.
+
+    Args:
+        life, pulse: of this rank.
+        meeting: used on the first rank of the replica.
+        gradients, state: of this rank.
+        extra: returns the values to send with a state.
+        take: is given those that have arrived.
+        num_replicas: of a quorum from which nobody is missing.
+
+    Attributes:
+        samples, loss: of this rank in the current step: how many, and the sum of weighted losses.
+        nominal: the samples of a step in which all replicas take part.
+        mean_loss: of the last step, over all samples of all that took part.
+        is_wished: whether a replica wanted to join in the last step.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        member: Member,
+        inside: Inside,
+        life: Life,
+        meeting: Meeting,
+        pulse: Pulse,
+        gradients: Gradients,
+        state: catching_up.State,
+        extra: Callable[[], Mapping[str, Any]],
+        take: Callable[[dict[str, Any]], None],
+        *,
+        num_replicas: int,
+        timeout_s: float,
+        stall_s: float,
+    ) -> None:
+        self._board, self._member, self._inside = board, member, inside
+        self._meeting, self._pulse = meeting, pulse
+        self._gradients, self._state, self._extra, self._take = gradients, state, extra, take
+        self._num_replicas, self._timeout_s, self._stall_s = num_replicas, timeout_s, stall_s
+        self._life = life
+        self._lane: Lane | None = None
+        self.samples = self.loss = self.nominal = self.mean_loss = 0.0
+        self.is_wished = False
+
+    def meet(self, report: Report, previous: Quorum | None) -> Quorum:
+        """Agree on the next quorum. The first rank does it for all."""
+        value = self._inside.told(
+            "the agreement on who takes part",
+            lambda: self._meeting.meet(report, previous).to_json(),
+        )
+        quorum = Quorum.from_json(value)
+        self._pulse.quorum = quorum
+        return quorum
+
+    def connect(self, quorum: Quorum) -> bool:
+        """Connect to the other members. Returns whether it was possible on all lanes."""
+        self.close()
+        if self._member in quorum.joining:
+            self._check_same(quorum.donor)
+        if len(quorum.members) > 1:
+            with contextlib.suppress(LaneError):
+                self._lane = self._new_lane(quorum, "lane", quorum.members)
+        return self._inside.all(self._lane is not None or len(quorum.members) == 1)
+
+    def sum(self, quorum: Quorum, report: Report) -> bool:
+        """Sum this step's gradients over the members."""
+        step = report.age.step
+        mine = self._gradients.pack(step, [self.samples, self.loss, float(self._pulse.is_wished)])
+        is_whole = not self._pulse.is_replaced and self._sum(quorum, report)
+        return self._complete(step, numbers_of(mine), is_whole)
+
+    def _sum(self, quorum: Quorum, report: Report) -> bool:
+        if len(quorum.members) == 1:
+            return True
+        assert self._lane is not None, "it is connected"
+        slot, gives_up = self._gradients.slot(report.age.step), self._waiting(quorum, report)
+        try:
+            self._lane.sum(slot.data, gives_up)
+            self._lane.sum(slot.numbers, gives_up)
+        except LaneError:
+            self._board.give_up(quorum.number + 1, report.age.step)
+            return False
+        return True
+
+    def _complete(self, step: int, numbers: list[float], is_whole: bool) -> bool:
+        """Agree inside whether a sum has arrived on all lanes. If so, use it."""
+        numbers = numbers_of(self._gradients.slot(step)) if is_whole else numbers
+        whole, samples, loss, wishes = self._inside.sums([float(is_whole), *numbers])
+        if whole < self._inside.size:
+            return False
+        factor = self.nominal / (self._num_replicas * samples)
+        self.mean_loss = loss * factor / self._inside.size
+        self.is_wished = wishes > 0
+        self._gradients.unpack(step, factor)
+        return True
+
+    def hand_over(self, quorum: Quorum, report: Report) -> bool:
+        """Send the kept sum of the last step to those that are behind, or receive it."""
+        assert quorum.source is not None, "some are behind"
+        parties = (quorum.source, *quorum.behind)
+        if self._member not in parties:
+            return True
+        step, is_behind = quorum.step - 1, self._member in quorum.behind
+        slot, gives_up = self._gradients.slot(step), self._waiting(quorum, report)
+        is_whole = True
+        try:
+            with self._lane_of(quorum, "sum", parties) as lane:
+                lane.broadcast(slot.data, 0, gives_up)
+                lane.broadcast(slot.numbers, 0, gives_up)
+                lane.sum(slot.numbers.new_zeros(1), gives_up)  # all of them have it
+        except LaneError:
+            is_whole = False
+        if is_behind:
+            return self._complete(step, [0.0, 0.0, 0.0], is_whole)
+        return self._inside.all(is_whole)
+
+    def give(self, quorum: Quorum, report: Report) -> bool:
+        """Send this member's state to those that join."""
+        text = self._state.write(self._inside, self._extra())
+        parties, gives_up = (self._member, *quorum.joining), self._waiting(quorum, report)
+        try:
+            with self._lane_of(quorum, "state", parties) as lane:
+                catching_up.send(lane, text, self._state.file(self._inside), gives_up)
+        except LaneError:
+            return self._inside.all(False)
+        finally:
+            self._state.clear(self._inside)
+        return self._inside.all(True)
+
+    def receive(self, quorum: Quorum, report: Report) -> bool:
+        """Get and load the donor's state."""
+        assert quorum.donor is not None, "a member that joins has a donor"
+        parties, gives_up = (quorum.donor, *quorum.joining), self._waiting(quorum, report)
+
+        def arrive(folder: Path, name: str) -> bytes | None:
+            try:
+                with self._lane_of(quorum, "state", parties) as lane:
+                    return catching_up.receive(lane, folder, name, gives_up)
+            except LaneError:
+                return None
+
+        extra = self._state.load(self._inside, quorum.step, arrive)
+        if extra is None:
+            return False
+        self._take(extra)
+        return True
+
+    def close(self) -> None:
+        """Close the connections to the other members."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    @contextlib.contextmanager
+    def _lane_of(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Iterator[Lane]:
+        """A lane for one purpose. The first of the parties has the index 0."""
+        lane = self._new_lane(quorum, name, parties)
+        try:
+            yield lane
+        finally:
+            lane.close()
+
+    def _new_lane(self, quorum: Quorum, name: str, parties: tuple[Member, ...]) -> Lane:
+        folder = self._board.quorum_folder(quorum.number)
+        file = folder / f"{name}-{self._inside.rank:05d}"
+        return Lane(file, parties.index(self._member), len(parties), self._timeout_s)
+
+    def _waiting(self, quorum: Quorum, report: Report) -> Callable[[], bool]:
+        """A function that says whether it is of no use to wait longer."""
+        began = time.monotonic()
+
+        def gives_up() -> bool:
+            is_stalled = time.monotonic() - began > self._stall_s
+            return is_stalled or others_wait(self._board, self._life.is_alive, quorum, report)
+
+        return gives_up
+
+    def _check_same(self, donor: Member | None) -> None:
+        assert donor is not None, "a member that joins has a donor"
+        own, other = self._board.about(self._member), self._board.about(donor)
+        if own != other:
+            raise RankMismatchError(
+                f"replica {self._member.replica} has {own['ranks']} ranks and other shards than "
+                f"replica {donor.replica} with {other.get('ranks')} ranks: all replicas must have "
+                "the same model, sharded in the same way over the same number of ranks"
+            )
