@@ -280,16 +280,17 @@ class Run:
         self.step += 1
         if self._num_samples is not None:
             self._num_samples += num_samples
+        if is_last:  # also after a signal: there is nothing to come back for
+            self.end()
+            return
         options = self._options
         if self._stop is not None and _rank_and_size()[0] == 0 and _hosts_wait():
             self._stop.ask()
         stops = self._stop is not None and self._stop.requested()
-        if stops or (self.step % options.every == 0 and not is_last):
+        if stops or self.step % options.every == 0:
             self._keep()
         if stops:
             self._leave()
-        elif is_last:
-            self.end()
         elif options.every_on_disk is not None and self.step % options.every_on_disk == 0:
             self._save(async_=True)
 
