@@ -2,6 +2,7 @@
 
 (nothing)       the demo, 3 minutes, and its picture
 --faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
+--in-process    survivors keep their processes (docs/elastic.md); no page
 --only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
 """
 
@@ -20,7 +21,7 @@ from benchmarks import namespaces
 
 from . import demo, report
 from .faults import FAULTS, Fault
-from .hosts import own_mounts
+from .hosts import IN_PROCESS, own_mounts
 from .runner import Report, run_all
 
 
@@ -44,6 +45,9 @@ def main() -> int:
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--page", action="store_true", help="only write it again")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
+    parser.add_argument(
+        "--in-process", action="store_true", help="survivors keep their processes; no page"
+    )
     parser.add_argument("--folder", type=Path, help="of the trainings")
     parser.add_argument(
         "--picture", type=Path, default=Path(".dev/elastic.svg"), help="of the demo"
@@ -59,6 +63,8 @@ def main() -> int:
         own_mounts()
     else:
         print(f"hosts without namespaces, faults of the network are left out: {reason}")
+    if args.in_process:
+        os.environ[IN_PROCESS] = "1"
     folder = args.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     folder.mkdir(exist_ok=True)
     if not args.faults and not args.only:
@@ -70,7 +76,7 @@ def main() -> int:
         faults = [each for each in faults if each.is_for_stock]
 
     def save(found: Report) -> None:  # also after a part, so that a stop loses little
-        if args.only:
+        if args.only or args.in_process:
             return
         ours, stock = report.read() if report.PAGE.exists() else (Report(), None)
         ours, stock = (ours, found) if args.stock else (found, stock)

@@ -32,6 +32,7 @@ from benchmarks import namespaces
 RANKS = 2  # of a host
 MEMORY_BYTES, LEFT_BYTES = 256 << 20, 64 << 10  # of a host; when it is full
 # How torchrun finds out who is there, as docs/elastic.md says.
+IN_PROCESS = "IN_PROCESS"  # in the environment: survivors keep their processes
 RENDEZVOUS = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
@@ -81,6 +82,14 @@ class Host:
             "HOST_NAME": self.name,
             "GLOO_SOCKET_IFNAME": namespaces.WIRE if self._inside is not None else "lo",
         }
+        launch = [
+            *("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "trial"),
+            *("--rdzv-endpoint", str(self._root / "meeting"), "--rdzv-conf", RENDEZVOUS),
+            *("--local-addr", self._address),
+        ]
+        if IN_PROCESS in os.environ:
+            own |= {"VESCALE_FSDP_MEETING": str(self._root / "rounds"), "VESCALE_FSDP_HOSTS": "1:2"}
+            launch = ["--standalone"]
         enter = []
         if self._inside is not None:
             enter = ["nsenter", f"--net=/proc/{self._inside}/ns/net"]
@@ -88,10 +97,8 @@ class Host:
             self.agent = subprocess.Popen(
                 [
                     *(*enter, sys.executable, "-m", "torch.distributed.run"),
-                    *("--nnodes", "1:2", "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
-                    *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(self._root / "meeting")),
-                    *("--rdzv-id", "trial", "--rdzv-conf", RENDEZVOUS),
-                    *("--local-addr", self._address, *arguments),
+                    *(*launch, "--nproc-per-node", str(RANKS), "--max-restarts", "1000"),
+                    *arguments,
                 ],
                 env={**os.environ, **own, **environ},
                 stdin=subprocess.DEVNULL,

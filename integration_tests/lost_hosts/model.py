@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from benchmarks.namespaces import die_with_parent
 from gpt import GPT
 
-__all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "begin", "loss_of", "new_model"]
+__all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "again", "begin", "loss_of", "new_model"]
 
 CONTEXT, GLOBAL_BATCH, MICRO_BATCH = 64, 8, 2
 
@@ -84,8 +84,13 @@ def begin(root: Path) -> Events:
     die_with_parent()  # the ranks of an agent that is killed
     faulthandler.register(signal.SIGUSR1)  # the log then says where it hangs
     torch.set_num_threads(1)
+    return again(root, began)
+
+
+def again(root: Path, began: float | None = None) -> Events:
+    """The events of a process that goes on after a loss: those of another attempt."""
     events = Events(root / "events", os.environ.get("HOST_NAME", "host"))
-    events.tell("began", began)
+    events.tell("began", process_start() if began is None else began)
     return events
 
 

@@ -22,6 +22,7 @@ from model import (
     MICRO_BATCH,
     Events,
     Text,
+    again,
     begin,
     loss_of,
     new_model,
@@ -56,14 +57,21 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
             Text(), global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, until=until
         )
         began, hurry = time.monotonic(), folder / "hurry"
+        attempt = run.attempt
         for step in batches:
-            for x, y in step:
-                step.backward(loss_of(model(x), y))
-            loss = step.mean_loss()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            events.tell("step", step=step.number, loss=loss, size=size, attempt=run.attempt)
+            if run.attempt != attempt:
+                attempt, size, events = run.attempt, dist.get_world_size(), again(folder)
+                events.tell(
+                    "restored", attempt=attempt, source=run.source, step=run.step, size=size
+                )
+            with step:
+                for x, y in step:
+                    step.backward(loss_of(model(x), y))
+                loss = step.mean_loss()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                events.tell("step", step=step.number, loss=loss, size=size, attempt=run.attempt)
             if not hurry.exists():
                 time.sleep(max(0.0, began + step_s - time.monotonic()))
             began = time.monotonic()

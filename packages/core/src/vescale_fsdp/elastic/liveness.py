@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 SILENCE_S = 7
 _OPTIONS = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 1))
 _CONNECT_S = 10.0
+_COME_S = 30.0  # for the ranks beside this one to come here
 _GOODBYE, _LOSS = b".", b"!"
 _MOST_BYTES = 1024  # of a reason
 _SIOCGIFADDR = 0x8915
@@ -176,11 +177,12 @@ def _connect(rank: int, size: int) -> dict[int, socket.socket]:
     with socket.create_server((_address(), 0)) as server:
         server.settimeout(_CONNECT_S)
         address, port = server.getsockname()
-        store.set(f"liveness/{rank}", f"{address} {port} {own.hex()}")
-        waiting.store_wait(
-            store, [f"liveness/{after}"], waiting.limit_s(), [after], "the address of a neighbour"
-        )
-        there, its_port, secret = store.get(f"liveness/{after}").decode().split()
+        # Another ring of the same ranks has other keys.
+        place = f"liveness/{store.add(f'liveness/turn/{rank}', 1)}"
+        store.set(f"{place}/{rank}", f"{address} {port} {own.hex()}")
+        neighbour, limit_s = f"{place}/{after}", min(_COME_S, waiting.limit_s())
+        waiting.store_wait(store, [neighbour], limit_s, [after], "the address of a neighbour")
+        there, its_port, secret = store.get(neighbour).decode().split()
         to_next = socket.create_connection((there, int(its_port)), timeout=_CONNECT_S)
         to_next.sendall(bytes.fromhex(secret))
         while True:
