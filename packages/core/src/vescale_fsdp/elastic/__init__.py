@@ -17,6 +17,7 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `choice`: which state is the newest that is whole, and who sends what; no messages
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
+* `connecting`: `init_process_group` with a limit
 * `liveness`: a ring of connections, by which a host that is gone without a word is noticed
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
@@ -24,8 +25,8 @@ torchrun restarts the processes; this package gives them the state. The files, f
 """
 
 from vescale_fsdp.elastic.batches import Step
+from vescale_fsdp.elastic.connecting import init_process_group
 from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.training import Run, training
-from vescale_fsdp.engine import init_process_group
 
 __all__ = ["Kept", "Run", "Step", "init_process_group", "training"]
