@@ -10,7 +10,7 @@ from pathlib import Path
 from .faults import BACK_S, WHOLE_S
 from .hosts import RANKS, new_hosts
 from .plot import Panel, draw
-from .runner import TIMEOUT_S
+from .runner import CONNECT_S, TIMEOUT_S
 from .trial import (
     EVERY,
     EVERY_ON_DISK,
@@ -148,7 +148,7 @@ def run(folder: Path, picture: Path, *, with_network: bool) -> int:
         print("Two hosts: each is an agent of torchrun with 2 ranks and a memory folder")
     arguments = [str(FOLDER / "train.py"), str(root), str(STEPS), str(STEP_S)]
     own = {"EVERY": str(EVERY), "EVERY_ON_DISK": str(EVERY_ON_DISK)}
-    own["VESCALE_FSDP_TIMEOUT_S"] = str(TIMEOUT_S)
+    own |= {"VESCALE_FSDP_TIMEOUT_S": str(TIMEOUT_S), "CONNECT_S": str(CONNECT_S)}
     with new_hosts(root, arguments, with_network=with_network, **own) as hosts:
         demo = Demo(Trial(root, hosts, 0), time.time())
         try:

@@ -25,6 +25,7 @@ from .trial import (
 )
 
 TIMEOUT_S = 10.0  # of a wait for another rank; docs/elastic.md says how to choose it
+CONNECT_S = 60.0  # for the ranks of an attempt
 ROOM_STEPS = 120  # a fault is only begun if so many steps are left
 END_S = 400.0
 
@@ -107,7 +108,7 @@ def run_training(
     arguments = [str(FOLDER / script), str(root), str(until), str(STEP_S)]
     report, start = Report(num_trainings=1), time.monotonic()
     own = {"EVERY": str(EVERY), "EVERY_ON_DISK": str(EVERY_ON_DISK)}
-    own["VESCALE_FSDP_TIMEOUT_S"] = str(TIMEOUT_S)
+    own |= {"VESCALE_FSDP_TIMEOUT_S": str(TIMEOUT_S), "CONNECT_S": str(CONNECT_S)}
 
     def tell(text: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {text}", flush=True)

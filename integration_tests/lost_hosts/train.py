@@ -91,7 +91,7 @@ if __name__ == "__main__":
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s rank {os.environ['RANK']}: %(message)s"
     )
-    elastic.init_process_group("gloo")
+    elastic.init_process_group("gloo", connect_timeout_s=float(os.environ.get("CONNECT_S", "60")))
     code = 0
     try:
         main(root, int(sys.argv[2]), float(sys.argv[3]), own)

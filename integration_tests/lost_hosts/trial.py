@@ -190,7 +190,7 @@ def reference(folder: Path, until: int, script: str = "train.py") -> Path:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     environ |= {"MASTER_PORT": str(free_port()), "VESCALE_FSDP_MEMORY_DIR": str(root / "memory")}
     environ |= {"EVERY": "1000000", "EVERY_ON_DISK": "1000000", "OMP_NUM_THREADS": "1"}
-    environ["VESCALE_FSDP_TIMEOUT_S"] = "60"
+    environ |= {"VESCALE_FSDP_TIMEOUT_S": "60", "CONNECT_S": "60"}
     command = [sys.executable, str(FOLDER / script), str(root), str(until), "0"]
     subprocess.run(command, env={**os.environ, **environ}, check=True, timeout=1200)
     return root

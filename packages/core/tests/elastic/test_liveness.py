@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.elastic import liveness
 from vescale_fsdp.elastic.beginning import _own_ranks
-from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.testing import RankError, run_ranks
 
 SLEEP_S = 100  # longer than the timeout of a test's ranks
 
@@ -22,16 +23,20 @@ def waits_for_a_sleeper(victim: int) -> str:
     ring = liveness.watch(ranks, group)
     last = ranks.size - 1
     if ranks.rank == victim:
-        ring._neighbours[(victim + 1) % ranks.size].shutdown(2)  # as the kernel does for the dead
-        ring._neighbours[(victim - 1) % ranks.size].shutdown(2)
+        time.sleep(1)  # the others wait
+        ring._is_over = True  # it does not notice itself
+        for connection in ring._neighbours.values():
+            with contextlib.suppress(OSError):  # its thread closes the other one, too
+                connection.shutdown(2)  # as the kernel does for the dead
+        ring.close()
         return ""
-    if ranks.rank == last:
-        end = time.monotonic() + SLEEP_S
-        while not ring.reason and time.monotonic() < end:
-            time.sleep(0.01)
-    else:
+    if ranks.rank != last:
         with pytest.raises(RuntimeError):
             dist.recv(torch.empty(1), group=group, group_src=last)
+    end = time.monotonic() + SLEEP_S
+    while not ring.reason and time.monotonic() < end:
+        time.sleep(0.01)
+    ring.close()
     return ring.reason
 
 
@@ -39,6 +44,23 @@ def waits_for_a_sleeper(victim: int) -> str:
 def test_all_ranks_learn_that_one_has_died(victim: int) -> None:
     reasons = run_ranks(waits_for_a_sleeper, 4, victim)
     assert [reasons[rank] for rank in range(4) if rank != victim] == [f"rank {victim} has died"] * 3
+
+
+def stays() -> None:
+    ranks, group = _own_ranks()
+    liveness._LEAVE_S = 0.5
+    ring = liveness.watch(ranks, group)
+    if ranks.rank == 1:
+        (connection,) = ring._neighbours.values()
+        connection.shutdown(2)
+        ring.close()
+        return
+    time.sleep(SLEEP_S)
+
+
+def test_a_rank_that_does_not_notice_ends() -> None:
+    with pytest.raises(RankError, match="rank 0 died with exit code 1"):
+        run_ranks(stays, 2, timeout_s=40)
 
 
 def leave(size: int) -> tuple[str, float]:

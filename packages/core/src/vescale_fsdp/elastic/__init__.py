@@ -18,11 +18,12 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `choice`: which state is the newest that is whole, and who sends what; no messages
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
+* `connecting`: `init_process_group` with a limit
 * `liveness`: a ring of connections, by which a host that is gone without a word is noticed
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
-* `meeting`: ranks find each other in a folder; `worlds` makes the process group; `regroup` goes on
-  in the same process
+* `meeting`: ranks find each other in a folder; `worlds` makes the process group, in a limited time
+  (`connecting`); `regroup` goes on in the same process
 * `beginning` of an attempt; `training`: the context around the loop
 * `hsdp`: several replicas of a sharded model, of which each may fail alone; `replicas`
 """

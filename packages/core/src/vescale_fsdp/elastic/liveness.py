@@ -13,8 +13,9 @@ there. It answers also while the process computes, is slow or is stopped::
     rank 1  is told: tells rank 0, closes those of its own
     rank 0  ...
 
-All waits then raise an error that names the reason. A process that is killed is noticed at once,
-also by ranks that wait for others. A rank that leaves the training says so, and is not lost.
+All waits then raise an error that names the reason. A rank that is still there after 10 s ends. A
+process that is killed is noticed at once, also by ranks that wait for others. A rank that leaves
+the training says so, and is not lost.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
-from vescale_fsdp.engine import store_for
 
 _log = logging.getLogger(__name__)
 # The kernel asks after a second without a packet, then each second, until it has asked six times.
@@ -42,10 +43,11 @@ _log = logging.getLogger(__name__)
 SILENCE_S = 7
 _OPTIONS = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 1))
 _CONNECT_S = 10.0
-_COME_S = 30.0  # for the ranks beside this one to come here
+_LEAVE_S = 10.0  # for a rank to leave the training after another one was lost
 _GOODBYE, _LOSS = b".", b"!"
 _MOST_BYTES = 1024  # of a reason
 _SIOCGIFADDR = 0x8915
+_WHAT = "the connection of the ring"
 
 
 class Ring:
@@ -63,6 +65,7 @@ class Ring:
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         self._is_over = not neighbours
+        self._has_left = threading.Event()
         self.reason = ""  # why it was closed; empty: all are there
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp liveness", daemon=True)
         if neighbours:
@@ -76,6 +79,7 @@ class Ring:
             self._say(_GOODBYE)
             self._wake.send(b"x")
             self._thread.join()
+        self._has_left.set()
         for each in (self._wake, self._woken):
             each.close()
 
@@ -90,10 +94,10 @@ class Ring:
                         self._hang_up()
                         return
                     why = self._heard(key.data)
-                    if why is None:
-                        selector.unregister(key.fileobj)
-                    elif self._lost(why):
+                    if why is not None:
+                        self._lost(why)
                         return
+                    selector.unregister(key.fileobj)
 
     def _heard(self, rank: int) -> str | None:
         """What a neighbour's connection says: why it is lost, or None if it left as it should."""
@@ -108,18 +112,25 @@ class Ring:
             return data[len(_LOSS) :].decode(errors="replace")
         return None if data == _GOODBYE else f"rank {rank} has died"
 
-    def _lost(self, why: str) -> bool:
-        """A rank is lost: tell the other neighbour, and close all. Returns whether this is new."""
+    def _lost(self, why: str) -> None:
+        """A rank is lost: tell the other neighbour, and close all."""
         with self._lock:
-            if self._is_over:
-                return False
-            self._is_over = True
+            is_first, self._is_over = not self._is_over, True
+        if not is_first:  # this rank leaves at the same time
+            self._hang_up()
+            return
         self.reason = why
         self._say(_LOSS + why.encode()[: _MOST_BYTES - 1])
         self._hang_up()
         _log.info("%s", why)
         waiting.close(self._groups, why)
-        return True
+        # In torch 2.13 gloo forgets a receive that begins while its connection is being closed, and
+        # a kernel of NCCL waits for its watchdog.
+        limit_s = max(_LEAVE_S, waiting.limit_s())  # a step may be long
+        if not self._has_left.wait(limit_s):
+            _log.critical("%s, and this rank has not noticed in %g s: it ends here", why, limit_s)
+            logging.shutdown()
+            os._exit(1)
 
     def _say(self, data: bytes) -> None:
         for connection in self._neighbours.values():
@@ -145,59 +156,68 @@ def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
     """
     if group is None:
         return Ring({}, [])
-    error: Exception | None = None
-    neighbours: dict[int, socket.socket] = {}
-    try:
-        neighbours = _connect(ranks.rank, ranks.size)
-    except (OSError, RuntimeError) as caught:
-        error = caught
-    reports = ranks.exchange(
-        "the connection of the ring",
-        lambda: None if error is None else f"rank {ranks.rank}: {error}",
-        lambda values: [[value for value in values if value]] * len(values),
-    )
-    if reports:
-        for connection in neighbours.values():
-            connection.close()
-        if ranks.is_first:
-            _log.warning(
-                "hosts that are gone without a word are only noticed by timeouts, because the "
-                "ring of ranks was not connected (%s)", "; ".join(reports[:3])
-            )  # fmt: skip
-        return Ring({}, [])
-    world = dist.group.WORLD
-    return Ring(neighbours, [group] if world is None else [group, world])
+    secret = secrets.token_bytes(16)  # what connects to this rank must know it
+    with contextlib.ExitStack() as stack:
+        servers: list[socket.socket] = []
+
+        def offer() -> list[Any]:
+            """Listen. Returns [error, address, port, secret]."""
+            try:
+                servers.append(stack.enter_context(socket.create_server((_address(), 0))))
+            except OSError as error:
+                return [f"rank {ranks.rank}: {error}", "", 0, ""]
+            return ["", *servers[0].getsockname()[:2], secret.hex()]
+
+        def divide(offers: list[Any]) -> list[Any]:
+            """To each rank the offer of the next one."""
+            failed = next((each for each in offers if each[0]), None)
+            return offers[1:] + offers[:1] if failed is None else [failed] * len(offers)
+
+        error, *there = ranks.exchange(_WHAT, offer, divide)
+        neighbours: dict[int, socket.socket] = {}
+        if not error:
+            try:
+                neighbours = _connect(ranks, servers[0], secret, *there)
+            except OSError as caught:
+                error = f"rank {ranks.rank}: {caught}"
+        errors = ranks.exchange(_WHAT, lambda: error, lambda values: [values] * len(values))
+    errors = [each for each in errors if each]
+    if not errors:
+        world = dist.group.WORLD
+        return Ring(neighbours, [group] if world is None else [group, world])
+    for connection in neighbours.values():
+        connection.close()
+    if ranks.is_first:
+        _log.warning(
+            "hosts that are gone without a word are only noticed by timeouts, because the ring of "
+            "ranks was not connected (%s)",
+            errors[0],
+        )
+    return Ring({}, [])
 
 
-def _connect(rank: int, size: int) -> dict[int, socket.socket]:
+def _connect(
+    ranks: Ranks, server: socket.socket, own: bytes, address: str, port: int, secret: str
+) -> dict[int, socket.socket]:
     """Return the connections to the ranks before and after this one."""
-    before, after = (rank - 1) % size, (rank + 1) % size
-    own = secrets.token_bytes(16)  # what connects must know it
-    store = store_for(list(range(size)), waiting.limit_s())
-    with socket.create_server((_address(), 0)) as server:
-        server.settimeout(_CONNECT_S)
-        address, port = server.getsockname()
-        # Another ring of the same ranks has other keys.
-        place = f"liveness/{store.add(f'liveness/turn/{rank}', 1)}"
-        store.set(f"{place}/{rank}", f"{address} {port} {own.hex()}")
-        neighbour, limit_s = f"{place}/{after}", min(_COME_S, waiting.limit_s())
-        waiting.store_wait(store, [neighbour], limit_s, [after], "the address of a neighbour")
-        there, its_port, secret = store.get(neighbour).decode().split()
-        to_next = socket.create_connection((there, int(its_port)), timeout=_CONNECT_S)
-        to_next.sendall(bytes.fromhex(secret))
-        while True:
-            from_last, _ = server.accept()
-            from_last.settimeout(_CONNECT_S)
-            if from_last.recv(len(own), socket.MSG_WAITALL) == own:
-                break
-            from_last.close()
+    before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    server.settimeout(_CONNECT_S)
+    to_next = socket.create_connection((address, port), timeout=_CONNECT_S)
+    to_next.sendall(bytes.fromhex(secret))
+    while True:
+        from_last, _ = server.accept()
+        from_last.settimeout(_CONNECT_S)
+        if from_last.recv(len(own), socket.MSG_WAITALL) == own:
+            break
+        from_last.close()
     for connection in (to_next, from_last):
         connection.settimeout(None)
         _ask_often(connection)
     # Of two ranks each is before and after the other; one connection is enough.
     if before == after:
-        (from_last if rank == 0 else to_next).close()
-        return {after: to_next if rank == 0 else from_last}
+        kept, other = (to_next, from_last) if ranks.is_first else (from_last, to_next)
+        other.close()
+        return {after: kept}
     return {before: from_last, after: to_next}
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vescale_fsdp import engine, waiting
 from vescale_fsdp.backends import backends_of
 from vescale_fsdp.elastic import meeting
+from vescale_fsdp.elastic.connecting import limited
 from vescale_fsdp.elastic.meeting import Meeting, World
 
 # torch's is half an hour. A rank that dies while others connect to it keeps them for so long.
@@ -28,21 +29,30 @@ class _Joined:
 
     meeting: Meeting | None = None
     backend: str | None = None
+    connect_timeout_s: float = 120.0
     options: dict[str, Any] = field(default_factory=dict)
 
 
 _joined = _Joined()
 
 
-def init_process_group(backend: str | None = None, **options: Any) -> None:
+def init_process_group(
+    backend: str | None = None, *, connect_timeout_s: float = 120.0, **options: Any
+) -> None:
     """Call it in place of ``torch.distributed.init_process_group`` in an elastic job.
 
     If ``VESCALE_FSDP_MEETING`` names a folder, ranks meet there; ``RANK`` and ``WORLD_SIZE`` of the
     environment are changed. Else each attempt under ``torchrun --max-restarts`` gets a fresh store;
     everywhere else, and where ``options`` say how processes find each other, it is torch's.
 
+    Under torchrun a process that is not connected to all others in time logs that and ends, with
+    exit code 1. torchrun then starts the ranks that are there.
+
     Args:
         backend: as in torch.
+        connect_timeout_s: for all ranks to be connected. It must be longer than the time between
+            the first and the last rank that comes to this line; with a meeting, than the time that
+            the connections take.
         options: torch's other arguments.
 
     Raises:
@@ -51,7 +61,8 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
     """
     found = meeting.from_environment()
     if found is None:
-        engine.init_process_group(backend, **options)
+        with limited(connect_timeout_s):
+            engine.init_process_group(backend, **options)
         return
     told = {"store", "init_method", "rank", "world_size"} & options.keys()
     if told:
@@ -59,7 +70,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
             f"init_process_group was given {', '.join(sorted(told))}, but {meeting.MEETING} is "
             "set: ranks find each other in that folder. Leave out one of the two"
         )
-    _joined.meeting, _joined.backend = found, backend
+    _joined.meeting, _joined.backend, _joined.connect_timeout_s = found, backend, connect_timeout_s
     _joined.options = {"timeout": _TIMEOUT, **options}
     _init(found.join())
 
@@ -98,6 +109,7 @@ def rejoin() -> World:
 def _init(world: World) -> None:
     size = len(world.names)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(size)
-    dist.init_process_group(
-        _joined.backend, store=world.store, rank=world.rank, world_size=size, **_joined.options
-    )
+    with limited(_joined.connect_timeout_s):
+        dist.init_process_group(
+            _joined.backend, store=world.store, rank=world.rank, world_size=size, **_joined.options
+        )
