@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from benchmarks.namespaces import die_with_parent
 from gpt import GPT
 
-__all__ = ["GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "again", "begin", "loss_of", "new_model"]
+__all__ = [
+    "GLOBAL_BATCH", "MICRO_BATCH", "Events", "Text", "again", "begin", "loss_of", "new_model",
+]  # fmt: skip
 
 CONTEXT, GLOBAL_BATCH, MICRO_BATCH = 64, 8, 2
 

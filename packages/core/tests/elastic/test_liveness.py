@@ -48,7 +48,7 @@ def test_all_ranks_learn_that_one_has_died(victim: int) -> None:
 
 def stays() -> None:
     ranks, group = _own_ranks()
-    liveness._LEAVE_S = 0.5
+    liveness._leave_s = lambda: 0.5
     ring = liveness.watch(ranks, group)
     if ranks.rank == 1:
         (connection,) = ring._neighbours.values()

@@ -18,7 +18,6 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `choice`: which state is the newest that is whole, and who sends what; no messages
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
-* `connecting`: `init_process_group` with a limit
 * `liveness`: a ring of connections, by which a host that is gone without a word is noticed
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest

@@ -126,7 +126,7 @@ class Ring:
         waiting.close(self._groups, why)
         # In torch 2.13 gloo forgets a receive that begins while its connection is being closed, and
         # a kernel of NCCL waits for its watchdog.
-        limit_s = max(_LEAVE_S, waiting.limit_s())  # a step may be long
+        limit_s = _leave_s()
         if not self._has_left.wait(limit_s):
             _log.critical("%s, and this rank has not noticed in %g s: it ends here", why, limit_s)
             logging.shutdown()
@@ -140,6 +140,11 @@ class Ring:
     def _hang_up(self) -> None:
         for connection in self._neighbours.values():
             connection.close()
+
+
+def _leave_s() -> float:
+    """How long a rank has to leave the training after another one was lost: a step may be long."""
+    return max(_LEAVE_S, waiting.limit_s())
 
 
 def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
