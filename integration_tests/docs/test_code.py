@@ -53,7 +53,6 @@ NOT_RUN = {
     ("docs/elastic.md", 4): "integration_tests/test_elastic_adapters.py runs the like of it",
     ("docs/elastic.md", 5): "packages/accelerate_plugin/tests/test_elastic.py runs the like of it",
     ("vescale_fsdp_accelerate.VeScaleAccelerator.elastic_training", 0): "as docs/elastic.md",
-    ("vescale_fsdp_accelerate.ElasticCallback", 0): "as docs/elastic.md",
     ("docs/elastic.md", 6): "replicas are several jobs",
     ("vescale_fsdp.elastic.replicas", 0): "replicas are several jobs",
     ("vescale_fsdp.elastic.training", 0): "docs/elastic.md has the same",

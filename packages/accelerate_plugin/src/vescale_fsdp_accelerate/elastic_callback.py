@@ -16,11 +16,11 @@ __all__ = ["ElasticCallback"]
 
 
 class ElasticCallback(TrainerCallback):
-    """Makes ``Trainer.train`` continue when ranks come and go. A rank takes more if there are less.
+    """Makes ``Trainer.train`` continue when ranks come and go, with the same global batch.
 
     ::
 
-        Trainer(..., callbacks=[ElasticCallback("runs/elastic", global_batch=64, every=10)])
+        callbacks = [ElasticCallback("runs/elastic", global_batch=64, every=10)]  # of the Trainer
 
     The state is restored in ``train()``, whichever is newer, that in memory or on disk: model,
     optimizer, schedule, random numbers, place in the data, and the states of the Trainer and of its

@@ -96,6 +96,16 @@ def test_the_sampler_says_whether_samples_are_shuffled(
     assert len(made) == 50  # 25 steps of 2 micro-batches
 
 
+def test_workers_load_the_same() -> None:
+    def batches(num_workers: int) -> list[torch.Tensor]:
+        loader = DataLoader(Numbers(), batch_size=20, shuffle=True, num_workers=num_workers)
+        return [x for x, _ in StepLoader.like(loader, 50, 0, 1, lambda: 3)]
+
+    alone, with_workers = batches(0), batches(2)
+    assert len(alone) == 6  # two steps of 16, 17 and 17 samples
+    assert all(map(torch.equal, alone, with_workers))
+
+
 def driven(root: Path, until: int, stop_at: int | None) -> tuple[Losses, str]:
     """A loop that counts micro-batches itself, as a Trainer does."""
     model, optimizer, schedule = make()
