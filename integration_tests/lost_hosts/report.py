@@ -127,7 +127,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         met = "**missed**" if any(each.fault for each in rows) else "met"
         cells = [
             fault.name, str(len(rows)), fault.expected, happened(rows), repeated(rows),
-            spread([each.seconds for each in rows]), split(rows), met,
+            spread(rows), split(rows), met,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -147,7 +147,7 @@ def stock_table(ours: Report, stock: Report) -> str:
                 continue
             cells = [
                 fault.name if name == "veScale-FSDP" else "", name, happened(rows),
-                repeated(rows), spread([each.seconds for each in rows]), split(rows),
+                repeated(rows), spread(rows), split(rows),
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
     text = "\n".join(lines) + "\n"
@@ -174,8 +174,11 @@ def repeated(rows: Sequence[Outcome]) -> str:
     return f"{statistics.median(numbers):g}, at most {max(numbers)}"
 
 
-def spread(seconds: Sequence[float]) -> str:
-    """The median, with the smallest and the largest."""
+def spread(rows: Sequence[Outcome]) -> str:
+    """The median of the times, with the smallest and the largest; without those that hung."""
+    seconds = [each.seconds for each in rows if not each.is_hang]
+    if not seconds:
+        return "none"
     median = f"{statistics.median(seconds):.1f}"
     if len(seconds) == 1:
         return median
