@@ -97,7 +97,7 @@ class MemoryBoard:
     def has_left(self, member: Member) -> bool:
         return member in self.gone
 
-    def beats(self, member: Member) -> dict[str, str]:
+    def beats(self, member: Member, rank: int | None = None) -> dict[str, str]:
         world, task = self.world, self.tasks[member]
         time = world.dead.get(task, world.now)
         if task in world.held and world.held[task][1] > world.now:

@@ -22,7 +22,9 @@ def test_a_new_start_replaces_the_one_before(tmp_path: Path) -> None:
     board = Board(tmp_path)
     first = board.register(2, {"ranks": 1})
     board.beat(first, 0, 5)
-    assert board.beats(first) == {"beat-00000": "5"}
+    board.beat(first, 1, 7)
+    assert board.beats(first) == {"beat-00000": "5", "beat-00001": "7"}
+    assert board.beats(first, 1) == {"beat-00001": "7"}
     assert not board.is_replaced(first)
     second = board.register(2, {"ranks": 4})
     assert (first, second) == (Member(2, 1), Member(2, 2))

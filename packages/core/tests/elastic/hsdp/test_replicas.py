@@ -177,15 +177,17 @@ def leaves_and_returns(root: Path) -> Result:
 
     def wait(run: elastic.ReplicaRun, step: int) -> None:
         """Replica 1 waits before step 8 until replica 0 wants to join."""
-        while step == 8 and run._inside.ranks.is_first and not run._pulse.is_wished:
-            time.sleep(0.01)
+        if step == 8 and run._inside.ranks.is_first:
+            alone.touch()
+            while not run._pulse.is_wished:
+                time.sleep(0.01)
 
-    replica = split(root, 2)
+    replica, alone = split(root, 2), root / "alone"
     if replica == 1:
         return train(root, 1, fault=wait)
     with pytest.raises(Stop):
         train(root, 0, fault=leave)
-    while not (root / "run/replicas/quorums/000002/decision.json").exists():
+    while not alone.exists():
         time.sleep(0.01)
     return train(root, 0)
 

@@ -87,11 +87,11 @@ class Board:
         """Say that a rank of this member is alive: the number is another one than before."""
         (self._of(member) / f"beat-{rank:05d}").write_text(str(number))
 
-    def beats(self, member: Member) -> dict[str, str]:
-        """The last number of each rank."""
-        found = {}
+    def beats(self, member: Member, rank: int | None = None) -> dict[str, str]:
+        """The last number of each rank, or of one rank."""
+        pattern, found = "beat-*" if rank is None else f"beat-{rank:05d}", {}
         with contextlib.suppress(FileNotFoundError):
-            for path in self._of(member).glob("beat-*"):
+            for path in self._of(member).glob(pattern):
                 found[path.name] = path.read_text()
         return found
 

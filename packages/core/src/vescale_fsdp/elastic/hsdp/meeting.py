@@ -8,6 +8,7 @@ beside the others.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ class Notices(Protocol):
 
     def is_replaced(self, member: Member) -> bool: ...
     def has_left(self, member: Member) -> bool: ...
-    def beats(self, member: Member) -> dict[str, str]: ...
+    def beats(self, member: Member, rank: int | None = None) -> dict[str, str]: ...
     def report(self, number: int, report: Report) -> None: ...
     def reports(self, number: int) -> list[Report]: ...
     def failures(self, number: int) -> list[int]: ...
@@ -46,11 +47,18 @@ class Life:
 
     Args:
         timeout_s: a member of which a rank has not changed its number for so long counts as lost.
+        rank: look at this rank of each member only. None: at all of them. One process of a replica
+            does that; the others look at those that they exchange messages with.
+
+    Cost: one small file for each rank that is looked at, at most 20 times in ``timeout_s``.
     """
 
-    def __init__(self, board: Notices, clock: Clock, timeout_s: float) -> None:
-        self._board, self._clock, self._timeout_s = board, clock, timeout_s
+    def __init__(
+        self, board: Notices, clock: Clock, timeout_s: float, rank: int | None = None
+    ) -> None:
+        self._board, self._clock, self._timeout_s, self._rank = board, clock, timeout_s, rank
         self._seen: dict[Member, dict[str, tuple[str, float]]] = {}
+        self._read: dict[Member, float] = {}
 
     def has_ended(self, member: Member) -> bool:
         """Whether it is certain that it will do nothing more, or must not."""
@@ -66,9 +74,11 @@ class Life:
             return False
         now, seen = self._clock.monotonic(), self._seen.setdefault(member, {})
         seen.setdefault("", ("", now))  # the first look: beats may not be there yet
-        for rank, number in self._board.beats(member).items():
-            if rank not in seen or seen[rank][0] != number:
-                seen[rank] = (number, now)
+        if now - self._read.get(member, -math.inf) > self._timeout_s / 20:
+            self._read[member] = now
+            for rank, number in self._board.beats(member, self._rank).items():
+                if rank not in seen or seen[rank][0] != number:
+                    seen[rank] = (number, now)
         times = [time for rank, (_, time) in seen.items() if rank] or [seen[""][1]]
         return now - min(times) < self._timeout_s * patience
 

@@ -147,12 +147,12 @@ class ReplicaRun:
         gradients = Gradients(state.model)
         self.member = self._register(replica, gradients)
         timeout_s, stall_s, wait_s = timeouts
-        life = Life(board, time, timeout_s)
+        first = inside.ranks.is_first
+        life = Life(board, time, timeout_s, None if first else inside.rank)
         meeting = Meeting(
             board, time, life, stall_s=stall_s, num_replicas=num_replicas, wait_s=wait_s,
             is_stopped=lambda: run.has_signal,
         )  # fmt: skip
-        first = inside.ranks.is_first
         beat_s = min(1.0, timeout_s / 5)
         self._pulse = Pulse(board, life, self.member, inside.rank, beat_s, looks=first)
         self._links = Links(
