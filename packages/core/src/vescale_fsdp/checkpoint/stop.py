@@ -165,8 +165,12 @@ class StopOnSignal:
 
         Launchers and schedulers count a job that exits with 0 as done.
         """
-        number = self._reason or self._received
-        return 128 + number if number else 0
+        return 128 + self._reason if self._reason else 0
+
+    @property
+    def own_exit_code(self) -> int:
+        """128 + the number of the signal that this process itself has got; 0 if it has got none."""
+        return 128 + self._received if self._received else 0
 
     def close(self) -> None:
         """Restore the signal handlers. Does not wait for other ranks."""

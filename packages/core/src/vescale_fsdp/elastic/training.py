@@ -254,15 +254,14 @@ class Run:
 
     def _go_on(self, error: Exception) -> None:
         """After a loss: go on with the ranks that are there, or end if this one was told to."""
-        told = self._stop is not None and self._stop.received
-        code = 0 if self._stop is None else self._stop.exit_code
+        code = 0 if self._stop is None else self._stop.own_exit_code
         waiting.close([], str(error))
         self._own.give_up()
         if self._stop is not None:
             self._stop.close()
         with contextlib.suppress(Exception):
             finish_saves()()  # of a checkpoint on disk; others have died
-        if told:
+        if code:
             sys.exit(code)
         if not isinstance(error, RanksHaveChanged):
             _log.warning("a rank was lost: %s", error)
