@@ -124,8 +124,8 @@ class Ring:
         self._hang_up()
         _log.info("%s", why)
         waiting.close(self._groups, why)
-        # In torch 2.13 gloo forgets a receive that begins while its connection is being closed, and
-        # a kernel of NCCL waits for its watchdog.
+        # A test's receive of gloo (torch 2.13) did not end when it began while its connection was
+        # being closed, and a kernel of NCCL waits for its watchdog.
         limit_s = _leave_s()
         if not self._has_left.wait(limit_s):
             _log.critical("%s, and this rank has not noticed in %g s: it ends here", why, limit_s)
