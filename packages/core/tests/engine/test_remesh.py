@@ -147,6 +147,26 @@ def test_a_step_that_was_broken_off_is_forgotten(tmp_path: Path, where: str) -> 
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
+def marked() -> tuple[list[Any], list[Any]]:
+    """What users have put on parameters, after a move."""
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    called: list[torch.Size] = []
+    for param in model.parameters():
+        param.mark = param.shape  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(lambda param: called.append(param.shape))
+    remesh(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return [param.mark for param in model.parameters()], called  # type: ignore[attr-defined]
+
+
+def test_attributes_and_hooks_of_parameters_remain() -> None:
+    for marks, called in run_ranks(marked, 2):
+        assert marks == called == [(WIDTH, WIDTH), (WIDTH,)]
+
+
 def refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)

@@ -178,6 +178,8 @@ class MovableParameters(Parameters):
             fresh = slot.new_sharded(view, param.requires_grad)
             if param is slot.sharded:  # keep its identity: an optimizer may hold it
                 fresh.grad = param.grad
+                # Those of the user's, too: all of them are swapped.
+                fresh.__dict__.update(param.__dict__ | fresh.__dict__)
                 torch.utils.swap_tensors(slot.sharded, fresh)
             else:
                 slot.sharded = fresh
