@@ -15,13 +15,19 @@ from vescale_fsdp.elastic.meeting import Meeting, Member, World, complete, order
 
 
 def member(host: str, local: int, num_local: int = 2) -> Member:
-    return Member(host, local, num_local, 100 + local)
+    return Member(f"{host}-0", local, num_local, 100 + local)
 
 
 def test_hosts_count_when_all_of_their_ranks_have_come() -> None:
     a, b = [member("a", 0), member("a", 1)], [member("b", 1)]
     assert complete([*b, *a]) == [a]
     assert complete([]) == []
+
+
+def test_only_the_last_start_of_a_launcher_counts() -> None:
+    first, second = ([Member(f"a-{start}", local, 2, 7) for local in (0, 1)] for start in (0, 1))
+    assert complete([*first, *second]) == [second]
+    assert complete([*first, second[0]]) == [], "its torchrun ends the ranks of the first start"
 
 
 def test_hosts_of_the_former_world_come_first() -> None:
@@ -106,9 +112,49 @@ def test_no_more_hosts_than_allowed(tmp_path: Path) -> None:
     assert len(again[0].names) == 2, "the spare one has taken its place"
 
 
+def test_a_host_that_comes_waits_for_ranks_in_a_long_step(tmp_path: Path) -> None:
+    """Else it would begin a world of its own, with an older state."""
+    a, b = Host(tmp_path, "a", 1, 3), Host(tmp_path, "b", 1, 3)
+    assert [each.is_under_way() for each in a.meetings] == [False, False]
+    a.join()
+    assert b.meetings[0].is_under_way()
+    assert b.meetings[1].is_under_way(), "all ranks of a host get one answer"
+    coming = threading.Thread(target=b.join, daemon=True)
+    coming.start()
+    coming.join(7.0)  # longer than the first call, and than a rank without a touch is waited for
+    assert coming.is_alive()
+    assert len(a.join()[0].names) == 4
+    coming.join(30.0)
+    assert not coming.is_alive()
+
+
+def test_a_host_that_comes_after_all_have_gone(tmp_path: Path) -> None:
+    a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
+    a.join()
+    a.meetings[0].leave()
+    assert not b.meetings[0].is_under_way()
+    assert len(b.join()[0].names) == 1
+
+
+def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) -> None:
+    late, a = Host(tmp_path, "late", 2, 9, num_local=1), Host(tmp_path, "a", 1, 1, num_local=1)
+    waiting = threading.Thread(target=late.join, daemon=True)
+    waiting.start()
+    time.sleep(0.5)
+    for _ in range(3):
+        a.join()
+    assert waiting.is_alive()
+    own = late.meetings[0]._own
+    assert own is not None
+    assert own.exists(), "it is in a round that is there"
+    a.die()
+
+
 def test_too_few_hosts(tmp_path: Path) -> None:
     (alone,) = Host(tmp_path, "a", 2, 2, num_local=1).meetings
-    with pytest.raises(RankMismatchError, match=r"1 hosts have come .* expected at least 2"):
+    with pytest.raises(
+        RankMismatchError, match=r"1 hosts have come .* expected at least 2.*rank 0 of 1 of a-0"
+    ):
         alone.join(1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,8 @@ def marked() -> tuple[list[Any], list[Any]]:
     """What users have put on parameters, after a move."""
     model = fully_shard(nn.Linear(WIDTH, WIDTH))
     called: list[torch.Size] = []
+    held = [weakref.ref(param) for param in model.parameters()]
+    penalty = sum(param.square().sum() for param in model.parameters())  # a graph that is alive
     for param in model.parameters():
         param.mark = param.shape  # type: ignore[attr-defined]
         param.register_post_accumulate_grad_hook(lambda param: called.append(param.shape))
@@ -159,6 +162,8 @@ def marked() -> tuple[list[Any], list[Any]]:
         for param in model.parameters():
             param.zero_()
     model(torch.ones(2, WIDTH)).sum().backward()
+    assert all(ref() is param for ref, param in zip(held, model.parameters(), strict=True))
+    del penalty
     return [param.mark for param in model.parameters()], called  # type: ignore[attr-defined]
 
 

@@ -122,6 +122,16 @@ def forget_meshes() -> None:
     _C._clear_DTensor_sharding_propagator_cache()
 
 
+def count_groups_from_zero() -> None:
+    """Let the next default group have the name that it has in a new process.
+
+    Its keys in the store begin with it. A default group that could not be made, because a rank died
+    meanwhile, is counted, and `destroy_process_group` is not possible then.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()

@@ -68,6 +68,11 @@ class Step:
         self._error = error.with_traceback(None)
         return True
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether ``with step:`` has taken an error: the step was not made, and comes again."""
+        return self._error is not None
+
     def backward(self, loss: Tensor) -> None:
         """Call it in place of ``loss.backward()``.
 

@@ -97,6 +97,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._began, self._patience_s = time.monotonic(), 0.0
+        self._is_over = False
         self.newest = newest  # confirmed by all ranks
         self.last: Kept | None = None
 
@@ -137,6 +138,7 @@ class Keeper:
         """After an error: let the generation under way end, if it does so at once."""
         if self._thread is not None:
             self._thread.join(LAST_WORDS_S)
+        self._is_over = True
 
     def _run(self, contents: Contents, local: LocalPlan, step: int, blocked_s: float) -> None:
         began = time.monotonic()
@@ -163,7 +165,7 @@ class Keeper:
         def offer() -> Any:
             if ranks.is_first:
                 attempts.check(self._directory, self._attempt)
-            if self._leads:
+            if self._leads and not self._is_over:  # else it belongs to a later attempt
                 self._place.keep([] if self.newest is None else [self.newest])
             return local.offer()
 

@@ -78,8 +78,9 @@ class Ring:
         if is_first:
             self._say(_GOODBYE)
             self._wake.send(b"x")
-            self._thread.join()
         self._has_left.set()
+        if self._thread.ident is not None:
+            self._thread.join()  # it closes communicators of this world, and must not of the next
         for each in (self._wake, self._woken):
             each.close()
 

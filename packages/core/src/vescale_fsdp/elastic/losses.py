@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from vescale_fsdp.elastic.meeting import TooFewHostsError
+from vescale_fsdp.engine import AbsentError
 from vescale_fsdp.errors import CheckpointIncompleteError, RankMismatchError
 
 _GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -15,8 +17,13 @@ class RanksHaveChanged(Exception):
 
 def is_loss(error: BaseException | None) -> bool:
     """Whether an error says that other ranks are gone, or one that it comes from does."""
-    kinds = (RanksHaveChanged, RankMismatchError, CheckpointIncompleteError, dist.DistError)
+    kinds = (
+        *(RanksHaveChanged, RankMismatchError, CheckpointIncompleteError),
+        *(AbsentError, dist.DistError),
+    )
     while error is not None:
+        if isinstance(error, TooFewHostsError):
+            return False
         if isinstance(error, kinds):
             return True
         if isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO):

@@ -32,7 +32,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,7 @@ _LOST_S = 2.5  # without a touch for so long, a rank is not waited for
 _FIRST_CALL_S, _LAST_CALL_S = 5.0, 1.0  # how long nobody has come: at the start, and later
 _AWAITED_S = 20.0  # for ranks of the former round that live and do not come
 _CONNECT_S = 20.0
+_ANSWER_S = 120.0  # for the first rank of a host, which may start later
 _POLL_S = 0.05
 _ROUND = re.compile(r"[0-9]{6,}")
 _SIOCGIFADDR = 0x8915
@@ -59,7 +60,7 @@ class Member:
     """A rank that has come. Its name is unique: another process has another one.
 
     Attributes:
-        host: of its launcher.
+        host: of its launcher, and how often that has started its ranks: "name-0".
         local: its number there, and the number of ranks of that launcher.
     """
 
@@ -86,16 +87,26 @@ class Member:
         environ = os.environ
         run = environ.get("TORCHELASTIC_RUN_ID", "")
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        host = re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{run}-{os.getppid()}")
+        launcher = run or os.getppid()  # torchrun --standalone chooses a random name
+        host = re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{launcher}")
         local, num_local = environ.get("LOCAL_RANK", "0"), environ.get("LOCAL_WORLD_SIZE", "1")
         return Member(f"{host}-{attempt}", int(local), int(num_local), os.getpid())
 
 
-def complete(members: Iterable[Member]) -> list[list[Member]]:
-    """Return the hosts whose ranks have all come, each with its ranks in order."""
+def complete(members: Sequence[Member]) -> list[list[Member]]:
+    """Return the hosts whose ranks have all come, each with its ranks in order.
+
+    Of a launcher that has started its ranks again, only the last start counts.
+    """
+    starts: dict[str, int] = {}
+    for each in members:
+        launcher, _, start = each.host.rpartition("-")
+        starts[launcher] = max(starts.get(launcher, 0), int(start))
     hosts: dict[str, dict[int, Member]] = {}
     for each in sorted(members):
-        hosts.setdefault(each.host, {})[each.local] = each
+        launcher, _, start = each.host.rpartition("-")
+        if int(start) == starts[launcher]:
+            hosts.setdefault(each.host, {})[each.local] = each
     return [
         [ranks[local] for local in sorted(ranks)]
         for _, ranks in sorted(hosts.items())
@@ -147,6 +158,11 @@ class World:
     names: Sequence[str]
     rank: int
     store: compat.Store
+    address: str  # of the host of rank 0
+
+
+class TooFewHostsError(RankMismatchError):
+    """Too few hosts have come in time. To meet again would not help."""
 
 
 class Meeting:
@@ -184,11 +200,46 @@ class Meeting:
                     os.utime(own)
             time.sleep(_BEAT_S)
 
+    def leave(self) -> None:
+        """The training is done: others do not wait for this rank any more."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.unlink(missing_ok=True)
+
+    def is_under_way(self) -> bool:
+        """Whether ranks of an earlier world live, so that this host will have to wait for them.
+
+        The first rank of the host looks; the others get its answer. Takes 2.5 s if there was one.
+
+        Raises:
+            TooFewHostsError: that rank has not answered.
+        """
+        answer, end = self._folder / f"{self.member.host}.answer", time.monotonic() + _ANSWER_S
+        if self.member.local == 0:
+            closed = [each for each in self._rounds() if _read(each / "closed") is not None]
+            files = (
+                [closed[-1] / name for name in _read(closed[-1] / "closed") or ()] if closed else []
+            )
+            pulse, until = Pulse(), time.monotonic() + _LOST_S + _POLL_S
+            while any([pulse.lives(file) for file in files]) and time.monotonic() < until:  # noqa: C419
+                time.sleep(_POLL_S)
+            _write(answer, [any(pulse.lives(file) for file in files)])
+        while (found := _read(answer)) is None:
+            if time.monotonic() > end:
+                raise TooFewHostsError(f"the first rank of this host has not written {answer}")
+            time.sleep(_POLL_S)
+        return bool(found[0])
+
+    def _rounds(self) -> list[Path]:
+        """The folders of all rounds, in order."""
+        found = [each for each in self._folder.iterdir() if _ROUND.fullmatch(each.name)]
+        return sorted(found, key=lambda each: int(each.name))
+
     def join(self, timeout_s: float = 600.0) -> World:
         """Come to a round, and return when its ranks are connected to one store.
 
         Raises:
-            RankMismatchError: there were not enough hosts in time.
+            TooFewHostsError: there were not enough hosts in time.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -197,11 +248,12 @@ class Meeting:
             if names is None:
                 continue
             try:
-                store = self._connect(round_, names)
+                store, address = self._connect(round_, names)
             except (dist.DistError, OSError) as error:
                 _log.warning("round %s ends: not all of its ranks came (%s)", round_.name, error)
                 continue
-            self.world = World(int(round_.name), names, names.index(self.member.name), store)
+            rank = names.index(self.member.name)
+            self.world = World(int(round_.name), names, rank, store, address)
             return self.world
 
     def is_wanted(self) -> bool:
@@ -216,16 +268,18 @@ class Meeting:
     def _come(self) -> Path:
         """Make this rank's file in the first round that is not closed, after its own."""
         last = 0 if self._own is None else int(self._own.parent.name)
-        rounds = [int(each.name) for each in self._folder.iterdir() if _ROUND.fullmatch(each.name)]
-        number = max([last + 1, *rounds])
-        while (self._folder / f"{number:06d}" / "closed").exists():
-            number += 1
-        round_ = self._folder / f"{number:06d}"
-        round_.mkdir(exist_ok=True)
-        own = round_ / self.member.name
-        own.touch()
-        self._own = own
-        return round_
+        while True:
+            number = max([last + 1, *(int(each.name) for each in self._rounds())])
+            while (self._folder / f"{number:06d}" / "closed").exists():
+                number += 1
+            round_ = self._folder / f"{number:06d}"
+            with contextlib.suppress(FileNotFoundError):
+                round_.mkdir(exist_ok=True)
+                own = round_ / self.member.name
+                own.touch()
+                if self._rounds()[-1] == round_:  # nobody has gone on, and deleted it
+                    self._own = own
+                    return round_
 
     def _living(self, round_: Path) -> list[Member]:
         try:
@@ -237,49 +291,64 @@ class Meeting:
 
     def _wait_closed(self, round_: Path, end: float) -> Sequence[str] | None:
         """Return the ranks of the round. None: it was closed without this one."""
-        former = self.names
-        call_s = _LAST_CALL_S if former else _FIRST_CALL_S
+        home, former = self._before(round_)
+        is_new = self.world is None
+        call_s = _FIRST_CALL_S if is_new else _LAST_CALL_S
         came = changed = time.monotonic()
         before: list[Member] = []
         while True:
             names = _read(round_ / "closed")
             if names is not None:
                 return names if self.member.name in names else None
+            if self._own is None or not self._own.exists():
+                return None  # the others have gone on, and deleted the round
             now, living = time.monotonic(), self._living(round_)
             if living != before:
                 before, changed = living, now
             hosts = ordered(complete(living), former, self._most)
             is_full = len(hosts) >= self._most
-            are_missing = self._are_missing(living, former)  # each time, to see who is touched
-            is_over = now - changed > call_s and not (are_missing and now - came < _AWAITED_S)
+            are_missing = self._are_missing(living, home, former)  # each time: it takes the times
+            # A new host has no state that may outdate that of ranks that are in a long step.
+            is_over = now - changed > call_s and not (
+                are_missing and (is_new or now - came < _AWAITED_S)
+            )
             is_first = bool(hosts) and hosts[0][0] == self.member
             if is_first and len(hosts) >= self._least and (is_full or is_over):
                 _write(round_ / "closed", [each.name for host in hosts for each in host])
                 continue
             if now > end:
-                raise RankMismatchError(
+                here = ", ".join(f"rank {m.local} of {m.num_local} of {m.host}" for m in living)
+                raise TooFewHostsError(
                     f"{len(hosts)} hosts have come to {self._folder} in time, expected at least "
-                    f"{self._least} ({HOSTS}); start the others, or allow fewer"
+                    f"{self._least} ({HOSTS}), with all of their ranks; here are {here or 'none'}. "
+                    "Start the others, or allow fewer"
                 )
             time.sleep(_POLL_S)
 
-    def _are_missing(self, here: Sequence[Member], former: Sequence[str]) -> bool:
-        """Whether a rank of the former world lives, with all of its host, and has not come."""
-        if self.world is None:
-            return False
-        round_, names = self._folder / f"{self.world.number:06d}", {each.name for each in here}
-        absent = [round_ / name for name in former if name not in names]
+    def _before(self, round_: Path) -> tuple[Path, Sequence[str]]:
+        """The former round and its ranks: of this rank, or of others that it may join."""
+        if self.world is not None:
+            return self._folder / f"{self.world.number:06d}", self.world.names
+        earlier = [each for each in self._rounds() if int(each.name) < int(round_.name)]
+        found = [each for each in earlier if _read(each / "closed") is not None]
+        return (found[-1], _read(found[-1] / "closed") or ()) if found else (round_, ())
+
+    def _are_missing(self, here: Sequence[Member], home: Path, former: Sequence[str]) -> bool:
+        """Whether a rank of the former round lives, and has not come."""
+        names = {each.name for each in here}
+        absent = [home / name for name in former if name not in names]
         living = [file for file in absent if self._pulse.lives(file)]  # looks at all of them
         return bool(living)
 
-    def _connect(self, round_: Path, names: Sequence[str]) -> compat.Store:
-        """Return the store of this round. All of its ranks have come when it returns."""
+    def _connect(self, round_: Path, names: Sequence[str]) -> tuple[compat.Store, str]:
+        """Return the store of this round, and its host. All of its ranks have come then."""
         rank, timeout = names.index(self.member.name), datetime.timedelta(seconds=_CONNECT_S)
         if rank == 0:
             store = TCPStore(
                 "localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
-            _write(round_ / "store", [own_address(), store.port])
+            host = own_address()
+            _write(round_ / "store", [host, store.port])
             self._delete_before(int(round_.name) - 1)
         else:
             end = time.monotonic() + _CONNECT_S
@@ -291,11 +360,11 @@ class Meeting:
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         store.set(f"here/{rank}", "")
         store.wait([f"here/{each}" for each in range(len(names))], timeout)
-        return store
+        return store, host
 
     def _delete_before(self, number: int) -> None:
-        for each in list(self._folder.iterdir()):
-            if _ROUND.fullmatch(each.name) and int(each.name) < number:
+        for each in self._rounds():
+            if int(each.name) < number:
                 shutil.rmtree(each, ignore_errors=True)
 
 

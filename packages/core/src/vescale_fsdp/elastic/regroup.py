@@ -15,6 +15,7 @@ import logging
 import time
 
 import torch.distributed as dist
+from torch import nn
 
 from vescale_fsdp import engine
 from vescale_fsdp.checkpoint.contents import Optimizers, named
@@ -31,17 +32,19 @@ def regroup(options: Options, why: str) -> Attempt:
     """Leave this world, join the next one, move the model there, and restore the newest state.
 
     Raises:
+        NotImplementedError: the model cannot move.
         RankMismatchError: too few hosts have come, or no attempt has begun after several losses.
         RuntimeError: there is no saved state, and that of the processes is gone.
     """
     began = time.monotonic()
+    engine.check_remesh(options.model)
     for _ in range(_MOST):
         try:
             if dist.is_initialized():
                 worlds.leave(why)
             world = worlds.rejoin()
             engine.remesh(options.model)
-            _clear(options.optimizer)
+            _clear(options.model, options.optimizer)
             attempt = begin(options)
         except Exception as error:
             if not is_loss(error):
@@ -62,7 +65,11 @@ def regroup(options: Options, why: str) -> Attempt:
     raise RankMismatchError(f"ranks were lost {_MOST} times while they met; the last time: {why}")
 
 
-def _clear(optimizers: Optimizers) -> None:
-    """Drop states, which have the sizes of the former shards."""
+def _clear(model: nn.Module, optimizers: Optimizers) -> None:
+    """Drop states, which have the sizes of the former shards, and gradients of a step."""
+    params = [*model.parameters()]
     for optimizer in named(optimizers).values():
         optimizer.state.clear()
+        params += [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = None

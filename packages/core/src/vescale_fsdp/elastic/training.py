@@ -28,8 +28,10 @@ from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp.engine import check_remesh
+from vescale_fsdp.errors import RankMismatchError
 
 _log = logging.getLogger(__name__)
+_MOST_LOSSES = 5
 _OWN_SIGNAL_S = 5.0  # torchrun sends SIGTERM to all ranks within this time
 
 
@@ -102,7 +104,8 @@ def training(
         every, replicas, every_on_disk, keep_last, signals,
         Path(memory_directory) if memory_directory else memory.default_root(),
     )  # fmt: skip
-    run = Run(options, begin(options))
+    worlds.check_joined()
+    run = Run(options, regroup(options, "joins") if worlds.is_apart() else begin(options))
     try:
         yield run
     except BaseException:
@@ -148,6 +151,8 @@ class Run:
     def __init__(self, options: Options, attempt: Attempt) -> None:
         self._options = options
         self._is_done = self._goes_on = False
+        self.extra: dict[str, Any] = {}
+        self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
         self._take(attempt)
 
@@ -165,12 +170,13 @@ class Run:
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """Continue from the values that were saved with a state."""
-        self.extra = {key: value for key, value in extra.items() if key not in ("step", KEY)}
+        self.extra.clear()  # the same object: a loop may hold it
+        self.extra.update({key: each for key, each in extra.items() if key not in ("step", KEY)})
         self.step = int(extra.get("step", 0))
         own = extra.get(KEY, {})
         self._num_samples = own.get("samples")
-        # Values of other parts of this package.
-        self.marks: dict[str, Any] = dict(own.get("marks", {}))
+        self.marks.clear()
+        self.marks.update(own.get("marks", {}))
 
     @property
     def has_signal(self) -> bool:
@@ -241,7 +247,8 @@ class Run:
                 this_try = (self.step, meeting.names)
                 if this_try == last_try:  # nobody was lost, and the same step has failed again
                     raise
-                last_try = this_try
+                if not isinstance(error, RanksHaveChanged):
+                    last_try = this_try
                 self._go_on(error)
             else:
                 self._is_done = True
@@ -265,7 +272,18 @@ class Run:
             sys.exit(code)
         if not isinstance(error, RanksHaveChanged):
             _log.warning("a rank was lost: %s", error)
-        self._take(regroup(self._options, str(error)))
+        why = str(error)
+        for _ in range(_MOST_LOSSES):
+            attempt = regroup(self._options, why)
+            try:
+                self._take(attempt)
+                return
+            except Exception as another:
+                attempt.give_up()
+                if not is_loss(another):
+                    raise
+                why = str(another)
+        raise RankMismatchError(f"a rank was lost whenever the others had met: {why}")
 
     def made(self, num_samples: int = 0, *, is_last: bool = False) -> None:
         """Count a step, and save if it is time. Collective.
@@ -358,6 +376,7 @@ class Run:
                 return
             self._keeper.finish()
             finish_saves()()
+            worlds.end()
             if self._is_done and self._leads:
                 self._place.delete()
         finally:

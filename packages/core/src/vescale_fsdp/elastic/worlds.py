@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import engine, waiting
+from vescale_fsdp import compat, engine, waiting
 from vescale_fsdp.backends import backends_of
 from vescale_fsdp.elastic import meeting
 from vescale_fsdp.elastic.connecting import limited
@@ -31,6 +31,7 @@ class _Joined:
     backend: str | None = None
     connect_timeout_s: float = 120.0
     options: dict[str, Any] = field(default_factory=dict)
+    is_apart: bool = False  # in a world of its own host, until it joins the others
 
 
 _joined = _Joined()
@@ -42,8 +43,11 @@ def init_process_group(
     """Call it in place of ``torch.distributed.init_process_group`` in an elastic job.
 
     If ``VESCALE_FSDP_MEETING`` names a folder, ranks meet there; ``RANK`` and ``WORLD_SIZE`` of the
-    environment are changed. Else each attempt under ``torchrun --max-restarts`` gets a fresh store;
-    everywhere else, and where ``options`` say how processes find each other, it is torch's.
+    environment are changed. If a training is under way there, the ranks of this host have a world
+    of their own first, in which they make the model; `training` joins the others.
+
+    Else each attempt under ``torchrun --max-restarts`` gets a fresh store; everywhere else, and
+    where ``options`` say how processes find each other, it is torch's.
 
     Under torchrun a process that is not connected to all others in time logs that and ends, with
     exit code 1. torchrun then starts the ranks that are there.
@@ -72,7 +76,37 @@ def init_process_group(
         )
     _joined.meeting, _joined.backend, _joined.connect_timeout_s = found, backend, connect_timeout_s
     _joined.options = {"timeout": _TIMEOUT, **options}
-    _init(found.join())
+    _joined.is_apart = found.is_under_way()
+    if not _joined.is_apart:
+        _init(found.join())
+        return
+    with limited(connect_timeout_s):
+        engine.init_process_group(backend, **options)
+
+
+def is_apart() -> bool:
+    """Whether this host has a world of its own, because it has come to a training under way."""
+    return _joined.is_apart
+
+
+def check_joined() -> None:
+    """Raise if the environment names a meeting, and the process group was made without it.
+
+    Raises:
+        RuntimeError: each host would train by itself.
+    """
+    if os.environ.get(meeting.MEETING) and _joined.meeting is None:
+        raise RuntimeError(
+            f"{meeting.MEETING} is set, but the process group was not made by "
+            "elastic.init_process_group: call that, or leave the variable out. (Lightning makes "
+            "the process group itself: leave it out there)"
+        )
+
+
+def end() -> None:
+    """The training is done: others do not wait for this process."""
+    if _joined.meeting is not None:
+        _joined.meeting.leave()
 
 
 def current() -> Meeting | None:
@@ -102,6 +136,7 @@ def rejoin() -> World:
     """
     assert _joined.meeting is not None, "the caller has asked `current`"
     world = _joined.meeting.join()
+    _joined.is_apart = False
     _init(world)
     return world
 
@@ -109,6 +144,8 @@ def rejoin() -> World:
 def _init(world: World) -> None:
     size = len(world.names)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(size)
+    os.environ["MASTER_ADDR"] = world.address
+    compat.count_groups_from_zero()
     with limited(_joined.connect_timeout_s):
         dist.init_process_group(
             _joined.backend, store=world.store, rank=world.rank, world_size=size, **_joined.options

@@ -68,13 +68,14 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
-from vescale_fsdp.engine.store import init_process_group, store_for
+from vescale_fsdp.engine.store import AbsentError, init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 
 __all__ = [
     "HEADS",
     "LONG_TIMEOUT_S",
+    "AbsentError",
     "Budget",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",

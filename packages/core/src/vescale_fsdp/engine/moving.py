@@ -176,10 +176,11 @@ class MovableParameters(Parameters):
             mesh = mesh_at_rest(slot.axes, slot.inner, slot.fqn)
             slot.spec = spec_at_rest(mesh, placed, slot.spec.shape, dtype)
             fresh = slot.new_sharded(view, param.requires_grad)
-            if param is slot.sharded:  # keep its identity: an optimizer may hold it
+            # Keep its identity: an optimizer may hold it.
+            if param is slot.sharded and _is_alike(param, fresh):
+                param._local_tensor, param._spec = fresh._local_tensor, fresh._spec  # type: ignore[attr-defined]
+            elif param is slot.sharded:
                 fresh.grad = param.grad
-                # Those of the user's, too: all of them are swapped.
-                fresh.__dict__.update(param.__dict__ | fresh.__dict__)
                 torch.utils.swap_tensors(slot.sharded, fresh)
             else:
                 slot.sharded = fresh
@@ -187,3 +188,12 @@ class MovableParameters(Parameters):
             slot.local = local_of(slot.sharded)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
+
+
+def _is_alike(param: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether only the local parts and placements differ, not what autograd knows of them."""
+    return (
+        type(param) is type(other)
+        and (param.dtype, param.device, param.shape) == (other.dtype, other.device, other.shape)
+        and param.stride() == other.stride()
+    )

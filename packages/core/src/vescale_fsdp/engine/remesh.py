@@ -66,6 +66,7 @@ def remesh(module: nn.Module) -> None:
             unit.engine, unit.is_root = None, False
             unit.forget_running()
             unit.forget_calls()
+            unit.buffers_are_due = True
             for group in unit.groups:
                 group.move_to(_moved(group.axes, unit, meshes))
     hand_back()
