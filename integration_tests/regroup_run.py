@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from integration_tests.elastic_run import GLOBAL_BATCH, WIDTH, Numbers
+from elastic_run import GLOBAL_BATCH, WIDTH, Numbers
 from torch import nn
 
 from vescale_fsdp import elastic, fully_shard
