@@ -37,7 +37,7 @@ def test_a_rank_and_a_host_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not found.wrong
     assert [each.fault for each in found.outcomes] == ["", ""]
     first, second = found.outcomes
-    # Where states are from is in the outcomes: a newer checkpoint on disk is as good as one in memory.
+    # The outcomes have checked the sources: a newer state on disk is as good as one in memory.
     assert first.attempts[-1][0] == second.attempts[-1][0] == 4
     assert first.parts is not None
     assert first.parts.total == pytest.approx(first.seconds)
