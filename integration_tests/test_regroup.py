@@ -20,7 +20,7 @@ import pytest
 from integration_tests.test_elastic import children, undisturbed
 
 SCRIPT = Path(__file__).resolve().parent / "regroup_run.py"
-STEPS, PAUSE_S = 90, 0.2
+STEPS, PAUSE_S = 300, 0.2
 
 
 class Host:
@@ -108,6 +108,7 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
     together = lines(tmp_path)[-1]["attempt"]
     hosts[0].close()
     wait_for(reached(0, 2, after=together), hosts)
+    (tmp_path / "run" / "hurry").touch()
     wait_for(lambda: hosts[1].process.poll() is not None, hosts)
     assert hosts[1].process.returncode == 0, hosts[1].log.read_text()
 
