@@ -20,7 +20,7 @@ import pytest
 from integration_tests.test_elastic import children, undisturbed
 
 SCRIPT = Path(__file__).resolve().parent / "regroup_run.py"
-STEPS, PAUSE_S = 300, 0.2
+STEPS, PAUSE_S = 100, 0.7
 
 
 class Host:
@@ -79,7 +79,7 @@ def lines(root: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: line["time"])
 
 
-def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 90) -> None:
+def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 120) -> None:
     end = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > end:
@@ -88,7 +88,7 @@ def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 90)
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> None:
     hosts += [Host(tmp_path, "a"), Host(tmp_path, "b")]
 
@@ -98,7 +98,7 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
             for line in lines(tmp_path)
         )
 
-    wait_for(reached(6, 4), hosts)
+    wait_for(reached(4, 4), hosts)
     survivors = hosts[1].ranks()
     assert len(survivors) == 2
     os.kill(hosts[0].ranks()[1], signal.SIGKILL)  # its torchrun ends the other, and starts two
