@@ -179,6 +179,7 @@ class MovableParameters(Parameters):
             # Keep its identity: an optimizer may hold it.
             if param is slot.sharded and _is_alike(param, fresh):
                 param._local_tensor, param._spec = fresh._local_tensor, fresh._spec  # type: ignore[attr-defined]
+                param.__dict__.update(fresh.__dict__)  # its name, which `module.to()` drops
             elif param is slot.sharded:
                 fresh.grad = param.grad
                 torch.utils.swap_tensors(slot.sharded, fresh)
