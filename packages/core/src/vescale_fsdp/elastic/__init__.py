@@ -18,7 +18,8 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `choice`: which state is the newest that is whole, and who sends what; no messages
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
-* `liveness`: a ring of connections, by which a host that is gone without a word is noticed
+* `liveness`: a ring of connections, by which a host that is gone without a word is noticed;
+  `addresses`: where others reach this host
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
 * `meeting`: ranks find each other in a folder; `worlds` makes the process group, in a limited time

@@ -13,7 +13,7 @@ there. It answers also while the process computes, is slow or is stopped::
     rank 1  is told: tells rank 0, closes those of its own
     rank 0  ...
 
-All waits then raise an error that names the reason. A rank that is still there after 10 s ends. A
+All waits then raise an error that names the reason. A rank that stays much longer ends. A
 process that is killed is noticed at once, also by ranks that wait for others. A rank that leaves
 the training says so, and is not lost.
 """
@@ -21,13 +21,11 @@ the training says so, and is not lost.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -36,6 +34,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.elastic import addresses
 
 _log = logging.getLogger(__name__)
 # The kernel asks after a second without a packet, then each second, until it has asked six times.
@@ -46,7 +45,6 @@ _CONNECT_S = 10.0
 _LEAVE_S = 10.0  # for a rank to leave the training after another one was lost
 _GOODBYE, _LOSS = b".", b"!"
 _MOST_BYTES = 1024  # of a reason
-_SIOCGIFADDR = 0x8915
 _WHAT = "the connection of the ring"
 
 
@@ -241,10 +239,9 @@ def _address() -> str:
 
     It is that of gloo's interface, if one is named, else that by which rank 0's host is reached.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    named = addresses.of_interface()
+    if named is not None:
+        return named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import logging
 import os
 import re
 import shutil
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -40,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vescale_fsdp import compat
+from vescale_fsdp.elastic import addresses
 from vescale_fsdp.errors import RankMismatchError
 
 MEETING, HOSTS = "VESCALE_FSDP_MEETING", "VESCALE_FSDP_HOSTS"
@@ -52,7 +51,6 @@ _CONNECT_S = 20.0
 _ANSWER_S = 120.0  # for the first rank of a host, which may start later
 _POLL_S = 0.05
 _ROUND = re.compile(r"[0-9]{6,}")
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, order=True)
@@ -370,13 +368,9 @@ class Meeting:
 
 def own_address() -> str:
     """The address at which other hosts reach this one: of gloo's interface, or by its name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if not interface:
-        return socket.gethostname() if _resolves(socket.gethostname()) else "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        request = struct.pack("256s", interface.encode()[:15])
-        found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
-    return socket.inet_ntoa(found[20:24])
+    return addresses.of_interface() or (
+        socket.gethostname() if _resolves(socket.gethostname()) else "127.0.0.1"
+    )
 
 
 def _resolves(name: str) -> bool:
