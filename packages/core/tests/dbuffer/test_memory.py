@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import resource
@@ -15,6 +16,13 @@ from vescale_fsdp.dbuffer.memory import Region, SlabPool, make_region, mapped_em
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_is_freed_meanwhile() -> None:
+    """What other tests have left would make the process smaller while one of these measures."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
@@ -60,7 +68,7 @@ def test_what_released_regions_held_is_handed_back() -> None:
     region.materialize()
     before = resident_bytes()
     view.fill_(1.0)
-    assert resident_bytes() - before > 60 * MIB
+    assert resident_bytes() - before > 48 * MIB
     region.release()
     hand_back()
     assert resident_bytes() - before < 8 * MIB
@@ -127,7 +135,7 @@ def test_tensor_of_its_own_mapping_gives_its_memory_back_when_it_dies() -> None:
     tensor = mapped_empty(16 * MIB, torch.float32, CPU).fill_(1.0)
     view = tensor[5:]
     del tensor
-    assert resident_bytes() - before > 60 * MIB
+    assert resident_bytes() - before > 48 * MIB
     assert float(view[-1]) == 1.0
     del view
     gc.collect()
@@ -177,7 +185,7 @@ def test_pool_holds_no_memory_and_still_lends() -> None:
     before = resident_bytes()
     pool.give(slab)
     hand_back()
-    assert before - resident_bytes() > 56 * MIB
+    assert before - resident_bytes() > 48 * MIB
     assert pool.take(16 * MIB, torch.float32).fill_(2.0)[-1] == 2.0
 
 

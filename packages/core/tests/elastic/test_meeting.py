@@ -145,10 +145,16 @@ def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) ->
     time.sleep(0.5)
     for _ in range(3):
         a.join()
+
+    def is_in_a_round() -> bool:
+        own = late.meetings[0]._own
+        return own is not None and own.exists()
+
+    end = time.monotonic() + 30.0  # it looks from time to time whether its round is there
+    while not is_in_a_round() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert is_in_a_round()
     assert waiting.is_alive()
-    own = late.meetings[0]._own
-    assert own is not None
-    assert own.exists(), "it is in a round that is there"
     a.die()
 
 
