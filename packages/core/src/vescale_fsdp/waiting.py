@@ -27,7 +27,6 @@ asks the store for the notes of the others.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import functools
@@ -181,19 +180,6 @@ class Named:
         _here.subject = None
 
 
-# The last collectives: more than can be under way at a time.
-_recent: collections.deque[weakref.ref[Bounded]] = collections.deque(maxlen=32)
-
-
-def is_network_busy() -> bool:
-    """Whether a collective on the CPU is under way on this rank. May be called by any thread."""
-    for ref in _recent.copy():
-        work = ref()
-        if work is not None and not work.is_completed():
-            return True
-    return False
-
-
 class Bounded:
     """A collective under way on the CPU. It waits like a ``Work``, up to the limit.
 
@@ -203,11 +189,10 @@ class Bounded:
         what: its name in a report, unless the function `wait` sets another.
     """
 
-    __slots__ = ("__weakref__", "_group", "_what", "_work")
+    __slots__ = ("_group", "_what", "_work")
 
     def __init__(self, work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
         self._work, self._group, self._what = work, group, what
-        _recent.append(weakref.ref(self))
 
     def is_completed(self) -> bool:
         """Whether it has ended."""

@@ -76,17 +76,15 @@ def begin(options: Options) -> Attempt:
         )
     ring = liveness.watch(ranks, group)
     try:
-        return _found(options, ranks, group, ring)
+        return _found(options, ranks, ring)
     except BaseException:
         ring.close()
         raise
 
 
-def _found(
-    options: Options, ranks: Ranks, group: dist.ProcessGroup | None, ring: liveness.Ring
-) -> Attempt:
+def _found(options: Options, ranks: Ranks, ring: liveness.Ring) -> Attempt:
     hosts, place = meet(ranks, options.directory, options.root)
-    restoring = Restoring(ranks, group, hosts, place, options.directory, options.replicas)
+    restoring = Restoring(ranks, hosts, place, options.directory, options.replicas)
     restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
     if ranks.is_first and options.replicas > len(hosts) - 1:
         _log.warning(
@@ -97,7 +95,7 @@ def _found(
         )
     attempt, newest = restored.attempt, restored.age
     keeper = Keeper(
-        options.directory, place, hosts, ranks, group, options.replicas, attempt, newest
+        options.directory, place, hosts, ranks, options.replicas, attempt, newest
     )
     return Attempt(restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
 

@@ -1,144 +1,228 @@
-"""Sends files from rank to rank, from mapped memory into mapped memory, while the network is idle.
+"""Sends files from rank to rank, from memory to memory, while the network is idle.
 
-The sender waits until no collective of the training is under way, and sends a piece. The receiver
-acknowledges it, and the next one may be sent::
+A rank that sends has a TCP connection to each of its receivers, beside those of gloo. It waits until
+the training has nothing to send, and sends a piece::
 
     training    | all-gather |              | reduce-scatter      |           |
     sender      | waits      | 0 | 1 | 2 | 3 | waits              | 4 | 5 | 6 |
-    receiver                   |ack|ack|ack|ack                   |ack|ack|ack
 
-An acknowledgement is needed because gloo does not say when a message has left, or that a receiver
-has died (see `checkpoint.ranks`). A wait for a receive ends in both cases. Only one message is
-under way: with two, torch 2.13's gloo sometimes writes one for which no receive is posted, and the
-thread of the receiver polls for ever.
+The kernel sends from the file, and receives into a mapped one: a piece costs one call from Python.
+Messages of gloo cost four times the CPU time, which the training needs (docs/design/elastic.md).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from vescale_fsdp import waiting
-from vescale_fsdp.elastic import memory
+from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.elastic import idle, memory, sockets
 from vescale_fsdp.elastic.choice import Transfer
+from vescale_fsdp.errors import CheckpointWriteError
 
-_TAG, _ACKNOWLEDGED = 7_653, 7_654  # not those of `checkpoint.ranks`
-# Bytes of a message. Those that are under way delay a collective that begins: by 2 ms at 1 Gbit/s.
-SMALL_PIECE, LARGE_PIECE = 1 << 18, 8 << 20
-_POLL_S = 0.002
+# Bytes that a sender gives to the kernel at once, and of which the kernel keeps half until they are
+# sent. They delay a collective that begins: by 1 ms at 1 Gbit/s.
+_PIECE = 1 << 17
+_READ = 1 << 20
 
 
 class Copying:
-    """This rank's part of some transfers. Call `reserve`, then `carry_out`, on every rank.
+    """This rank's part of some transfers.
 
     Args:
-        rank: this one.
+        ranks: all of them.
         folder: the generation's, on this host.
         transfers: the same list on every rank.
-        piece_bytes: of a message; the same on every rank.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        folder: Path,
-        transfers: Iterable[Transfer],
-        piece_bytes: int = SMALL_PIECE,
-    ) -> None:
-        self._folder, self._piece_bytes = folder, piece_bytes
-        each = list(transfers)
-        self._sent = [transfer for transfer in each if transfer.sender == rank]
-        self._received = [transfer for transfer in each if transfer.receiver == rank]
-        self._held: list[Any] = []
+    def __init__(self, ranks: Ranks, folder: Path, transfers: Iterable[Transfer]) -> None:
+        self._ranks, self._folder, self._transfers = ranks, folder, list(transfers)
+        self._outgoing: dict[int, list[Transfer]] = {}  # by receiver
+        self._incoming: dict[int, list[Transfer]] = {}  # by sender
+        for each in self._transfers:
+            if each.sender == ranks.rank:
+                self._outgoing.setdefault(each.receiver, []).append(each)
+            if each.receiver == ranks.rank:
+                self._incoming.setdefault(each.sender, []).append(each)
+        self._server: sockets.Server | None = None
+        self._streams: list[_Stream] = []
 
     @property
     def files(self) -> list[str]:
         """The files that this rank receives."""
-        return [transfer.file for transfer in self._received]
+        return [each.file for several in self._incoming.values() for each in several]
 
     @property
     def num_bytes(self) -> tuple[int, int]:
         """The bytes that this rank sends and receives."""
-        sent = sum(transfer.num_bytes for transfer in self._sent)
-        return sent, sum(transfer.num_bytes for transfer in self._received)
+        sent, received = (
+            sum(each.num_bytes for several in which.values() for each in several)
+            for which in (self._outgoing, self._incoming)
+        )
+        return sent, received
 
-    def reserve(self) -> None:
-        """Allocate the memory for the files that this rank receives.
+    def carry_out(
+        self, what: str, confirm: Callable[[list[str]], None], patience_s: float = 0.0
+    ) -> None:
+        """Send and receive. Collective: returns when all ranks have confirmed what has arrived.
 
-        Raises:
-            CheckpointWriteError: there is not so much memory.
-        """
-        for transfer in self._received:
-            memory.reserve(self._folder / transfer.file, transfer.num_bytes)
-
-    def carry_out(self, group: dist.ProcessGroup, patience_s: float = 0.0) -> None:
-        """Send and receive. Returns when this rank has received its files and its sends arrived.
-
-        Cost: an acknowledgement of one byte for each message, and a thread for each sender.
+        Cost: three messages a rank, beside the files; a connection for each pair of ranks, with a
+        thread at either end.
 
         Args:
-            patience_s: for so long, send only while no collective of the training is under way, so
-                that copies use the time in which the network is idle. After that, send at once.
+            what: names the work in messages.
+            confirm: called with the files that this rank has received; raises if one is damaged.
+            patience_s: for so long, send only while this process has nothing else to send. After
+                that, send at once.
 
         Raises:
-            RuntimeError: another rank has died.
+            CheckpointWriteError: a rank has no memory for its files, or a connection was cut.
+            Exception: what ``confirm`` raised.
         """
-        senders = sorted({transfer.sender for transfer in self._received})
-        receiving = [_Background(lambda s=each: self._receive(group, s)) for each in senders]  # type: ignore[misc]
-        self._send(group, time.monotonic() + patience_s)
-        for each in receiving:
-            each.finish()
 
-    def _send(self, group: dist.ProcessGroup, end: float) -> None:
-        answer = torch.empty(1, dtype=torch.uint8)
-        for transfer in self._sent:
-            to = transfer.receiver
-            for piece in self._pieces(transfer, shared=False):
-                _wait_while(waiting.is_network_busy, end)
-                sent = dist.isend(piece, group=group, group_dst=to, tag=_TAG)
-                dist.recv(answer, group=group, group_src=to, tag=_ACKNOWLEDGED)
-                del sent  # the acknowledgement shows that it has arrived
+        def copy() -> None:
+            self._copy(offers, patience_s)
+            confirm(self.files)
 
-    def _receive(self, group: dist.ProcessGroup, sender: int) -> None:
-        answer, sent = torch.zeros(1, dtype=torch.uint8), None
-        for transfer in self._received:
-            if transfer.sender != sender:
-                continue
-            for piece in self._pieces(transfer, shared=True):
-                dist.recv(piece, group=group, group_src=sender, tag=_TAG)
-                # The piece shows that the acknowledgement before it has arrived.
-                sent = dist.isend(answer, group=group, group_dst=sender, tag=_ACKNOWLEDGED)
-        self._held.append((sent, answer))
+        try:
+            offers = self._ranks.exchange(what, self._listen, self._to_senders)
+            self._ranks.agree(what, copy)
+        finally:
+            self.close()
+            for each in self._streams:
+                each.join()
+            if self._server is not None:
+                self._server.close()
 
-    def _pieces(self, transfer: Transfer, *, shared: bool) -> Iterable[torch.Tensor]:
-        path = str(self._folder / transfer.file)
-        mapped: torch.Tensor = torch.from_file(
-            path, shared=shared, size=transfer.num_bytes, dtype=torch.uint8
-        )
-        pieces: tuple[torch.Tensor, ...] = mapped.split(self._piece_bytes)
-        return pieces
+    def close(self) -> None:
+        """End what is under way in other threads."""
+        for each in self._streams:
+            each.end()
+
+    def _listen(self) -> Any:
+        """Allocate the memory for the files of this rank. Returns where it can be reached."""
+        for several in self._incoming.values():
+            for each in several:
+                memory.reserve(self._folder / each.file, each.num_bytes)
+        if not self._incoming:
+            return None
+        with _cut("no rank can connect to this one for copies"):
+            self._server = sockets.Server(len(self._incoming))
+            return self._server.offer
+
+    def _to_senders(self, offers: list[Any]) -> list[Any]:
+        """To each rank the offers of its receivers."""
+        answers: list[dict[str, Any]] = [{} for _ in offers]
+        for each in self._transfers:
+            answers[each.sender][str(each.receiver)] = offers[each.receiver]
+        return answers
+
+    def _copy(self, offers: dict[str, Any], patience_s: float) -> None:
+        rank, end = self._ranks.rank, time.monotonic() + patience_s
+        others = idle.Connections()
+        for receiver, several in self._outgoing.items():
+            with _cut(f"rank {rank} cannot connect to rank {receiver} for copies"):
+                connection = sockets.connect(offers[str(receiver)], rank)
+            if patience_s:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PIECE // 2)
+            self._streams.append(_Stream(connection, _send, self._paths(several), others, end))
+        for _ in self._incoming:
+            assert self._server is not None, "it listens"
+            with _cut(f"rank {rank} waits for ranks {sorted(self._incoming)} to connect"):
+                sender, connection = self._server.accept()
+            _limit(connection, patience_s + waiting.limit_s())
+            paths = self._paths(self._incoming[sender])
+            self._streams.append(_Stream(connection, _receive, paths))
+        for each in self._streams:
+            with _cut(f"a copy from or to rank {rank} was cut"):
+                each.finish()
+
+    def _paths(self, several: Iterable[Transfer]) -> list[tuple[Path, int]]:
+        return [(self._folder / each.file, each.num_bytes) for each in several]
 
 
-class _Background:
-    """A call in a thread of its own. A daemon: it may wait for a rank that hangs."""
+def _send(
+    connection: socket.socket,
+    files: Iterable[tuple[Path, int]],
+    others: idle.Connections,
+    end: float,
+) -> None:
+    for path, num_bytes in files:
+        with path.open("rb") as file:
+            start = 0
+            while start < num_bytes:
+                others.wait_idle(end)
+                count = min(_PIECE, num_bytes - start)
+                sent = os.sendfile(connection.fileno(), file.fileno(), start, count)
+                if not sent:
+                    raise OSError(f"{path} has become shorter: {start} of {num_bytes} bytes")
+                start += sent
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+
+def _receive(connection: socket.socket, files: Iterable[tuple[Path, int]]) -> None:
+    for path, num_bytes in files:
+        with (
+            path.open("r+b") as file,
+            mmap.mmap(file.fileno(), num_bytes) as mapped,
+            memoryview(mapped) as data,
+        ):
+            start = 0
+            while start < num_bytes:
+                with data[start : start + _READ] as piece:
+                    received = connection.recv_into(piece, len(piece), socket.MSG_WAITALL)
+                if not received:
+                    raise ConnectionResetError("the sender has closed the connection")
+                start += received
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """Let reads end after so long without a byte: the sender may hang."""
+    # Not `settimeout`: a read would then return whatever is there, in many small parts.
+    whole = 0 if math.isinf(seconds) else math.ceil(seconds)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, 0))
+
+
+@contextlib.contextmanager
+def _cut(what: str) -> Iterator[None]:
+    """Errors of the network are errors of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"{what}: {error.strerror or error}. Copies need connections between all hosts, as gloo"
+        ) from error
+
+
+class _Stream:
+    """Files that go through a connection, in a thread. A daemon: the other rank may hang.
+
+    Args:
+        call: is given the connection and ``args``.
+    """
+
+    def __init__(self, connection: socket.socket, call: Callable[..., None], *args: Any) -> None:
+        self._connection, self._call, self._args = connection, call, args
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp copies", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._call()
+            self._call(self._connection, *self._args)
         except Exception as error:  # noqa: BLE001  `finish` raises it
             self._error = error
+        finally:
+            self.end()  # else the other rank would wait for what does not come
 
     def finish(self) -> None:
         """Wait for the call, and raise what it has raised."""
@@ -146,8 +230,12 @@ class _Background:
         if self._error is not None:
             raise self._error
 
+    def end(self) -> None:
+        """End the call under way. What was sent still arrives."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
-def _wait_while(condition: Callable[[], bool], end: float) -> None:
-    """Return when the condition is false, or at the time ``end``."""
-    while time.monotonic() < end and condition():
-        time.sleep(_POLL_S)
+    def join(self) -> None:
+        """Wait for the call, and close the connection."""
+        self._thread.join()
+        self._connection.close()

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from vescale_fsdp.checkpoint import parts
 from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
@@ -73,7 +71,6 @@ class Keeper:
         place: the memory of this host.
         hosts: of all ranks.
         ranks: for messages; used by the background thread only.
-        group: of the same ranks, with gloo; None for a single rank.
         replicas: number of other hosts that get a copy of each file.
         attempt: the number of this attempt.
         newest: the generation that was restored, if it is in memory.
@@ -85,16 +82,16 @@ class Keeper:
         place: memory.Memory,
         hosts: Hosts,
         ranks: Ranks,
-        group: dist.ProcessGroup | None,
         replicas: int,
         attempt: int,
         newest: Age | None,
     ) -> None:
-        self._place, self._hosts, self._ranks, self._group = place, hosts, ranks, group
+        self._place, self._hosts, self._ranks = place, hosts, ranks
         self._directory = directory
         self._replicas, self._attempt = replicas, attempt
         self._leads = hosts.is_leader(ranks.rank)
         self._thread: threading.Thread | None = None
+        self._copying: Copying | None = None
         self._error: Exception | None = None
         self._began, self._patience_s = time.monotonic(), 0.0
         self._is_over = False
@@ -139,6 +136,8 @@ class Keeper:
         if self._thread is not None:
             self._thread.join(LAST_WORDS_S)
         self._is_over = True
+        if self._copying is not None:
+            self._copying.close()
 
     def _run(self, contents: Contents, local: LocalPlan, step: int, blocked_s: float) -> None:
         began = time.monotonic()
@@ -186,18 +185,15 @@ class Keeper:
         manifest = Manifest.parse(text, str(folder))
         names = [data_name(rank) for rank in range(ranks.size)]
         sizes = [(name, manifest.files.get(name, 0)) for name in names]
-        copying = Copying(ranks.rank, folder, to_neighbours(self._hosts, sizes, self._replicas))
-        ranks.agree(what, copying.reserve)
-        if self._group is not None:
-            copying.carry_out(self._group, self._patience_s)
+        copying = Copying(ranks, folder, to_neighbours(self._hosts, sizes, self._replicas))
 
-        def confirm() -> None:
-            good = memory.whole(folder, manifest, copying.files)
-            if len(good) < len(copying.files):
+        def confirm(files: list[str]) -> None:
+            if len(memory.whole(folder, manifest, files)) < len(files):
                 raise CheckpointWriteError(f"a copy in {folder} was damaged on its way")
             if self._leads:
                 memory.write_manifest(folder, text)
 
-        ranks.agree(what, confirm)
+        self._copying = copying
+        copying.carry_out(what, confirm, self._patience_s)
         self.newest = age
         return sizes[ranks.rank][1], *copying.num_bytes

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -34,14 +33,9 @@ import torch.distributed as dist
 
 from vescale_fsdp import waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
-from vescale_fsdp.elastic import addresses
+from vescale_fsdp.elastic import sockets
 
 _log = logging.getLogger(__name__)
-# The kernel asks after a second without a packet, then each second, until it has asked six times.
-# So a cut of 5 s is not noticed here, and one of 7 s is.
-SILENCE_S = 7
-_OPTIONS = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 1))
-_CONNECT_S = 10.0
 _LEAVE_S = 10.0  # for a rank to leave the training after another one was lost
 _GOODBYE, _LOSS = b".", b"!"
 _MOST_BYTES = 1024  # of a reason
@@ -160,31 +154,33 @@ def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
     """
     if group is None:
         return Ring({}, [])
-    secret = secrets.token_bytes(16)  # what connects to this rank must know it
-    with contextlib.ExitStack() as stack:
-        servers: list[socket.socket] = []
+    servers: list[sockets.Server] = []
 
-        def offer() -> list[Any]:
-            """Listen. Returns [error, address, port, secret]."""
-            try:
-                servers.append(stack.enter_context(socket.create_server((_address(), 0))))
-            except OSError as error:
-                return [f"rank {ranks.rank}: {error}", "", 0, ""]
-            return ["", *servers[0].getsockname()[:2], secret.hex()]
+    def offer() -> list[Any]:
+        """Listen. Returns [error, offer]."""
+        try:
+            servers.append(sockets.Server())
+        except OSError as error:
+            return [f"rank {ranks.rank}: {error}", None]
+        return ["", servers[0].offer]
 
-        def divide(offers: list[Any]) -> list[Any]:
-            """To each rank the offer of the next one."""
-            failed = next((each for each in offers if each[0]), None)
-            return offers[1:] + offers[:1] if failed is None else [failed] * len(offers)
+    def divide(offers: list[Any]) -> list[Any]:
+        """To each rank the offer of the next one."""
+        failed = next((each for each in offers if each[0]), None)
+        return offers[1:] + offers[:1] if failed is None else [failed] * len(offers)
 
-        error, *there = ranks.exchange(_WHAT, offer, divide)
-        neighbours: dict[int, socket.socket] = {}
+    neighbours: dict[int, socket.socket] = {}
+    try:
+        error, there = ranks.exchange(_WHAT, offer, divide)
         if not error:
             try:
-                neighbours = _connect(ranks, servers[0], secret, *there)
+                neighbours = _connect(ranks, servers[0], there)
             except OSError as caught:
                 error = f"rank {ranks.rank}: {caught}"
         errors = ranks.exchange(_WHAT, lambda: error, lambda values: [values] * len(values))
+    finally:
+        for each in servers:
+            each.close()
     errors = [each for each in errors if each]
     if not errors:
         world = dist.group.WORLD
@@ -200,48 +196,18 @@ def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
     return Ring({}, [])
 
 
-def _connect(
-    ranks: Ranks, server: socket.socket, own: bytes, address: str, port: int, secret: str
-) -> dict[int, socket.socket]:
+def _connect(ranks: Ranks, server: sockets.Server, offer: list[Any]) -> dict[int, socket.socket]:
     """Return the connections to the ranks before and after this one."""
     before, after = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
-    server.settimeout(_CONNECT_S)
-    to_next = socket.create_connection((address, port), timeout=_CONNECT_S)
-    to_next.sendall(bytes.fromhex(secret))
-    while True:
-        from_last, _ = server.accept()
-        from_last.settimeout(_CONNECT_S)
-        if from_last.recv(len(own), socket.MSG_WAITALL) == own:
-            break
-        from_last.close()
-    for connection in (to_next, from_last):
-        connection.settimeout(None)
-        _ask_often(connection)
+    to_next = sockets.connect(offer, ranks.rank)
+    try:
+        _, from_last = server.accept()
+    except OSError:
+        to_next.close()
+        raise
     # Of two ranks each is before and after the other; one connection is enough.
     if before == after:
         kept, other = (to_next, from_last) if ranks.is_first else (from_last, to_next)
         other.close()
         return {after: kept}
     return {before: from_last, after: to_next}
-
-
-def _ask_often(connection: socket.socket) -> None:
-    """Let the kernel ask whether the other host is there."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _OPTIONS:
-        option = getattr(socket, name, None)  # macOS has other names
-        if option is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _address() -> str:
-    """This host's address on the network of the ranks.
-
-    It is that of gloo's interface, if one is named, else that by which rank 0's host is reached.
-    """
-    named = addresses.of_interface()
-    if named is not None:
-        return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        return str(probe.getsockname()[0])

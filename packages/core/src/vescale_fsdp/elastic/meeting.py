@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vescale_fsdp import compat
-from vescale_fsdp.elastic import addresses
+from vescale_fsdp.elastic import sockets
 from vescale_fsdp.errors import RankMismatchError
 
 MEETING, HOSTS = "VESCALE_FSDP_MEETING", "VESCALE_FSDP_HOSTS"
@@ -368,7 +368,7 @@ class Meeting:
 
 def own_address() -> str:
     """The address at which other hosts reach this one: of gloo's interface, or by its name."""
-    return addresses.of_interface() or (
+    return sockets.of_interface() or (
         socket.gethostname() if _resolves(socket.gethostname()) else "127.0.0.1"
     )
 

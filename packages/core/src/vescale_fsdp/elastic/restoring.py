@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import checkpoint
@@ -34,7 +33,7 @@ from vescale_fsdp.elastic.choice import (
     to_have,
     to_lacking,
 )
-from vescale_fsdp.elastic.copies import LARGE_PIECE, Copying
+from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.elastic.needed import files_of
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -99,7 +98,7 @@ class Restoring:
     """The search and the load on this rank.
 
     Args:
-        ranks, group: for messages; group is None for a single rank.
+        ranks: all of them.
         hosts: of all ranks.
         place: the memory of this host.
         directory: the run's folder on disk.
@@ -109,13 +108,12 @@ class Restoring:
     def __init__(
         self,
         ranks: Ranks,
-        group: dist.ProcessGroup | None,
         hosts: Hosts,
         place: memory.Memory,
         directory: Path,
         replicas: int,
     ) -> None:
-        self._ranks, self._group, self._hosts = ranks, group, hosts
+        self._ranks, self._hosts = ranks, hosts
         self._place, self._directory, self._replicas = place, directory, replicas
         self._notes: list[str] = []  # why generations were not chosen; on rank 0
         self._candidates: list[Candidate] = []  # newest first; on rank 0
@@ -281,7 +279,7 @@ class Restoring:
 
         wanted = self._ranks.exchange(_WHAT, need, divide)
         transfers = to_lacking(self._hosts, candidate, wanted)
-        copying = Copying(rank, folder, transfers, LARGE_PIECE)
+        copying = Copying(self._ranks, folder, transfers)
 
         def reserve() -> None:
             if place == 0:
@@ -290,10 +288,7 @@ class Restoring:
 
         try:
             self._ranks.agree(_WHAT, reserve)
-            self._ranks.agree(_WHAT, copying.reserve)
-            if self._group is not None:
-                copying.carry_out(self._group)
-            self._ranks.agree(_WHAT, lambda: self._confirm(folder, manifest, copying.files))
+            copying.carry_out(_WHAT, lambda files: self._confirm(folder, manifest, files))
         except (CheckpointWriteError, CheckpointCorruptError) as error:
             self._notes.append(f"step {age.step} could not be copied: {error}")
             return False

@@ -109,7 +109,7 @@ class State:
             assert text is not None, "it has arrived on all ranks"
             if hosts.is_leader(inside.rank):
                 memory.write_manifest(folder, text)
-            restoring = Restoring(inside.ranks, inside.group, hosts, place, self.directory, 0)
+            restoring = Restoring(inside.ranks, hosts, place, self.directory, 0)
             extra = restoring.load_received(self.model, self.optimizer, self.stateful)
         if inside.all(True) and hosts.is_leader(inside.rank):  # no rank reads any more
             place.delete()
