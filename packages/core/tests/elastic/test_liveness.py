@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks import Ranks
-from vescale_fsdp.elastic import liveness
+from vescale_fsdp.elastic import liveness, sockets
 from vescale_fsdp.elastic.beginning import _own_ranks
 from vescale_fsdp.testing import RankError, run_ranks
 
@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
 
 def not_connected() -> str:
     if dist.get_rank() == 1:
-        liveness._address = lambda: "203.0.113.1"  # of no interface of this host
+        sockets.of_network = lambda: "203.0.113.1"  # of no interface of this host
     ranks, group = _own_ranks()
     ring = liveness.watch(ranks, group)
     ranks.agree("a message", lambda: None)

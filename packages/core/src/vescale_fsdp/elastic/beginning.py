@@ -94,9 +94,7 @@ def _found(options: Options, ranks: Ranks, ring: liveness.Ring) -> Attempt:
             len(hosts) - 1,
         )
     attempt, newest = restored.attempt, restored.age
-    keeper = Keeper(
-        options.directory, place, hosts, ranks, options.replicas, attempt, newest
-    )
+    keeper = Keeper(options.directory, place, hosts, ranks, options.replicas, attempt, newest)
     return Attempt(restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
 
 

@@ -14,11 +14,12 @@ import socket
 import stat
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
-_POLL_S = 0.002
+_POLL_S = 0.004
 _SHARE = 0.05  # of a processor, for the looks
 
 
@@ -28,11 +29,12 @@ class Connections:
     def __init__(self) -> None:
         self._numbers = _connected() if _OPEN.is_dir() else []
 
-    def wait_idle(self, end: float) -> None:
-        """Return when nothing waits to be sent, or at the time ``end`` of ``time.monotonic``."""
+    def wait_idle(self, end: float, over: threading.Event) -> None:
+        """Return when nothing waits to be sent, at the time ``end``, or when it is over."""
         while (began := time.monotonic()) < end and self._is_sending():
             now = time.monotonic()
-            time.sleep(max(min(_POLL_S, end - now), (now - began) / _SHARE, 0.0))
+            if over.wait(max(min(_POLL_S, end - now), (now - began) / _SHARE)):
+                return
 
     def _is_sending(self) -> bool:
         for place, number in enumerate(self._numbers):

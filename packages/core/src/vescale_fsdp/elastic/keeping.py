@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import secrets
+import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vescale_fsdp.checkpoint import parts
 from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
@@ -36,8 +40,9 @@ from vescale_fsdp.elastic.choice import Age, Hosts, to_neighbours
 from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.errors import CheckpointWriteError
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-PATIENCE = 0.6  # of the time between two memory checkpoints: the copies wait for an idle network
+PATIENCE = 0.9  # of the time between two memory checkpoints: the copies wait for an idle network
 SMALL = 1 << 14  # elements: unsharded tensors up to this size are all in the file of rank 0
 LAST_WORDS_S = 2.0  # time for a generation under way when the training has raised
 
@@ -173,7 +178,7 @@ class Keeper:
         def write() -> Any:
             folder.mkdir(exist_ok=True)
             items = parts.items_of(contents, local, task)
-            return parts.write_items(folder, ranks.rank, items)
+            return _leisurely(lambda: parts.write_items(folder, ranks.rank, items))
 
         def combine(written: list[Any]) -> list[Any]:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
@@ -188,7 +193,7 @@ class Keeper:
         copying = Copying(ranks, folder, to_neighbours(self._hosts, sizes, self._replicas))
 
         def confirm(files: list[str]) -> None:
-            if len(memory.whole(folder, manifest, files)) < len(files):
+            if len(_leisurely(lambda: memory.whole(folder, manifest, files))) < len(files):
                 raise CheckpointWriteError(f"a copy in {folder} was damaged on its way")
             if self._leads:
                 memory.write_manifest(folder, text)
@@ -197,3 +202,14 @@ class Keeper:
         copying.carry_out(what, confirm, self._patience_s)
         self.newest = age
         return sizes[ranks.rank][1], *copying.num_bytes
+
+
+def _leisurely(call: Callable[[], _T]) -> _T:
+    """Call it in a thread of the lowest priority: while the training waits for the network."""
+
+    def begin() -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+    with ThreadPoolExecutor(1, "vescale-fsdp elastic", begin) as executor:
+        return executor.submit(call).result()
