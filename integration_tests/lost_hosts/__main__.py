@@ -2,7 +2,7 @@
 
 (nothing)       the demo, 3 minutes, and its picture
 --faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
---in-process    survivors keep their processes (docs/elastic.md); no page
+--in-process    survivors keep their processes (docs/elastic.md)
 --only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
 """
 
@@ -45,9 +45,7 @@ def main() -> int:
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--page", action="store_true", help="only write it again")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
-    parser.add_argument(
-        "--in-process", action="store_true", help="survivors keep their processes; no page"
-    )
+    parser.add_argument("--in-process", action="store_true", help="survivors keep their processes")
     parser.add_argument("--folder", type=Path, help="of the trainings")
     parser.add_argument(
         "--picture", type=Path, default=Path(".dev/elastic.svg"), help="of the demo"
@@ -75,14 +73,16 @@ def main() -> int:
     if args.stock:
         faults = [each for each in faults if each.is_for_stock]
 
+    kind = report.IN_PROCESS if args.in_process else report.RESTARTED
+    kind = report.STOCK if args.stock else kind
+    facts = report.facts_now(args.faults, args.seed, with_network=with_network)
+
     def save(found: Report) -> None:  # also after a part, so that a stop loses little
-        if args.only or args.in_process:
+        if args.only:
             return
-        ours, stock = report.read() if report.PAGE.exists() else (Report(), None)
-        ours, stock = (ours, found) if args.stock else (found, stock)
-        load = f", beside other work (load {os.getloadavg()[2]:.1f})"
-        load = load if os.getloadavg()[2] > 4 else ""
-        report.write(ours, stock, args.faults, with_network=with_network, load=load)
+        load = os.getloadavg()[2]
+        said = f", beside other work (load {load:.1f})" if load > 4 else ""
+        report.write(kind, report.Run({**facts, "load": said}, found))
 
     found = run_all(
         faults, args.steps, folder, 1000 * args.seed, with_network=with_network,

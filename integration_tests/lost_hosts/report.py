@@ -10,7 +10,8 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "elastic-faults.md"
 COMMAND = "python3 dev.py elastic"
 FRAME = Path(__file__).with_name("page.md.in")
+SECTION = Path(__file__).with_name("section.md.in")
 NETWORK = (
     "Each host is a network namespace with an agent of `torchrun`, and memory of its own (a "
     "tmpfs). A switch connects them. A host that dies is cut off first, so that no other host "
@@ -38,70 +40,109 @@ NO_NETWORK = (
 )
 
 
-def write(ours: Report, stock: Report | None, asked: int, *, with_network: bool, load: str) -> None:
-    """Write the page and the raw numbers."""
+# The kinds of runs on the page, and what a section says about each.
+IN_PROCESS, RESTARTED, STOCK = "in process", "restarted", "stock"
+SECTIONS = {
+    IN_PROCESS: (
+        "Survivors keep their processes",
+        "With `VESCALE_FSDP_MEETING` ([guide](elastic.md#without-a-restart)), and "
+        "`torchrun --standalone` on each host.",
+    ),
+    RESTARTED: (
+        "torchrun starts all ranks again",
+        f"With `torchrun --nnodes 1:2` and `{RENDEZVOUS}`.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one call of the command, and of what.
+
+    Attributes:
+        facts: the commit, versions and others, as texts and numbers.
+    """
+
+    facts: dict[str, Any]
+    report: Report
+
+
+def facts_now(asked: int, seed: int, *, with_network: bool) -> dict[str, Any]:
+    """The facts of a run that begins now."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "vescale-fsdp")]
-    facts: dict[str, Any] = {
+    return {
         "asked": asked,
+        "seed": seed,
         "hosts": NETWORK if with_network else NO_NETWORK,
-        "rendezvous": RENDEZVOUS,
-        "timeout": TIMEOUT_S,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "cores": os.cpu_count(),
-        "load": load,
     }
-    _write(ours, stock, facts)
+
+
+def write(kind: str, run: Run) -> None:
+    """Write the page and the raw numbers, with this run in place of the last of its kind."""
+    _write({**read(), kind: run})
 
 
 def write_again() -> None:
     """Write the page from the raw numbers that are there."""
-    ours, stock = read()
-    _write(ours, stock, json.loads(PAGE.with_suffix(".json").read_text())["facts"])
+    _write(read())
 
 
-def _write(ours: Report, stock: Report | None, facts: dict[str, Any]) -> None:
-    for outcome in ours.outcomes:
-        outcome.fault = judged(BY_NAME[outcome.name], outcome)
-    num_faults = len(ours.outcomes)
-    is_part = num_faults < facts["asked"]
+def _write(runs: Mapping[str, Run]) -> None:
+    for kind in SECTIONS:
+        for outcome in runs[kind].report.outcomes if kind in runs else ():
+            outcome.fault = judged(BY_NAME[outcome.name], outcome)
     numbers = {
-        "stopped": f"; {facts['asked']} were asked for, and the time was up" if is_part else "",
-        "command": COMMAND,
-        "ranks": 2 * RANKS,
-        "per_host": RANKS,
-        "step_s": STEP_S,
-        "every": EVERY,
-        "every_on_disk": EVERY_ON_DISK,
-        "minutes": ours.seconds / 60,
-        "num_faults": num_faults,
-        "num_trainings": ours.num_trainings,
-        "num_steps": ours.num_steps,
-        "tolerance": TOLERANCE,
-        "farthest": ours.farthest,
-        "farthest_loss": ours.farthest_loss,
-        "num_wrong": len(ours.wrong),
-        "num_hangs": sum(each.is_hang for each in ours.outcomes),
-        "num_odd": sum(bool(each.fault) and not each.is_hang for each in ours.outcomes),
+        "command": COMMAND, "ranks": 2 * RANKS, "per_host": RANKS, "step_s": STEP_S, "every": EVERY,
+        "every_on_disk": EVERY_ON_DISK, "timeout": TIMEOUT_S, "hosts": NETWORK,
+    }  # fmt: skip
+    parts = [FRAME.read_text().format(**numbers)]
+    parts += [_section(kind, runs[kind]) for kind in SECTIONS if kind in runs]
+    if STOCK in runs:
+        parts.append("## Stock torchrun with FSDP2 and DCP\n\n" + stock_table(runs))
+    PAGE.write_text("\n".join(parts))
+    raw = {
+        kind: {"facts": run.facts, "report": dataclasses.asdict(run.report)}
+        for kind, run in runs.items()
     }
-    text = FRAME.read_text().format(**facts, **numbers, table=table(ours.outcomes))
-    if stock is not None:
-        text += "\n## Stock torchrun with FSDP2 and DCP\n\n" + stock_table(ours, stock)
-    missed = [f"{each.name}: {each.fault}" for each in ours.outcomes if each.fault] + ours.wrong
-    if missed:
-        text += "\n## Missed\n\n" + "".join(f"- {each}\n" for each in missed)
-    PAGE.write_text(text)
-    raw = {"facts": facts, "ours": dataclasses.asdict(ours)}
-    if stock is not None:
-        raw["stock"] = dataclasses.asdict(stock)
     PAGE.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 
 
-def read() -> tuple[Report, Report | None]:
-    """The reports of the page that is there."""
-    raw = json.loads(PAGE.with_suffix(".json").read_text())
-    return _report(raw["ours"]), _report(raw["stock"]) if "stock" in raw else None
+def _section(kind: str, run: Run) -> str:
+    title, text = SECTIONS[kind]
+    report, facts = run.report, run.facts
+    num_faults = len(report.outcomes)
+    is_part = num_faults < facts["asked"]
+    stopped = f"; {facts['asked']} were asked for, and the time was up" if is_part else ""
+    missed = [f"{each.name}: {each.fault}" for each in report.outcomes if each.fault]
+    numbers = {
+        "title": title,
+        "text": text if facts["hosts"] == NETWORK else f"{text} {facts['hosts']}",
+        "faults": f"{num_faults} faults in {report.num_trainings} trainings{stopped}",
+        "minutes": report.seconds / 60,
+        "num_steps": report.num_steps,
+        "tolerance": TOLERANCE,
+        "farthest": report.farthest,
+        "farthest_loss": report.farthest_loss,
+        "num_wrong": len(report.wrong),
+        "num_hangs": sum(each.is_hang for each in report.outcomes),
+        "num_odd": sum(bool(each.fault) and not each.is_hang for each in report.outcomes),
+        "table": table(report.outcomes),
+    }
+    made = SECTION.read_text().format(**{"load": "", **facts}, **numbers)
+    if missed or report.wrong:
+        made += "\nMissed:\n\n" + "".join(f"- {each}\n" for each in missed + report.wrong)
+    return made
+
+
+def read() -> dict[str, Run]:
+    """The runs of the page that is there."""
+    file = PAGE.with_suffix(".json")
+    raw = json.loads(file.read_text()) if file.exists() else {}
+    return {kind: Run(each["facts"], _report(each["report"])) for kind, each in raw.items()}
 
 
 def _report(raw: dict[str, Any]) -> Report:
@@ -133,26 +174,28 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stock_table(ours: Report, stock: Report) -> str:
-    """The faults that both had."""
+def stock_table(runs: Mapping[str, Run]) -> str:
+    """The faults that stock had, with those of the others."""
     lines = [
         "| fault | | what happened | repeated | next step, s | "
         "meet + processes + state + step, s |",
         "|---|---|---|---|---|---|",
     ]
+    names = {IN_PROCESS: "same processes", RESTARTED: "started again", STOCK: "stock"}
     for fault in FAULTS:
-        for name, report in (("veScale-FSDP", ours), ("stock", stock)):
-            rows = [each for each in report.outcomes if each.name == fault.name]
-            if not any(each.name == fault.name for each in stock.outcomes) or not rows:
-                continue
-            cells = [
-                fault.name if name == "veScale-FSDP" else "", name, happened(rows),
-                repeated(rows), spread(rows), split(rows),
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
+        shown = fault.name
+        if not any(each.name == fault.name for each in runs[STOCK].report.outcomes):
+            continue
+        for kind, name in names.items():
+            outcomes = runs[kind].report.outcomes if kind in runs else []
+            rows = [each for each in outcomes if each.name == fault.name]
+            if rows:
+                cells = [shown, name, happened(rows), repeated(rows), spread(rows), split(rows)]
+                lines.append("| " + " | ".join(cells) + " |")
+                shown = ""
     text = "\n".join(lines) + "\n"
-    if stock.wrong:
-        text += "\nWrong in the stock trainings: " + "; ".join(stock.wrong) + ".\n"
+    if runs[STOCK].report.wrong:
+        text += "\nWrong in the stock trainings: " + "; ".join(runs[STOCK].report.wrong) + ".\n"
     return text
 
 

@@ -44,8 +44,9 @@ from vescale_fsdp.errors import RankMismatchError
 MEETING, HOSTS = "VESCALE_FSDP_MEETING", "VESCALE_FSDP_HOSTS"
 _log = logging.getLogger(__name__)
 _BEAT_S = 0.5  # between two touches of a rank's file
+_WATCHED = 8  # files that a rank looks at after each touch
 _LOST_S = 2.5  # without a touch for so long, a rank is not waited for
-_FIRST_CALL_S, _LAST_CALL_S = 5.0, 1.0  # how long nobody has come: at the start, and later
+_FIRST_CALL_S, _LAST_CALL_S = 5.0, 0.3  # how long nobody has come: at the start, and later
 _AWAITED_S = 20.0  # for ranks of the former round that live and do not come
 _CONNECT_S = 20.0
 _ANSWER_S = 120.0  # for the first rank of a host, which may start later
@@ -134,7 +135,8 @@ class Pulse:
     def lives(self, file: Path) -> bool:
         """Whether the file was touched lately, or is seen for the first time."""
         try:
-            stamp, now = file.stat().st_mtime_ns, time.monotonic()
+            with file.open("rb") as opened:  # NFS answers from a cache if it is not opened
+                stamp, now = os.fstat(opened.fileno()).st_mtime_ns, time.monotonic()
         except OSError:
             return False
         last = self._seen.get(file)
@@ -177,6 +179,7 @@ class Meeting:
         self.world: World | None = None
         self._own: Path | None = None
         self._pulse, self._looked, self._has_left = Pulse(), 0.0, False
+        self._watched = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._beat, name="vescale-fsdp pulse", daemon=True)
         self._thread.start()
@@ -196,7 +199,18 @@ class Meeting:
             if own is not None:
                 with contextlib.suppress(OSError):
                     os.utime(own)
+            self._watch()
             time.sleep(_BEAT_S)
+
+    def _watch(self) -> None:
+        """Look at ranks of this world in turn, so that it is known at a loss which of them live."""
+        world = self.world
+        if world is None:
+            return
+        home, size = self._folder / f"{world.number:06d}", len(world.names)
+        for _ in range(min(_WATCHED, size)):
+            self._watched = (self._watched + 1) % size
+            self._pulse.lives(home / world.names[self._watched])
 
     def leave(self) -> None:
         """The training is done: others do not wait for this rank any more."""
