@@ -41,7 +41,6 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=until)
-    size = dist.get_world_size()
     events.tell("connected")
     with elastic.training(
         folder / "run",
@@ -52,6 +51,7 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
         every_on_disk=int(os.environ["EVERY_ON_DISK"]),
         replicas=int(os.environ.get("REPLICAS", "1")),
     ) as run:
+        size = dist.get_world_size()  # a host that joins had a world of its own until now
         events.tell("restored", attempt=run.attempt, source=run.source, step=run.step, size=size)
         batches = run.batches(
             Text(), global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, until=until

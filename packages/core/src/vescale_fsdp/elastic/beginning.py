@@ -60,9 +60,9 @@ class Attempt:
     ring: liveness.Ring
     leads: bool
 
-    def give_up(self) -> None:
-        """After an error: other ranks may be gone."""
-        self.keeper.give_up()
+    def give_up(self, *, is_lost: bool = True) -> None:
+        """After an error. ``is_lost``: other ranks are gone."""
+        self.keeper.give_up(is_lost=is_lost or bool(self.ring.reason))
         self.ring.close()
 
 

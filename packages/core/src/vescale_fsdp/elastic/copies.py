@@ -1,7 +1,7 @@
 """Sends files from rank to rank, from memory to memory, while the network is idle.
 
-A rank that sends has a TCP connection to each of its receivers, beside those of gloo. It waits until
-the training has nothing to send, and sends a piece::
+A rank that sends has a TCP connection to each of its receivers, beside those of gloo. It waits
+until the training has nothing to send, and sends a piece::
 
     training    | all-gather |              | reduce-scatter      |           |
     sender      | waits      | 0 | 1 | 2 | 3 | waits              | 4 | 5 | 6 |

@@ -136,8 +136,14 @@ class Keeper:
         if error is not None:
             raise error
 
-    def give_up(self) -> None:
-        """After an error: let the generation under way end, if it does so at once."""
+    def give_up(self, *, is_lost: bool) -> None:
+        """After an error: let the generation under way end, if it does so at once.
+
+        Args:
+            is_lost: another rank is gone, so that not all can confirm it.
+        """
+        if is_lost and self._copying is not None:
+            self._copying.close()
         if self._thread is not None:
             self._thread.join(LAST_WORDS_S)
         self._is_over = True

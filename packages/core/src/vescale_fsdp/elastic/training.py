@@ -372,7 +372,7 @@ class Run:
     def _close(self, *, failed: bool) -> None:
         try:
             if failed:
-                self._own.give_up()
+                self._own.give_up(is_lost=False)
                 return
             self._keeper.finish()
             finish_saves()()
