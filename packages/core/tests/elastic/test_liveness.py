@@ -82,10 +82,11 @@ def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
 
 
 def not_connected() -> str:
-    if dist.get_rank() == 1:
-        sockets.of_network = lambda: "203.0.113.1"  # of no interface of this host
     ranks, group = _own_ranks()
-    ring = liveness.watch(ranks, group)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(sockets, "of_network", lambda: "203.0.113.1")  # of no interface here
+        ring = liveness.watch(ranks, group)
     ranks.agree("a message", lambda: None)
     return str(ring._neighbours)
 
