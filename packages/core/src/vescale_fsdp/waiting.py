@@ -43,7 +43,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import devices
+from vescale_fsdp import devices, interruptible
 from vescale_fsdp.backends import backend_name, backend_of, backends_of
 from vescale_fsdp.errors import RankMismatchError
 
@@ -307,12 +307,14 @@ def deadline_for(group: dist.ProcessGroup) -> float | None:
     return time.monotonic() + _up_to(limit, group)
 
 
-def wait_until(work: dist.Work, deadline: float | None) -> None:
-    """Wait for a send or a receive. If it times out, gloo closes the connections."""
-    if deadline is None:
-        work.wait()
-    else:
-        work.wait(_delta(deadline - time.monotonic()))
+def wait_until(works: Iterable[dist.Work | None], deadline: float | None) -> None:
+    """Wait for sends or receives. If one times out, gloo closes the connections."""
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        if deadline is None:
+            work.wait()
+        else:
+            work.wait(_delta(deadline - time.monotonic()))
 
 
 def store_wait(
@@ -472,6 +474,7 @@ def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
             work = dist.irecv(tensor, group=group, group_src=peer, tag=_CLOSING_TAG)
             assert work is not None, "this rank is in the group"
             work.wait(datetime.timedelta(milliseconds=1))
+    interruptible.end(RuntimeError(f"connections were closed: {_here.fault}"))
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:

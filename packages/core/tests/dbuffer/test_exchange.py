@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RankMismatchError, fully_shard, interruptible, waiting
 from vescale_fsdp.dbuffer import SlabPool, transport
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.testing import RankError, run_ranks
@@ -188,3 +190,36 @@ def check_training() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_gives_the_same_bits(world_size: int) -> None:
     run_ranks(check_training, world_size)
+
+
+def exchanges_with_a_rank_that_stands_still() -> str:
+    """Rank 1 is stopped when it has received a part of a message.
+
+    gloo's waits for such a message end only with their timeout, also if its connection is closed.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    processes: list[int] = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    large, small = torch.zeros(16 << 20), torch.zeros(1 << 12)
+    sent, received = [small, small], [small.clone(), small.clone()]
+    (sent if rank == 0 else received)[other] = large
+    interruptible.enable()
+    threading.Timer(1.0, lambda: waiting.close([group], "a host is gone")).start()
+    exchange = transport.Exchange(sent, received, rank, group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(RankMismatchError) as caught:
+        exchange.wait()
+    if rank == 0:
+        os.kill(processes[1], signal.SIGCONT)
+    return str(caught.value)
+
+
+def test_a_wait_ends_when_connections_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "1000")  # longer than the timeout of a test
+    texts = run_ranks(exchanges_with_a_rank_that_stands_still, 2)
+    assert texts == ["the ranks are no longer connected: a host is gone"] * 2

@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import compat, devices, interruptible, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.memory import Lasting, SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
@@ -116,9 +116,7 @@ class Exchange:
         started, deadline = time.monotonic(), waiting.deadline_for(self._group)
         try:
             with waiting.watched(_WHAT, self._group):
-                for work in self._works:
-                    assert work is not None, "this rank is in the group"
-                    waiting.wait_until(work, deadline)
+                interruptible.carry_out(lambda: waiting.wait_until(self._works, deadline))
         except RuntimeError as error:
             raise waiting.failure(error, self._group, _WHAT, started) from error
         waiting.finish(_WHAT)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import waiting
+from vescale_fsdp import interruptible, waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.elastic import sockets
 
@@ -58,6 +58,8 @@ class Ring:
         self._wake, self._woken = socket.socketpair()
         self._is_over = not neighbours
         self._has_left = threading.Event()
+        if neighbours:
+            interruptible.enable()
         self.reason = ""  # why it was closed; empty: all are there
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp liveness", daemon=True)
         if neighbours:
@@ -71,6 +73,7 @@ class Ring:
             self._say(_GOODBYE)
             self._wake.send(b"x")
         self._has_left.set()
+        interruptible.end(RuntimeError("this rank has left the training"))
         if self._thread.ident is not None:
             self._thread.join()  # it closes communicators of this world, and must not of the next
         for each in (self._wake, self._woken):
