@@ -105,6 +105,7 @@ def full_memory(trial: Trial) -> None:
     trial.wait_for_ranks(2 * RANKS, WHOLE_S, EVERY + 1)
     new.empty_memory()
     trial.tell(f"the memory of {new.name} is free again")
+    trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS, since=time.time())
 
 
 def full_survivor(trial: Trial) -> None:
@@ -116,6 +117,7 @@ def full_survivor(trial: Trial) -> None:
     trial.wait_for_ranks(2 * RANKS, WHOLE_S, EVERY + 1)
     host.empty_memory()
     trial.tell(f"the memory of {host.name} is free again")
+    trial.wait_for_ranks(2 * RANKS, WHOLE_S, SETTLED_STEPS, since=time.time())
 
 
 def two_ranks(trial: Trial) -> None:

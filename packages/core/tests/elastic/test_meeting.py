@@ -6,7 +6,9 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +158,47 @@ def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) ->
     assert is_in_a_round()
     assert waiting.is_alive()
     a.die()
+
+
+def test_hosts_that_cannot_connect_meet_again_and_do_not_go_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network between them is cut, and they learn it at different times."""
+    a, b = Host(tmp_path, "a", 1, 3), Host(tmp_path, "b", 1, 3)
+    joined(a.meetings + b.meetings)
+    connect, failures = Meeting._connect, []
+
+    def cut(self: Meeting, round_: Path, names: Sequence[str]) -> Any:
+        if len(failures) < 4 or self.member.host == "b-0" and len(failures) < 8:
+            failures.append(self.member.name)
+            time.sleep(0.2 if self.member.host == "a-0" else 2.0)
+            raise TimeoutError("a test")
+        return connect(self, round_, names)
+
+    monkeypatch.setattr(Meeting, "_connect", cut)
+    monkeypatch.setattr(meeting, "_CONNECT_S", 4.0)
+    worlds = joined(a.meetings + b.meetings)
+    assert len(failures) >= 4
+    assert [len(world.names) for world in worlds] == [4] * 4
+
+
+def test_a_host_that_others_have_gone_on_without_waits_for_them(tmp_path: Path) -> None:
+    """It has an older state, and would win with a world of its own."""
+    a, b = Host(tmp_path, "a", 1, 3), Host(tmp_path, "b", 1, 3)
+    joined(a.meetings + b.meetings)
+    b.die()  # it cannot touch its files
+    assert len(a.join()[0].names) == 2
+    for each in b.meetings:
+        each._has_left = False
+        each._thread = threading.Thread(target=each._beat, daemon=True)
+        each._thread.start()
+    coming = threading.Thread(target=b.join, daemon=True)
+    coming.start()
+    coming.join(4.0)  # longer than a rank that is lost is waited for
+    assert coming.is_alive()
+    assert len(a.join()[0].names) == 4
+    coming.join(30.0)
+    assert not coming.is_alive()
 
 
 def test_too_few_hosts(tmp_path: Path) -> None:

@@ -263,6 +263,12 @@ class Meeting:
                 store, address = self._connect(round_, names)
             except (dist.DistError, OSError) as error:
                 _log.warning("round %s ends: not all of its ranks came (%s)", round_.name, error)
+                if time.monotonic() > end:
+                    raise TooFewHostsError(
+                        f"{len(names)} ranks meet in {self._folder}, and cannot connect to each "
+                        f"other; the last error: {error}. Is the network cut between hosts that "
+                        "reach this folder?"
+                    ) from error
                 continue
             rank = names.index(self.member.name)
             self.world = World(int(round_.name), names, rank, store, address)
@@ -304,7 +310,7 @@ class Meeting:
     def _wait_closed(self, round_: Path, end: float) -> Sequence[str] | None:
         """Return the ranks of the round. None: it was closed without this one."""
         home, former = self._before(round_)
-        is_new = self.world is None
+        is_new = self.member.name not in former
         call_s = _FIRST_CALL_S if is_new else _LAST_CALL_S
         came = changed = time.monotonic()
         before: list[Member] = []
@@ -338,12 +344,15 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def _before(self, round_: Path) -> tuple[Path, Sequence[str]]:
-        """The former round and its ranks: of this rank, or of others that it may join."""
-        if self.world is not None:
-            return self._folder / f"{self.world.number:06d}", self.world.names
-        earlier = [each for each in self._rounds() if int(each.name) < int(round_.name)]
-        found = [each for each in earlier if _read(each / "closed") is not None]
-        return (found[-1], _read(found[-1] / "closed") or ()) if found else (round_, ())
+        """The last round that was closed, and its ranks.
+
+        This rank is not among them if it is new, or if others have gone on without it.
+        """
+        for each in reversed(self._rounds()):
+            names = _read(each / "closed") if int(each.name) < int(round_.name) else None
+            if names is not None:
+                return each, names
+        return round_, ()
 
     def _are_missing(self, here: Sequence[Member], home: Path, former: Sequence[str]) -> bool:
         """Whether a rank of the former round lives, and has not come."""
