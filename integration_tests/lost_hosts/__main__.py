@@ -21,7 +21,7 @@ from benchmarks import namespaces
 
 from . import demo, report
 from .faults import FAULTS, Fault
-from .hosts import IN_PROCESS, own_mounts
+from .hosts import IN_PROCESS, RESTARTED, TORCHFT, own_mounts
 from .runner import Report, run_all
 
 
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--page", action="store_true", help="only write it again")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
+    parser.add_argument("--torchft", action="store_true", help="only torchft, if it is installed")
     parser.add_argument("--in-process", action="store_true", help="survivors keep their processes")
     parser.add_argument("--folder", type=Path, help="of the trainings")
     parser.add_argument(
@@ -61,20 +62,17 @@ def main() -> int:
         own_mounts()
     else:
         print(f"hosts without namespaces, faults of the network are left out: {reason}")
-    if args.in_process:
-        os.environ[IN_PROCESS] = "1"
+    how = IN_PROCESS if args.in_process else TORCHFT if args.torchft else RESTARTED
     folder = args.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     folder.mkdir(exist_ok=True)
     if not args.faults and not args.only:
-        return demo.run(folder, args.picture.resolve(), with_network=with_network)
-    script = "stock.py" if args.stock else "train.py"
-    begin = time.monotonic()
+        return demo.run(folder, args.picture.resolve(), how=how, with_network=with_network)
+    script = "stock.py" if args.stock else "peers.py" if args.torchft else "train.py"
+    kind = report.STOCK if args.stock else how
     faults = chosen(args.faults, args.only, args.seed, with_network=with_network)
-    if args.stock:
+    if args.stock or args.torchft:
         faults = [each for each in faults if each.is_for_stock]
-
-    kind = report.IN_PROCESS if args.in_process else report.RESTARTED
-    kind = report.STOCK if args.stock else kind
+    begin = time.monotonic()
     facts = report.facts_now(args.faults, args.seed, with_network=with_network)
 
     def save(found: Report) -> None:  # also after a part, so that a stop loses little
@@ -86,7 +84,7 @@ def main() -> int:
 
     found = run_all(
         faults, args.steps, folder, 1000 * args.seed, with_network=with_network,
-        until_s=60 * args.minutes, script=script, after=save,
+        until_s=60 * args.minutes, how=how, script=script, after=save,
     )  # fmt: skip
     for outcome in found.outcomes:
         print(f"{outcome.name}: {outcome.text()}")

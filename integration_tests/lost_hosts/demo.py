@@ -136,7 +136,7 @@ def lost(times: list[float]) -> list[tuple[float, float]]:
     return made
 
 
-def run(folder: Path, picture: Path, *, with_network: bool) -> int:
+def run(folder: Path, picture: Path, *, how: str, with_network: bool) -> int:
     """Play the demo, draw the picture, compare. Returns the exit code."""
     root = folder / "demo"
     (root / "events").mkdir(parents=True)
@@ -149,7 +149,7 @@ def run(folder: Path, picture: Path, *, with_network: bool) -> int:
     arguments = [str(FOLDER / "train.py"), str(root), str(STEPS), str(STEP_S)]
     own = {"EVERY": str(EVERY), "EVERY_ON_DISK": str(EVERY_ON_DISK)}
     own |= {"VESCALE_FSDP_TIMEOUT_S": str(TIMEOUT_S), "CONNECT_S": str(CONNECT_S)}
-    with new_hosts(root, arguments, with_network=with_network, **own) as hosts:
+    with new_hosts(root, how, arguments, with_network=with_network, **own) as hosts:
         demo = Demo(Trial(root, hosts, 0), time.time())
         try:
             demo.play(with_network=with_network)

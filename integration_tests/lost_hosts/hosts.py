@@ -31,8 +31,10 @@ from benchmarks import namespaces
 
 RANKS = 2  # of a host
 MEMORY_BYTES, LEFT_BYTES = 256 << 20, 64 << 10  # of a host; when it is full
-# How torchrun finds out who is there, as docs/elastic.md says.
-IN_PROCESS = "IN_PROCESS"  # in the environment: survivors keep their processes
+# How ranks find out who is there, as docs/elastic.md says: by torchrun; by themselves, in a folder;
+# by torchft's lighthouse.
+RESTARTED, IN_PROCESS, TORCHFT = "restarted", "in process", "torchft"
+_LIGHTHOUSE_PORT = 29_510
 RENDEZVOUS = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
@@ -44,6 +46,7 @@ class Host:
         number: of its address.
         root: of all files of the trial.
         switch: None: hosts share the network of this machine.
+        how: ranks find out who is there.
         memory: the folder of another host that has died, to come back with its memory.
     """
 
@@ -53,9 +56,10 @@ class Host:
         number: int,
         root: Path,
         switch: namespaces.Switch | None,
+        how: str,
         memory: Path | None = None,
     ) -> None:
-        self.name, self._root, self._switch = name, root, switch
+        self.name, self._root, self._switch, self._how = name, root, switch, how
         self.memory = memory or root / f"memory-{name}"
         self.log = root / f"log-{name}"
         self.is_cut = False
@@ -80,6 +84,7 @@ class Host:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
             "HOST_NAME": self.name,
+            "HOST_ADDRESS": self._address,
             "GLOO_SOCKET_IFNAME": namespaces.WIRE if self._inside is not None else "lo",
         }
         launch = [
@@ -87,9 +92,12 @@ class Host:
             *("--rdzv-endpoint", str(self._root / "meeting"), "--rdzv-conf", RENDEZVOUS),
             *("--local-addr", self._address),
         ]
-        if IN_PROCESS in os.environ:
+        if self._how == IN_PROCESS:
             own |= {"VESCALE_FSDP_MEETING": str(self._root / "rounds"), "VESCALE_FSDP_HOSTS": "1:2"}
             launch = ["--standalone"]
+        if self._how == TORCHFT:  # others reach the store by this address
+            launch = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._address}:0"]
+            launch += ["--local-addr", self._address]
         enter = []
         if self._inside is not None:
             enter = ["nsenter", f"--net=/proc/{self._inside}/ns/net"]
@@ -217,9 +225,14 @@ class Hosts:
     """The hosts of one trial, made by `new_hosts`."""
 
     def __init__(
-        self, root: Path, switch: namespaces.Switch | None, arguments: list[str], **environ: str
+        self,
+        root: Path,
+        switch: namespaces.Switch | None,
+        how: str,
+        arguments: list[str],
+        **environ: str,
     ) -> None:
-        self.root, self.switch = root, switch
+        self.root, self.switch, self.how = root, switch, how
         self._arguments, self._environ = arguments, environ
         self.here: list[Host] = []
         self._num_made = 0
@@ -232,7 +245,7 @@ class Hosts:
         """
         self._num_made += 1
         name = f"host{self._num_made}"
-        host = Host(name, self._num_made, self.root, self.switch, memory)
+        host = Host(name, self._num_made, self.root, self.switch, self.how, memory)
         self.here.append(host)
         if full:
             host.fill_memory()
@@ -256,23 +269,51 @@ class Hosts:
 
 @contextmanager
 def new_hosts(
-    root: Path, arguments: list[str], *, with_network: bool, **environ: str
+    root: Path, how: str, arguments: list[str], *, with_network: bool, **environ: str
 ) -> Iterator[Hosts]:
     """Make a switch and no hosts.
 
     Args:
         root: an empty folder.
+        how: ranks find out who is there.
         arguments: the script for torchrun, and its arguments.
         with_network: whether each host is a namespace.
         environ: for the ranks.
     """
     with ExitStack() as stack:
         switch = stack.enter_context(namespaces.new_switch()) if with_network else None
-        hosts = Hosts(root, switch, arguments, **environ)
+        if how == TORCHFT:
+            environ["TORCHFT_LIGHTHOUSE"] = stack.enter_context(_lighthouse(root, switch))
+        hosts = Hosts(root, switch, how, arguments, **environ)
         try:
             yield hosts
         finally:
             hosts.close()
+
+
+@contextmanager
+def _lighthouse(root: Path, switch: namespaces.Switch | None) -> Iterator[str]:
+    """Torchft's server, on a host of its own that does not die. Yields its address."""
+    with ExitStack() as stack:
+        address, enter = "127.0.0.1", []
+        if switch is not None:
+            inside, number = stack.enter_context(namespaces.holder()), 250
+            switch.connect(number, inside)
+            address = namespaces.address(number)
+            enter = ["nsenter", f"--net=/proc/{inside}/ns/net"]
+        log = stack.enter_context(open(root / "log-lighthouse", "w"))
+        script = (
+            "import time; from torchft.coordination import LighthouseServer; server = "
+            f"LighthouseServer(bind='{address}:{_LIGHTHOUSE_PORT}', min_replicas=1, "
+            "join_timeout_ms=3000, heartbeat_timeout_ms=5000); time.sleep(1e6)"
+        )
+        process = subprocess.Popen(
+            [*enter, sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            preexec_fn=namespaces.die_with_parent,
+        )  # fmt: skip
+        stack.callback(process.kill)
+        yield f"http://{address}:{_LIGHTHOUSE_PORT}"
 
 
 def own_mounts() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from integration_tests.faults.report import commit
 
 from .faults import FAULTS, judged
-from .hosts import RANKS, RENDEZVOUS
+from .hosts import IN_PROCESS, RANKS, RENDEZVOUS, RESTARTED, TORCHFT
 from .runner import TIMEOUT_S, Report
 from .trial import EVERY, EVERY_ON_DISK, STEP_S, TOLERANCE, Outcome
 from .watch import Parts
@@ -41,7 +41,7 @@ NO_NETWORK = (
 
 
 # The kinds of runs on the page, and what a section says about each.
-IN_PROCESS, RESTARTED, STOCK = "in process", "restarted", "stock"
+STOCK = "stock"
 SECTIONS = {
     IN_PROCESS: (
         "Survivors keep their processes",
@@ -101,8 +101,8 @@ def _write(runs: Mapping[str, Run]) -> None:
     }  # fmt: skip
     parts = [FRAME.read_text().format(**numbers)]
     parts += [_section(kind, runs[kind]) for kind in SECTIONS if kind in runs]
-    if STOCK in runs:
-        parts.append("## Stock torchrun with FSDP2 and DCP\n\n" + stock_table(runs))
+    if STOCK in runs or TORCHFT in runs:
+        parts.append(_beside(runs))
     PAGE.write_text("\n".join(parts))
     raw = {
         kind: {"facts": run.facts, "report": dataclasses.asdict(run.report)}
@@ -174,29 +174,50 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stock_table(runs: Mapping[str, Run]) -> str:
-    """The faults that stock had, with those of the others."""
+NAMES = {
+    IN_PROCESS: "same processes",
+    RESTARTED: "started again",
+    STOCK: "stock",
+    TORCHFT: "torchft",
+}
+
+
+def _beside(runs: Mapping[str, Run]) -> str:
+    """The faults that others had, with ours."""
+    text = "## Beside stock torch and torchft\n\n"
+    for kind in (STOCK, TORCHFT):
+        if kind in runs:
+            facts, report = runs[kind].facts, runs[kind].report
+            text += (
+                f"*{NAMES[kind]}*: measured on {facts['date']} at commit {facts['commit']}, with "
+                f"{facts['versions']}{facts.get('load', '')}; largest difference of a loss from "
+                f"the undisturbed run {report.farthest_loss:.1e}.\n"
+            )
+            text += "".join(f"  Wrong: {each}.\n" for each in report.wrong) + "\n"
+    return text + beside_table(runs)
+
+
+def beside_table(runs: Mapping[str, Run]) -> str:
+    """A row for each fault and each kind of run, of the faults that others had too."""
     lines = [
         "| fault | | what happened | repeated | next step, s | "
         "meet + processes + state + step, s |",
         "|---|---|---|---|---|---|",
     ]
-    names = {IN_PROCESS: "same processes", RESTARTED: "started again", STOCK: "stock"}
     for fault in FAULTS:
-        shown = fault.name
-        if not any(each.name == fault.name for each in runs[STOCK].report.outcomes):
+        found = {
+            kind: [each for each in run.report.outcomes if each.name == fault.name]
+            for kind, run in runs.items()
+        }
+        if not (found.get(STOCK) or found.get(TORCHFT)):
             continue
-        for kind, name in names.items():
-            outcomes = runs[kind].report.outcomes if kind in runs else []
-            rows = [each for each in outcomes if each.name == fault.name]
-            if rows:
+        shown = fault.name
+        for kind, name in NAMES.items():
+            if rows := found.get(kind):
                 cells = [shown, name, happened(rows), repeated(rows), spread(rows), split(rows)]
                 lines.append("| " + " | ".join(cells) + " |")
                 shown = ""
-    text = "\n".join(lines) + "\n"
-    if runs[STOCK].report.wrong:
-        text += "\nWrong in the stock trainings: " + "; ".join(runs[STOCK].report.wrong) + ".\n"
-    return text
+    return "\n".join(lines) + "\n"
 
 
 def happened(rows: Sequence[Outcome]) -> str:

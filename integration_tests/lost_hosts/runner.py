@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .faults import Fault, happen
-from .hosts import RANKS, new_hosts
+from .hosts import RANKS, RESTARTED, TORCHFT, new_hosts
 from .trial import (
     EVERY,
     EVERY_ON_DISK,
@@ -68,6 +68,7 @@ def run_all(
     *,
     with_network: bool,
     until_s: float = float("inf"),
+    how: str = RESTARTED,
     script: str = "train.py",
     after: Callable[[Report], None] = lambda _: None,
 ) -> Report:
@@ -78,13 +79,16 @@ def run_all(
         seed: of the times and the victims.
         with_network: whether hosts are namespaces.
         until_s: no training is begun after this time.
-        script: ``train.py``, or ``stock.py``.
+        how: ranks find out who is there.
+        script: ``train.py``, ``stock.py`` or ``peers.py``.
         after: called after each training, with the report so far.
     """
     report, left, start = Report(), list(faults), time.monotonic()
     while left and time.monotonic() - start < until_s:
         seed += 1
-        part = run_training(left, until, folder, seed, with_network=with_network, script=script)
+        part = run_training(
+            left, until, folder, seed, with_network=with_network, how=how, script=script
+        )
         left = left[max(1, len(part.outcomes)) :]
         report.add(part)
         after(report)
@@ -98,10 +102,11 @@ def run_training(
     seed: int,
     *,
     with_network: bool,
+    how: str = RESTARTED,
     script: str = "train.py",
 ) -> Report:
     """One training with the first of these faults: as many as there is room for."""
-    quiet = reference(folder, until, script)
+    quiet = reference(folder, until, "train.py" if how == TORCHFT else script)
     root = folder / f"training-{seed}"
     shutil.rmtree(root, ignore_errors=True)
     (root / "events").mkdir(parents=True)
@@ -114,7 +119,7 @@ def run_training(
         print(f"{time.monotonic() - start:6.1f} s  {text}", flush=True)
 
     tell(f"training {seed} begins")
-    with new_hosts(root, arguments, with_network=with_network, **own) as hosts:
+    with new_hosts(root, how, arguments, with_network=with_network, **own) as hosts:
         trial = Trial(root, hosts, seed, tell=tell)
         for _ in range(2):
             hosts.add()
