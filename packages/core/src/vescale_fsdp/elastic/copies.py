@@ -203,7 +203,8 @@ def _cut(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointWriteError(
-            f"{what}: {error.strerror or error}. Copies need connections between all hosts, as gloo"
+            f"{what}: {error.strerror or error}. Copies need connections between all hosts, as "
+            "gloo does"
         ) from error
 
 
