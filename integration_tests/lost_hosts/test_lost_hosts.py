@@ -78,3 +78,11 @@ def test_the_picture_has_each_panel_and_each_fault(tmp_path: Path) -> None:
     draw(tmp_path / "a.svg", "title", panels, [(3.0, "a host dies")], 10.0)
     texts = [each.text for each in ElementTree.parse(tmp_path / "a.svg").iter() if each.text]
     assert {"loss", "ranks <alive>", "a host dies", "10 s"} <= set(texts)
+
+
+def test_the_page_is_made_of_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = report.PAGE
+    monkeypatch.setattr(report, "PAGE", tmp_path / page.name)
+    (tmp_path / page.name).with_suffix(".json").write_text(page.with_suffix(".json").read_text())
+    report.write_again()
+    assert (tmp_path / page.name).read_text() == page.read_text()
