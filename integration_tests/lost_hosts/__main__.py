@@ -1,7 +1,8 @@
 """``python3 dev.py elastic``: a training on two hosts that die and come back.
 
 (nothing)       the demo, 3 minutes, and its picture
---faults 200    each fault once, then random ones, 200 in all (more than an hour); writes the page
+--faults 200    each fault once, then random ones, 200 in all (hours); writes the page
+--at-once 3     so many trainings side by side
 --in-process    survivors keep their processes (docs/elastic.md)
 --only WORD     faults with this word in their names, once each, or ``--faults`` of them; no page
 """
@@ -14,6 +15,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +24,8 @@ from benchmarks import namespaces
 from . import demo, report
 from .faults import FAULTS, Fault
 from .hosts import IN_PROCESS, RESTARTED, TORCHFT, own_mounts
-from .runner import Report, run_all
+from .runner import Report, reference_script, run_all
+from .trial import reference
 
 
 def chosen(count: int, word: str, seed: int, *, with_network: bool) -> list[Fault]:
@@ -41,6 +44,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=500, help="of a training with several faults")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings side by side")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--page", action="store_true", help="only write it again")
@@ -69,23 +73,38 @@ def main() -> int:
         return demo.run(folder, args.picture.resolve(), how=how, with_network=with_network)
     script = "stock.py" if args.stock else "peers.py" if args.torchft else "train.py"
     kind = report.STOCK if args.stock else how
-    faults = chosen(args.faults, args.only, args.seed, with_network=with_network)
-    if args.stock or args.torchft:
-        faults = [each for each in faults if each.is_for_stock]
-    begin = time.monotonic()
-    facts = report.facts_now(args.faults, args.seed, with_network=with_network)
+    begin, at_once = time.monotonic(), args.at_once
+    facts = report.facts_now(args.faults, args.seed, at_once, with_network=with_network)
+    parts, lock = [Report() for _ in range(at_once)], threading.Lock()
 
-    def save(found: Report) -> None:  # also after a part, so that a stop loses little
-        if args.only:
-            return
-        load = os.getloadavg()[2]
-        said = f", beside other work (load {load:.1f})" if load > 4 else ""
-        report.write(kind, report.Run({**facts, "load": said}, found))
+    def run(place: int) -> None:
+        """The share of one of the trainings side by side, with a seed of its own."""
+        seed, count = args.seed + place, len(range(place, args.faults, at_once))
+        faults = chosen(count, args.only, seed, with_network=with_network)
+        if args.stock or args.torchft:
+            faults = [each for each in faults if each.is_for_stock]
 
-    found = run_all(
-        faults, args.steps, folder, 1000 * args.seed, with_network=with_network,
-        until_s=60 * args.minutes, how=how, script=script, after=save,
-    )  # fmt: skip
+        def save(found: Report) -> None:  # also after a part, so that a stop loses little
+            with lock:
+                parts[place] = found
+                if args.only:
+                    return
+                load = os.getloadavg()[2]
+                said = f", beside other work (load {load:.1f})" if load > 4 * at_once else ""
+                report.write(kind, report.Run({**facts, "load": said}, Report.of(parts)))
+
+        run_all(
+            faults, args.steps, folder, 1000 * seed, with_network=with_network,
+            until_s=60 * args.minutes, how=how, script=script, after=save,
+        )  # fmt: skip
+
+    reference(folder, args.steps, reference_script(how, script))  # before several need it
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in range(at_once)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    found = Report.of(parts)
     for outcome in found.outcomes:
         print(f"{outcome.name}: {outcome.text()}")
     num_odd = sum(bool(each.fault) for each in found.outcomes)

@@ -67,12 +67,13 @@ class Run:
     report: Report
 
 
-def facts_now(asked: int, seed: int, *, with_network: bool) -> dict[str, Any]:
+def facts_now(asked: int, seed: int, at_once: int, *, with_network: bool) -> dict[str, Any]:
     """The facts of a run that begins now."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "vescale-fsdp")]
     return {
         "asked": asked,
         "seed": seed,
+        "at_once": at_once,
         "hosts": NETWORK if with_network else NO_NETWORK,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
@@ -122,7 +123,8 @@ def _section(kind: str, run: Run) -> str:
         "title": title,
         "text": text if facts["hosts"] == NETWORK else f"{text} {facts['hosts']}",
         "faults": f"{num_faults} faults in {report.num_trainings} trainings{stopped}",
-        "minutes": report.seconds / 60,
+        "minutes": report.seconds / 60 / facts.get("at_once", 1),
+        "at_once": _at_once(facts.get("at_once", 1)),
         "num_steps": report.num_steps,
         "tolerance": TOLERANCE,
         "farthest": report.farthest,
@@ -132,10 +134,14 @@ def _section(kind: str, run: Run) -> str:
         "num_odd": sum(bool(each.fault) and not each.is_hang for each in report.outcomes),
         "table": table(report.outcomes),
     }
-    made = SECTION.read_text().format(**{"load": "", **facts}, **numbers)
+    made = SECTION.read_text().format(**{"load": "", **facts, **numbers})
     if missed or report.wrong:
         made += "\nMissed:\n\n" + "".join(f"- {each}\n" for each in missed + report.wrong)
     return made
+
+
+def _at_once(number: int) -> str:
+    return "" if number == 1 else f", {number} trainings at a time"
 
 
 def read() -> dict[str, Run]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,14 @@ class Report:
     num_trainings: int = 0
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, parts: Iterable[Report]) -> Report:
+        """What came of all of them."""
+        made = cls()
+        for each in parts:
+            made.add(each)
+        return made
+
     def add(self, other: Report) -> None:
         """Add what came of others."""
         self.outcomes += other.outcomes
@@ -58,6 +66,11 @@ class Report:
         self.num_steps += other.num_steps
         self.num_trainings += other.num_trainings
         self.seconds += other.seconds
+
+
+def reference_script(how: str, script: str) -> str:
+    """The script that can train in one process without faults."""
+    return "train.py" if how == TORCHFT else script
 
 
 def run_all(
@@ -106,7 +119,7 @@ def run_training(
     script: str = "train.py",
 ) -> Report:
     """One training with the first of these faults: as many as there is room for."""
-    quiet = reference(folder, until, "train.py" if how == TORCHFT else script)
+    quiet = reference(folder, until, reference_script(how, script))
     root = folder / f"training-{seed}"
     shutil.rmtree(root, ignore_errors=True)
     (root / "events").mkdir(parents=True)
