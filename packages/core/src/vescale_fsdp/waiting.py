@@ -424,7 +424,7 @@ def failure(
     if isinstance(error, RankMismatchError):
         return error
     if group in _closed:
-        return RankMismatchError(f"the ranks are no longer connected: {_here.fault}")
+        return _no_longer_connected()
     ranks = dist.get_process_group_ranks(group)
     seconds, doing = time.monotonic() - started, _doing(what)
     timed_out = "timed out" in str(error).lower()
@@ -474,7 +474,11 @@ def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
             work = dist.irecv(tensor, group=group, group_src=peer, tag=_CLOSING_TAG)
             assert work is not None, "this rank is in the group"
             work.wait(datetime.timedelta(milliseconds=1))
-    interruptible.end(RuntimeError(f"connections were closed: {_here.fault}"))
+    interruptible.end(_no_longer_connected())
+
+
+def _no_longer_connected() -> RankMismatchError:
+    return RankMismatchError(f"the ranks are no longer connected: {_here.fault}")
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vescale_fsdp import interruptible
 from vescale_fsdp.checkpoint import parts
 from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
@@ -127,11 +128,11 @@ class Keeper:
 
         Raises:
             Exception: another rank has died, a state cannot be saved, or a later attempt has begun
-                elsewhere. A host whose memory is
-                full is only logged: the generation before remains.
+                elsewhere. A host whose memory is full is only logged: the generation before
+                remains.
         """
         if self._thread is not None:
-            self._thread.join()
+            interruptible.carry_out(self._thread.join)  # its thread may wait for a rank that hangs
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,0 +1,73 @@
+"""Waits that another thread can end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vescale_fsdp import RankMismatchError, interruptible, waiting
+from vescale_fsdp.elastic.keeping import Keeper
+
+
+@pytest.fixture(autouse=True)
+def _left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(waiting._here, "fault", "")
+    yield
+    interruptible.end(RuntimeError("the test is over"))
+
+
+def where() -> threading.Thread:
+    found: list[threading.Thread] = []
+    interruptible.carry_out(lambda: found.append(threading.current_thread()))
+    return found[0]
+
+
+def test_another_thread_waits_only_while_it_is_enabled() -> None:
+    here = threading.current_thread()
+    assert where() is here
+    interruptible.enable()
+    assert where() is not here
+    interruptible.end(RuntimeError("over"))
+    assert where() is here
+
+
+def test_errors_of_the_call_are_raised() -> None:
+    interruptible.enable()
+    with pytest.raises(ZeroDivisionError):
+        interruptible.carry_out(lambda: divmod(1, 0) and None)
+    assert where() is not threading.current_thread(), "it goes on"
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_all_that_wait_are_ended(num_threads: int) -> None:
+    interruptible.enable()
+    forever, errors = threading.Event(), []
+
+    def wait() -> None:
+        try:
+            interruptible.carry_out(lambda: forever.wait() and None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(num_threads)]
+    for each in threads:
+        each.start()
+    threading.Timer(0.2, lambda: interruptible.end(RuntimeError("over"))).start()
+    for each in threads:
+        each.join(30.0)
+    assert errors == ["over"] * num_threads
+    forever.set()
+
+
+def test_a_rank_does_not_wait_for_a_memory_checkpoint_that_hangs() -> None:
+    interruptible.enable()
+    forever = threading.Event()
+    keeper = object.__new__(Keeper)
+    keeper._thread = threading.Thread(target=forever.wait, daemon=True)
+    keeper._thread.start()
+    threading.Timer(0.2, lambda: waiting.close([], "a host is gone")).start()
+    with pytest.raises(RankMismatchError, match="no longer connected"):
+        keeper.finish()
+    forever.set()
