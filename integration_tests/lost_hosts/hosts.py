@@ -178,9 +178,15 @@ class Host:
 
     def fill_memory(self) -> None:
         """Fill the memory, but for some pages, with a file of somebody else."""
-        free = shutil.disk_usage(self.memory).free
         with open(self.memory / "filler", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(free - LEFT_BYTES, 4096))
+            for _ in range(100):
+                left = max(shutil.disk_usage(self.memory).free - LEFT_BYTES, 4096)
+                try:
+                    os.posix_fallocate(file.fileno(), 0, left)
+                except OSError:  # a rank was faster
+                    time.sleep(0.01)
+                else:
+                    return
 
     def empty_memory(self) -> None:
         """Undo `fill_memory`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vescale_fsdp import (
     checkpoint,
     fully_shard,
 )
+from vescale_fsdp.checkpoint import saving
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State, everything, make, train
@@ -208,3 +210,13 @@ def test_a_buffer_that_shares_elements_is_said_before_the_load(tmp_path: Path) -
         checkpoint.load(tmp_path / "a", model)
     model.mask = model.mask.clone()
     checkpoint.load(tmp_path / "a", model)
+
+
+def test_a_save_that_waits_for_a_lost_rank_is_left() -> None:
+    forever, handle = threading.Event(), saving.SaveHandle(Path("none"))
+    handle._start(forever.wait)
+    saving._last = handle
+    saving.leave_saves(0.1)
+    saving.finish_saves()()  # returns: it is forgotten
+    assert not handle.is_done
+    forever.set()

@@ -96,6 +96,18 @@ def finish_saves() -> Callable[[], None]:
     return check
 
 
+def leave_saves(seconds: float) -> None:
+    """After other ranks were lost: wait so long for the save that was started last, and forget it.
+
+    Its thread may wait for a message from a lost rank, until its process group times out. It then
+    ends with an error. The checkpoint is complete if all ranks have answered before, else absent.
+    """
+    global _last
+    handle, _last = _last, None
+    if handle is not None and handle._thread is not None:
+        handle._thread.join(seconds)
+
+
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -19,11 +18,11 @@ from torch.utils.data import Dataset
 
 from vescale_fsdp import checkpoint, waiting
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
-from vescale_fsdp.checkpoint.saving import finish_saves
+from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.elastic import attempts, memory, worlds
 from vescale_fsdp.elastic.batches import Batches, Step
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
-from vescale_fsdp.elastic.keeping import Kept
+from vescale_fsdp.elastic.keeping import LAST_WORDS_S, Kept
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
@@ -266,8 +265,7 @@ class Run:
         self._own.give_up()
         if self._stop is not None:
             self._stop.close()
-        with contextlib.suppress(Exception):
-            finish_saves()()  # of a checkpoint on disk; others have died
+        leave_saves(LAST_WORDS_S)
         if code:
             sys.exit(code)
         if not isinstance(error, RanksHaveChanged):
