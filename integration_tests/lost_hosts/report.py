@@ -136,7 +136,10 @@ def _section(kind: str, run: Run) -> str:
     }
     made = SECTION.read_text().format(**{"load": "", **facts, **numbers})
     if missed or report.wrong:
-        made += "\nMissed ([causes](design/elastic.md#what-random-faults-have-found)):\n\n" + "".join(f"- {each}\n" for each in missed + report.wrong)
+        made += (
+            "\nMissed ([causes](design/elastic.md#what-random-faults-have-found)):\n\n"
+            + "".join(f"- {each}\n" for each in missed + report.wrong)
+        )
     return made
 
 
