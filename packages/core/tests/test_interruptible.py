@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -71,3 +73,21 @@ def test_a_rank_does_not_wait_for_a_memory_checkpoint_that_hangs() -> None:
     with pytest.raises(RankMismatchError, match="no longer connected"):
         keeper.finish()
     forever.set()
+
+
+def test_the_handler_of_a_signal_can_raise_during_a_wait() -> None:
+    """As a script's own handler does, which ends the training with an exception."""
+
+    def handle(*_: object) -> None:
+        raise InterruptedError
+
+    interruptible.enable()
+    forever, before = threading.Event(), signal.signal(signal.SIGUSR1, handle)
+    try:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(InterruptedError):
+            interruptible.carry_out(lambda: forever.wait() and None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    forever.set()
+    assert where() is not threading.current_thread(), "it goes on"

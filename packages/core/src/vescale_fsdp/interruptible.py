@@ -51,8 +51,10 @@ class _Worker:
                 raise self._error
             self._waited_for.add(job)
             self._jobs.put(job)
-        job.ended.wait()
-        self._waited_for.discard(job)
+        try:
+            job.ended.wait()
+        finally:  # the handler of a signal may raise
+            self._waited_for.discard(job)
         if job.error is not None:
             raise job.error
 

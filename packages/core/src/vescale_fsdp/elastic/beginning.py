@@ -112,8 +112,8 @@ def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
     group = compat.new_gloo_group()
     if group is None:
         raise RuntimeError(
-            "elastic training sends copies between hosts by gloo, and this torch was built without "
-            "it: install one with gloo"
+            "ranks of an elastic training send messages by gloo, and this torch was built "
+            "without it: install one with gloo"
         )
     # When another wait fails, these connections are closed too, so that no thread waits for long.
     waiting.register(group)

@@ -75,7 +75,7 @@ class Copying:
     ) -> None:
         """Send and receive. Collective: returns when all ranks have confirmed what has arrived.
 
-        Cost: three messages a rank, beside the files; a connection for each pair of ranks, with a
+        Cost: two messages a rank, beside the files; a connection for each pair of ranks, with a
         thread at either end.
 
         Args:

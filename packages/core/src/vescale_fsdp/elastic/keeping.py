@@ -7,8 +7,7 @@
 
 1. Each rank offers what it holds; rank 0 decides who writes what (as `checkpoint.save` does).
 2. Each rank writes its file into its host's memory; rank 0 makes the manifest of all.
-3. Each rank sends its file to ranks of the next hosts, while the network is idle. The receivers
-   write to mapped files.
+3. Each rank sends its file to ranks of the next hosts, while the network is idle (`copies`).
 4. Receivers check the bytes, and each host gets the manifest. When all ranks have confirmed this,
    the generation before is not needed any more. It is deleted when the next one is begun.
 
