@@ -17,7 +17,7 @@ from vescale_fsdp.elastic.keeping import Keeper
 def _left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(waiting._here, "fault", "")
     yield
-    interruptible.end(RuntimeError("the test is over"))
+    interruptible.disable(RuntimeError("the test is over"))
 
 
 def where() -> threading.Thread:
@@ -31,8 +31,18 @@ def test_another_thread_waits_only_while_it_is_enabled() -> None:
     assert where() is here
     interruptible.enable()
     assert where() is not here
-    interruptible.end(RuntimeError("over"))
+    interruptible.disable(RuntimeError("over"))
     assert where() is here
+
+
+def test_a_wait_that_begins_after_the_end_raises() -> None:
+    interruptible.enable()
+    for why in ("first", "second"):
+        interruptible.end(RuntimeError(why))
+        with pytest.raises(RuntimeError, match="first"):
+            interruptible.carry_out(lambda: pytest.fail("it waits"))
+    interruptible.enable()  # the next ring
+    assert where() is not threading.current_thread()
 
 
 def test_errors_of_the_call_are_raised() -> None:

@@ -8,7 +8,9 @@ thread waits for messages, and the thread that needs them waits for that one::
     (`enable`)                    other thread   wait for what is forgotten ------------------> ends
                                   the ring               ^ `end`
 
-Cost: two switches of threads for each wait, between `enable` and `end`; else none.
+A wait that begins after `end` raises at once: its messages may be forgotten already.
+
+Cost: two switches of threads for each wait, between `enable` and `disable`; else none.
 """
 
 from __future__ import annotations
@@ -58,9 +60,15 @@ class _Worker:
         if job.error is not None:
             raise job.error
 
+    @property
+    def has_ended(self) -> bool:
+        return self._error is not None
+
     def end(self, error: BaseException) -> None:
-        """Let all that wait raise, and the thread end after its call."""
+        """Let all waits raise, and the thread end after its call."""
         with self._lock:
+            if self._error is not None:
+                return
             self._error = error
             for job in [*self._waited_for]:
                 job.error = job.error or error
@@ -74,15 +82,24 @@ _worker: _Worker | None = None
 def enable() -> None:
     """From now on, waits can be ended."""
     global _worker
-    _worker = _worker or _Worker()
+    if _worker is None or _worker.has_ended:
+        _worker = _Worker()
 
 
 def end(error: BaseException) -> None:
-    """End all waits under way, which raise ``error``. Later ones cannot be ended."""
+    """Let all waits under way raise ``error``, and those that begin before `disable` or `enable`.
+
+    Does nothing if waits cannot be ended.
+    """
+    if _worker is not None:
+        _worker.end(error)
+
+
+def disable(error: BaseException) -> None:
+    """`end` the waits under way. Later ones cannot be ended."""
     global _worker
-    worker, _worker = _worker, None
-    if worker is not None:
-        worker.end(error)
+    end(error)
+    _worker = None
 
 
 def carry_out(call: Callable[[], None]) -> None:

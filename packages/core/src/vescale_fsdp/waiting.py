@@ -423,7 +423,7 @@ def failure(
     """
     if isinstance(error, RankMismatchError):
         return error
-    if group in _closed:
+    if is_closed(group):
         return _no_longer_connected()
     ranks = dist.get_process_group_ranks(group)
     seconds, doing = time.monotonic() - started, _doing(what)
@@ -484,6 +484,12 @@ def _no_longer_connected() -> RankMismatchError:
 def is_closed(group: dist.ProcessGroup) -> bool:
     """Whether the connections of ``group`` have been closed."""
     return group in _closed
+
+
+def check_connected(group: dist.ProcessGroup) -> None:
+    """Raise RankMismatchError if the connections of ``group`` have been closed."""
+    if is_closed(group):
+        raise _no_longer_connected()
 
 
 def register(group: dist.ProcessGroup) -> None:

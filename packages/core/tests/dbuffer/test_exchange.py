@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,7 +216,38 @@ def exchanges_with_a_rank_that_stands_still() -> str:
         exchange.wait()
     if rank == 0:
         os.kill(processes[1], signal.SIGCONT)
+    interruptible.disable(RuntimeError("the test is over"))
     return str(caught.value)
+
+
+def waits_after_the_end(is_enabled: bool, folder: Path) -> str:
+    """The wait for a message that was being received when the connection was closed."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, empty, large = dist.get_rank(), torch.empty(0), torch.zeros(16 << 20)
+    sent, received = [empty, large], [empty, empty]
+    if is_enabled:
+        interruptible.enable()
+    if rank == 1:
+        sent, received = [empty, empty], [large, empty]
+    exchange = transport.Exchange(sent, received, rank, group)
+    (folder / str(rank)).touch()
+    while not (folder / str(1 - rank)).exists():
+        time.sleep(0.001)
+    waiting.close([group], "a host is gone")
+    with pytest.raises(RankMismatchError) as caught:
+        exchange.wait()
+    interruptible.disable(RuntimeError("the test is over"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_wait_that_begins_when_connections_are_closed_raises(
+    is_enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "1000")
+    texts = run_ranks(waits_after_the_end, 2, is_enabled, tmp_path)
+    assert texts == ["the ranks are no longer connected: a host is gone"] * 2
 
 
 def test_a_wait_ends_when_connections_are_closed(

@@ -113,6 +113,7 @@ class Exchange:
         Raises:
             RankMismatchError: a rank did not take part in time, or is no longer connected.
         """
+        waiting.check_connected(self._group)  # gloo may have forgotten the messages
         started, deadline = time.monotonic(), waiting.deadline_for(self._group)
         try:
             with waiting.watched(_WHAT, self._group):

@@ -73,7 +73,7 @@ class Ring:
             self._say(_GOODBYE)
             self._wake.send(b"x")
         self._has_left.set()
-        interruptible.end(RuntimeError("this rank has left the training"))
+        interruptible.disable(RuntimeError("this rank has left the training"))
         if self._thread.ident is not None:
             self._thread.join()  # it closes communicators of this world, and must not of the next
         for each in (self._wake, self._woken):
