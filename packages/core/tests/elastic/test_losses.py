@@ -252,6 +252,31 @@ def test_training_goes_on_if_the_memory_of_a_host_is_full(tmp_path: Path) -> Non
     assert list(generations(tmp_path, "host0")) == ["1-8", "1-10"]
 
 
+def starts_in_full_memory(root: Path, options: dict[str, Any]) -> Result:
+    """No file of rank 2 may have a byte until the first step: its memory is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def free(run: elastic.Run, step: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    if dist.get_rank() == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        return train(root, 12, stop_at=8, before=free, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("replicas", "source", "step"), [(1, "memory", 6), (0, "disk", 4)])
+def test_training_restarts_where_memory_is_full(
+    tmp_path: Path, replicas: int, source: str, step: int
+) -> None:
+    options = {"every_on_disk": 4, "replicas": replicas}
+    run(tmp_path, 7, **options)
+    losses, found, _ = run_ranks(starts_in_full_memory, 4, tmp_path, options)[0]
+    assert (found, min(losses)) == (source, step)
+
+
 def ended_by_a_signal(root: Path) -> int:
     def before(run: elastic.Run, step: int) -> None:
         if step == 4 and dist.get_rank() == 3:

@@ -6,7 +6,6 @@
       host                              a random name; ranks that read the same name share a host
       gpt-5f3a9c21/                     a run, by the path of its folder on disk
         8c1d...(32)/                    and by the name in that folder
-          attempt                       the number of the last attempt in which this host took part
           000002-000000000120/          a generation: a sealed checkpoint, some files of it
             manifest.json
             rank-00000.bin              of a rank of this host
@@ -110,22 +109,6 @@ class Memory:
         """The folder of a generation."""
         return self.folder / f"{age.attempt:06d}-{age.step:012d}"
 
-    @property
-    def attempt(self) -> int:
-        """The last attempt in which this host took part; 0 for none."""
-        try:
-            return int(read_regular(self.folder / "attempt", 32))
-        except (FileNotFoundError, ValueError, CheckpointCorruptError):
-            return 0
-
-    @attempt.setter
-    def attempt(self, number: int) -> None:
-        file = self.folder / "attempt"
-        new = file.with_name("attempt.new")
-        with write_errors(file):
-            new.write_text(str(number))
-            new.replace(file)
-
     def found(self) -> list[Found]:
         """Return the generations here. Sizes of files are checked, and the manifests' bytes."""
         made = []
@@ -188,7 +171,13 @@ def whole(folder: Path, manifest: Manifest, files: Iterable[str]) -> list[str]:
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
-    """Write the manifest of a generation, after its files. There is all of it or nothing."""
+    """Write the manifest of a generation, after its files. There is all of it or nothing.
+
+    One that is there already is not written again: the memory may be full.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / NAME).read_bytes() == text:
+            return
     new = folder / f"{NAME}.new"
     with write_errors(folder / NAME):
         new.write_bytes(text)

@@ -205,17 +205,13 @@ class Restoring:
             if not leads:
                 return None
             disk = self._on_disk() if rank == 0 else None
-            return [self._place.attempt, self._report(), disk]
+            return [self._report(), disk]
 
         def combine(reports: list[Any]) -> list[Any]:
             told = [each for each in reports if each is not None]
-            disk, on_disk = told[0][2]
-            found = [_found(generations) for _, generations, _ in told]
-            last = max(
-                [number for number, _, _ in told]
-                + [each.age.attempt for one in found for each in one]
-                + [on_disk[0]]
-            )
+            disk, on_disk = told[0][1]
+            found = [_found(generations) for generations, _ in told]
+            last = max([on_disk[0], *(each.age.attempt for one in found for each in one)])
             self._candidates = [
                 each for each in candidates(found) if disk is None or each.age >= Age(*on_disk)
             ]
@@ -318,14 +314,13 @@ class Restoring:
             raise CheckpointCorruptError(f"a copy in {folder} was damaged on its way")
 
     def _begin(self, restored: Restored) -> Restored:
-        """Record the attempt on every host, and delete what is not needed any more. Collective."""
+        """Delete what is not needed any more on every host. Collective."""
 
-        def record() -> None:
+        def clear() -> None:
             if self._hosts.is_leader(self._ranks.rank):
-                self._place.attempt = restored.attempt
                 self._place.keep([] if restored.age is None else [restored.age])
 
-        self._ranks.agree(_WHAT, record)
+        self._ranks.agree(_WHAT, clear)
         if self._ranks.is_first:
             step = restored.extra.get("step", 0)
             where = {
