@@ -69,7 +69,7 @@ class Attempt:
     from_step: int
     processes: list[Process] = field(default_factory=list)
     first: Made | None = None  # its first step that all of its ranks have finished
-    repeated: int = 0  # steps that earlier attempts had finished before
+    repeated: int = 0  # steps that the attempt before had finished, or begun with
 
     def parts(self, at: float) -> Parts | None:
         """The parts of the time since ``at``; None if no step was made, or it began before."""
@@ -141,6 +141,7 @@ class Watch:
         for number in sorted(found):
             attempt = found[number]
             attempt.repeated = max(0, ended - attempt.from_step)
+            ended = attempt.from_step
             for step, of_ranks in reports.get(number, {}).items():
                 ended = max(ended, step + 1)
                 if len({made.rank for made in of_ranks}) == attempt.size:
