@@ -208,15 +208,17 @@ class _Drawing:
 
     def step(self, case: Case, number: int) -> Step:
         chance = self.chance
+        before = tuple(self.event(case) for _ in range(chance.choice([0, 0, 0, 1, 2])))
+        is_new = number == 0 or ("remesh", "") in before  # a world, in which the root runs first
         passes = tuple(
-            self.kind_of_pass(case, number) for _ in range(chance.choice([1, 1, 1, 2, 3]))
+            self.kind_of_pass(case, is_new=is_new) for _ in range(chance.choice([1, 1, 1, 2, 3]))
         )
         fault = None
         places = _always_run(case.root)
         if places and self.may(0.08):
             fault = (chance.choice(["forward", "backward"]), chance.choice(places))
         return Step(
-            before=tuple(self.event(case) for _ in range(chance.choice([0, 0, 0, 1, 2]))),
+            before=before,
             passes=passes,
             syncs_last_only=len(passes) > 1 and chance.random() < 0.5,
             fault=fault,
@@ -224,7 +226,7 @@ class _Drawing:
             zeroes=not self.may(0.05),
         )
 
-    def kind_of_pass(self, case: Case, number: int) -> str:
+    def kind_of_pass(self, case: Case, *, is_new: bool) -> str:
         if not self.may(0.35):
             return "plain"
         kinds = ["sum", "sum", "two", "crossed", "peek", "peek", "retain", "drop"]
@@ -233,7 +235,7 @@ class _Drawing:
             for path, node in paths_of(case.root)
             if path and node.unit and not node.unit.joins and node.kind != "Tanh"
         ]
-        if number and parts and not case.ties and not self.ranks_skip:
+        if not is_new and parts and not case.ties and not self.ranks_skip:
             kinds += [f"part {chance_path}" for chance_path in parts[:2]]
         return self.chance.choice(kinds)
 
@@ -254,6 +256,7 @@ class _Drawing:
                 ("reload", ""),
                 ("write", ""),
                 ("copy", ""),
+                ("remesh", ""),
                 ("unshard", unit),
                 ("unshard", unit),
                 ("reshard", unit),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_fsdp import clip_grad_norm_, unsharded
+from vescale_fsdp import checkpoint, clip_grad_norm_, unsharded
+from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .cases import Case, Step
@@ -358,6 +360,10 @@ class _Player:
                 self.event_reshard(path)
         self.event_eval("no_grad", copy.deepcopy(self.model))
 
+    def event_remesh(self, _: str) -> None:
+        """The ranks form another world, in another order. Gradients are lost."""
+        self.optimizer.zero_grad()
+
     def event_unshard(self, path: str) -> None:
         pass
 
@@ -462,6 +468,24 @@ class _Sharded(_Player):
         if whose == "ours":
             return clip_grad_norm_(list(self.named.values()), 0.5)
         return self.whole(super().clipped(whose))
+
+    def event_remesh(self, _: str) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        made = tempfile.TemporaryDirectory() if rank == 0 else None
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+        told = [made and made.name, store and store.port]
+        dist.broadcast_object_list(told)
+        folder, port = f"{told[0]}/saved", told[1]
+        checkpoint.save(folder, self.model, self.optimizer)
+        dist.destroy_process_group()
+        store = store or dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=store, rank=(rank + 1) % size, world_size=size)
+        remesh(self.model)
+        self.optimizer.state.clear()
+        checkpoint.load(folder, self.model, self.optimizer)
+        dist.barrier()
+        if made is not None:
+            made.cleanup()
 
     def event_unshard(self, path: str) -> None:
         self.model.get_submodule(path).unshard()
