@@ -13,9 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import RankMismatchError, checkpoint, fully_shard, waiting
+from vescale_fsdp import (
+    CPUOffloadPolicy,
+    Granularity,
+    MixedPrecisionPolicy,
+    PlanError,
+    QuantizedGather,
+    QuantizedReduce,
+    RankMismatchError,
+    checkpoint,
+    fully_shard,
+    waiting,
+)
 from vescale_fsdp.engine import check_remesh, remesh
-from vescale_fsdp.optim import AdamW8bit, Muon
+from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, flatten_, offload_
 from vescale_fsdp.testing import run_ranks
 
 WIDTH = 12
@@ -115,6 +126,95 @@ def test_losses_are_those_of_one_world(tmp_path: Path, make: Make, options: dict
     expected = run_ranks(undisturbed, 4, make, options)[0]
     assert len(found) == 6
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def flat(model: nn.Module) -> torch.optim.Optimizer:
+    return flatten_(adamw(model))
+
+
+def in_parts(model: nn.Module) -> torch.optim.Optimizer:
+    return offload_(adamw(model), part_bytes=300)
+
+
+def shampoo(model: nn.Module) -> torch.optim.Optimizer:
+    return Shampoo(model.parameters(), lr=0.05)
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return OptimizerGroup(muon=Muon([first], lr=0.05), soap=SOAP(others, lr=0.05))
+
+
+CODECS: dict[str, Any] = {
+    "gather_codec": QuantizedGather(block=16),
+    "reduce_codec": QuantizedReduce(block=16, error_feedback=True),
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def beside_a_new_one(root: Path, make: Make, options: dict[str, Any]) -> list[list[float]]:
+    """On 4 ranks, then 3: losses of a model that has moved, and of a new one with its state."""
+    model, optimizer = built(make, **options)
+    for number in range(2):
+        step(model, optimizer, number)
+    checkpoint.save(root / "saved", model, optimizer)
+    if not new_world(root, "world", 3):
+        return []
+    remesh(model)
+    optimizer.state.clear()
+    found = []
+    for each in ((model, optimizer), built(make, **options)):
+        checkpoint.load(root / "saved", *each)
+        losses = [step(*each, number) for number in range(3)]
+        weights = [param.full_tensor().detach() for param in each[0].parameters()]
+        found.append(losses + [float(weight.sum()) for weight in weights])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (flat, {}),
+        (in_parts, {}),
+        (shampoo, {"granularity": Granularity.whole()}),
+        (grouped, {"granularity": Granularity.rows(1)}),
+        (adamw, CODECS),
+        (flat, {"sharding": "zero2", "mp_policy": HALF, "activations": "recompute"}),
+        (adamw, {"offload_policy": CPUOffloadPolicy(pin_memory=False), "in_flight": 1}),
+    ],
+    ids=["flatten", "offload", "shampoo", "group", "codecs", "zero2", "cpu-offload"],
+)
+def test_a_model_that_has_moved_equals_a_new_one(
+    tmp_path: Path, make: Make, options: dict[str, Any]
+) -> None:
+    for result in run_ranks(beside_a_new_one, 4, tmp_path, make, options)[:3]:
+        moved, new = result
+        assert moved == new
+
+
+def eight_bits_in_blocks(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamW8bit(model.parameters(), block_size=64, min_8bit_size=1)
+
+
+def shampoo_in_blocks(model: nn.Module) -> torch.optim.Optimizer:
+    return Shampoo(model.parameters(), lr=0.05, block_size=4)
+
+
+def refused_by_its_optimizer(root: Path, make: Make) -> None:
+    """256 elements are whole blocks of 64, or 4 rows, on each of 4 ranks, but not on each of 3."""
+    model = fully_shard(nn.Linear(16, 16, bias=False))
+    optimizer = make(model)
+    checkpoint.save(root / "saved", model, optimizer)
+    if new_world(root, "world", 3):
+        remesh(model)
+        optimizer.state.clear()
+        with pytest.raises(PlanError, match="inside a block"):
+            checkpoint.load(root / "saved", model, optimizer)
+
+
+@pytest.mark.parametrize("make", [eight_bits_in_blocks, shampoo_in_blocks])
+def test_an_optimizer_checks_the_new_shards(tmp_path: Path, make: Make) -> None:
+    run_ranks(refused_by_its_optimizer, 4, tmp_path, make)
 
 
 def broken_off(root: Path, where: str) -> tuple[str, list[float]]:
