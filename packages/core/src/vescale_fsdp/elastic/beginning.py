@@ -44,6 +44,12 @@ class Options:
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that may be sharded: the model, and such as a moving average of it."""
+        others = [each for each in self.stateful.values() if isinstance(each, nn.Module)]
+        return [self.model, *others]
+
 
 @dataclass(frozen=True)
 class Attempt:

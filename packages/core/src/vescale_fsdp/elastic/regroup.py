@@ -37,13 +37,15 @@ def regroup(options: Options, why: str) -> Attempt:
         RuntimeError: there is no saved state, and that of the processes is gone.
     """
     began = time.monotonic()
-    engine.check_remesh(options.model)
+    for module in options.modules:
+        engine.check_remesh(module)
     for _ in range(_MOST):
         try:
             if dist.is_initialized():
                 worlds.leave(why)
             world = worlds.rejoin()
-            engine.remesh(options.model)
+            for module in options.modules:
+                engine.remesh(module)
             _clear(options.model, options.optimizer)
             attempt = begin(options)
         except Exception as error:

@@ -72,7 +72,8 @@ def training(
             run.
         model: sharded.
         optimizer: one, or a mapping of names to several.
-        stateful: schedulers and others by name, as for `vescale_fsdp.checkpoint.save`.
+        stateful: schedulers and others by name, as for `vescale_fsdp.checkpoint.save`. Modules in
+            it may be sharded, such as a moving average of the model.
         every: steps between memory checkpoints. After a loss at most so many steps are repeated;
             twice as many if not all ranks have confirmed the last one.
         replicas: number of other hosts that get a copy of each rank's part. With fewer other hosts,
@@ -117,12 +118,13 @@ def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _can_go_on(model: nn.Module) -> bool:
+def _can_go_on(modules: Sequence[nn.Module]) -> bool:
     """Whether the process can go on if others are lost."""
     if worlds.current() is None:
         return False
     try:
-        check_remesh(model)
+        for module in modules:
+            check_remesh(module)
     except NotImplementedError as error:
         if dist.get_rank() == 0:
             _log.warning("if ranks are lost, processes will have to start again: %s", error)
@@ -228,7 +230,7 @@ class Run:
             options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
         """
         last_try: tuple[int, Sequence[str]] = (-1, ())
-        self._goes_on = _can_go_on(self._options.model)
+        self._goes_on = _can_go_on(self._options.modules)
         while not self._is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
