@@ -1,6 +1,7 @@
 """A small training that goes on in its process, for `test_regroup`: run it with torchrun.
 
-It has a moving average of the model, which is sharded too.
+It has a moving average of the model, which is sharded too. With a last argument ``accelerate`` it
+is a script for Accelerate.
 
 The folder of the run gets ``losses-PROCESS.jsonl``, a line for each step of that process. A step
 takes a while, until that folder has a file ``hurry``.
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,28 +26,48 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vescale_fsdp import elastic, fully_shard
 
 
-def main(out: Path, until: int, pause_s: float) -> None:
+def main(out: Path, until: int, pause_s: float, accelerator: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
     )
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
+    optimizer: Any
+    schedule: Any
+    if accelerator is None:
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+    options: Any = {"every": 2, "every_on_disk": None}
+    if accelerator is not None:
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    if accelerator is None:
+        options["stateful"] = {"schedule": schedule, "average": average}
+        training = elastic.training(out, model, optimizer, **options)
+    else:
+        accelerator.register_for_checkpointing(average)
+        training = accelerator.elastic_training(out, **options)
     out.mkdir(parents=True, exist_ok=True)
     log = open(out / f"losses-{os.getpid()}.jsonl", "a")  # noqa: SIM115
-    stateful = {"schedule": schedule, "average": average}
-    with elastic.training(
-        out, model, optimizer, stateful=stateful, every=2, every_on_disk=None
-    ) as run:
+    with training as run:
         for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, micro_batch=3, until=until):
             with step:
+                weighted, num_main = torch.zeros(1, dtype=torch.float64), 1
                 for x, y in step:
-                    step.backward(nn.functional.mse_loss(model(x), y))
-                loss = step.mean_loss()
+                    loss = nn.functional.mse_loss(model(x), y)
+                    if accelerator is None:
+                        step.backward(loss)
+                    else:
+                        accelerator.backward(loss * step.weight)
+                        weighted += loss.detach().double() * step.weight
+                if accelerator is None:
+                    mean = step.mean_loss()
+                else:  # each rank also says whether it is the main one
+                    is_main = float(accelerator.is_main_process)
+                    told = accelerator.gather(torch.stack([weighted, torch.tensor([is_main])], 1))
+                    mean, num_main = float(told[:, 0].mean()), int(told[:, 1].sum())
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
@@ -53,8 +75,8 @@ def main(out: Path, until: int, pause_s: float) -> None:
                 with torch.no_grad():
                     of_average = float(average(torch.ones(1, WIDTH)))
                 time.sleep(0 if (out / "hurry").exists() else pause_s)
-                line = {"step": step.number, "loss": loss, "ranks": dist.get_world_size()}
-                line |= {"average": of_average}
+                line = {"step": step.number, "loss": mean, "average": of_average}
+                line |= {"ranks": dist.get_world_size(), "num_main": num_main}
                 line |= {"attempt": run.attempt, "source": run.source, "time": time.time()}
                 print(json.dumps(line), file=log, flush=True)
 
@@ -65,7 +87,13 @@ if __name__ == "__main__":
     )
     torch.set_num_threads(1)
     elastic.init_process_group("gloo")
+    accelerator = None
+    if "accelerate" in sys.argv:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        from vescale_fsdp_accelerate import VeScaleAccelerator
+
+        accelerator = VeScaleAccelerator()
     try:
-        main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+        main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), accelerator)
     finally:
         dist.destroy_process_group()

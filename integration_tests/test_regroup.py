@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ class Host:
     """A torchrun with its ranks and its memory."""
 
     def __init__(
-        self, root: Path, name: str, ranks: int = 2, hosts: str = "1:2", steps: int = STEPS
+        self,
+        root: Path,
+        name: str,
+        ranks: int = 2,
+        hosts: str = "1:2",
+        steps: int = STEPS,
+        with_: Sequence[str] = (),
     ) -> None:
         self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
         self._stream = open(self.log, "a")  # noqa: SIM115
@@ -37,7 +43,7 @@ class Host:
         self.process = subprocess.Popen(
             [
                 *(*launcher, "--nproc-per-node", str(ranks), "--max-restarts", "99"),
-                *(str(SCRIPT), str(root / "run"), str(steps), str(PAUSE_S)),
+                *(str(SCRIPT), str(root / "run"), str(steps), str(PAUSE_S), *with_),
             ],
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
@@ -93,6 +99,7 @@ def check(root: Path, steps: int) -> None:
     for line in found:
         for value in ("loss", "average"):
             assert line[value] == pytest.approx(expected[line["step"]][value], abs=1e-6), line
+        assert line["num_main"] == 1, line
 
 
 def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 120) -> None:
@@ -136,6 +143,26 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
     assert own == set(survivors)
     last = {line["process"] for line in found if line["step"] == STEPS - 1}
     assert last == set(survivors), "they have made the first step and the last one"
+
+
+@pytest.mark.timeout(400)
+def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
+    """A host is lost, the one with the main process, and later another comes."""
+    hosts += [Host(tmp_path, name, with_=["accelerate"]) for name in "ab"]
+    wait_for(lambda: any(line["ranks"] == 4 for line in lines(tmp_path)), hosts)
+    main = next(host for host in hosts if "begins on 4 ranks" in host.log.read_text())
+    survivor = next(host for host in hosts if host is not main)
+    main.close()
+    wait_for(lambda: any(line["attempt"] > 1 for line in lines(tmp_path)), hosts)
+    lost = lines(tmp_path)[-1]["attempt"]
+    hosts.append(Host(tmp_path, "c", with_=["accelerate"]))
+    wait_for(lambda: any(line["attempt"] > lost for line in lines(tmp_path)), hosts)
+    (tmp_path / "run" / "hurry").touch()
+    wait_for(lambda: survivor.process.poll() is not None, hosts)
+    assert survivor.process.returncode == 0, survivor.log.read_text()
+    assert hosts[2].process.wait(60) == 0, hosts[2].log.read_text()
+    check(tmp_path, STEPS)
+    assert {line["ranks"] for line in lines(tmp_path)} == {2, 4}
 
 
 @pytest.mark.nightly

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
 from vescale_fsdp import elastic
 from vescale_fsdp_accelerate.replacing import Replacement
 
@@ -41,7 +43,17 @@ def elastic_training(
             **options,
         ) as run,
     ):
+        run.after_regroup = lambda: _take_world(accelerator)
+        run.after_regroup()  # a host that joins has met the others just now
         yield run
+
+
+def _take_world(accelerator: Any) -> None:
+    """Let the accelerator know the rank and the number of ranks, for gathers and the main one."""
+    from accelerate.state import PartialState
+
+    for state in (PartialState(), accelerator.state):  # the second has copies of the first's values
+        state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
 
 
 def named_optimizers(prepared: Any) -> dict[str, Any]:

@@ -147,6 +147,8 @@ class Run:
         source: where the state is from: "memory", "disk" or "start".
         extra: values of the first rank that are saved and restored with the state.
         before_save: called on all ranks before each save; it may change ``extra``.
+        after_regroup: called on all ranks when the process has gone on with others, in the new
+            world, with the state restored. For what depends on the rank or the number of ranks.
     """
 
     def __init__(self, options: Options, attempt: Attempt) -> None:
@@ -155,6 +157,7 @@ class Run:
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
+        self.after_regroup: Callable[[], None] | None = None
         self._take(attempt)
 
     def _take(self, attempt: Attempt) -> None:
@@ -168,6 +171,8 @@ class Run:
             self._num_samples = 0
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
+        if self.after_regroup is not None:
+            self.after_regroup()
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """Continue from the values that were saved with a state."""
