@@ -39,7 +39,9 @@ def main(out: Path, until: int, pause_s: float, accelerator: Any) -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+    met: list[int] = []  # the numbers of ranks of the worlds that this process has joined
     options: Any = {"every": 2, "every_on_disk": None}
+    options["after_regroup"] = lambda: met.append(dist.get_world_size())
     if accelerator is not None:
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -75,7 +77,7 @@ def main(out: Path, until: int, pause_s: float, accelerator: Any) -> None:
                 with torch.no_grad():
                     of_average = float(average(torch.ones(1, WIDTH)))
                 time.sleep(0 if (out / "hurry").exists() else pause_s)
-                line = {"step": step.number, "loss": mean, "average": of_average}
+                line = {"step": step.number, "loss": mean, "average": of_average, "met": [*met]}
                 line |= {"ranks": dist.get_world_size(), "num_main": num_main}
                 line |= {"attempt": run.attempt, "source": run.source, "time": time.time()}
                 print(json.dumps(line), file=log, flush=True)

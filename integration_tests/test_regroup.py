@@ -162,7 +162,10 @@ def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     assert survivor.process.returncode == 0, survivor.log.read_text()
     assert hosts[2].process.wait(60) == 0, hosts[2].log.read_text()
     check(tmp_path, STEPS)
-    assert {line["ranks"] for line in lines(tmp_path)} == {2, 4}
+    found = lines(tmp_path)
+    assert {line["ranks"] for line in found} == {2, 4}
+    last = [line for line in found if line["step"] == STEPS - 1]
+    assert sorted(line["met"][-2:] for line in last) == [[2, 4]] * 2 + [[4]] * 2, last
 
 
 @pytest.mark.nightly

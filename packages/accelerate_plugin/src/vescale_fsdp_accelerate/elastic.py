@@ -33,6 +33,13 @@ def elastic_training(
     others |= {f"registered.{i}": each for i, each in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
         others["scaler"] = accelerator.scaler
+    after = options.get("after_regroup")
+
+    def after_regroup() -> None:
+        _take_world(accelerator)
+        if after is not None:
+            after()
+
     with (
         steps_once(accelerator),
         elastic.training(
@@ -40,11 +47,9 @@ def elastic_training(
             models[0],
             named_optimizers(accelerator._optimizers),
             stateful={**others, **(stateful or {})},
-            **options,
+            **{**options, "after_regroup": after_regroup},
         ) as run,
     ):
-        run.after_regroup = lambda: _take_world(accelerator)
-        run.after_regroup()  # a host that joins has met the others just now
         yield run
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from vescale_fsdp import (
     checkpoint,
     fully_shard,
 )
-from vescale_fsdp.checkpoint import saving
+from vescale_fsdp.checkpoint import parts, saving
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import State, everything, make, train
@@ -220,3 +221,32 @@ def test_a_save_that_waits_for_a_lost_rank_is_left() -> None:
     saving.finish_saves()()  # returns: it is forgotten
     assert not handle.is_done
     forever.set()
+
+
+def leaves_a_save(root: Path) -> bool:
+    """Rank 1 does not answer in a save in the background. Returns whether rank 0's thread ends."""
+    model, forever, wrote = nn.Linear(4, 4), threading.Event(), parts.write_items
+
+    def hang(*args: Any) -> Any:
+        forever.wait()
+        return wrote(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(parts, "write_items", hang)
+        handle = checkpoint.save(root / "saved", model, async_=True)
+        if dist.get_rank() == 0:
+            saving.leave_saves(0.5)
+            assert handle._thread is not None
+            handle._thread.join(20.0)
+            (root / "left").touch()
+        while not (root / "left").exists():
+            time.sleep(0.01)
+        forever.set()
+        saving.leave_saves(20.0)
+    return handle.is_done
+
+
+def test_a_save_that_is_left_ends(tmp_path: Path) -> None:
+    assert run_ranks(leaves_a_save, 2, tmp_path) == [True, True]
+    assert not (tmp_path / "saved").exists()

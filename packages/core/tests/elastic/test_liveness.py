@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import pytest
@@ -94,3 +95,8 @@ def not_connected() -> str:
 def test_a_ring_that_cannot_be_connected_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "2")
     assert run_ranks(not_connected, 2) == ["{}", "{}"]
+
+
+def test_a_rank_may_take_as_long_as_it_wants_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "0")  # no limit
+    assert not threading.Event().wait(0 * liveness._leave_s())

@@ -7,13 +7,15 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from vescale_fsdp import CheckpointMismatchError, elastic
+from vescale_fsdp import CheckpointMismatchError, CheckpointWriteError, elastic
+from vescale_fsdp.elastic import keeping, memory
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import Losses, make, train
@@ -275,6 +277,71 @@ def test_training_restarts_where_memory_is_full(
     run(tmp_path, 7, **options)
     losses, found, _ = run_ranks(starts_in_full_memory, 4, tmp_path, options)[0]
     assert (found, min(losses)) == (source, step)
+
+
+def starts_without_room(root: Path, options: dict[str, Any], cuts: bool) -> Any:
+    """The memory of host 1 has no room for what comes; with ``cuts``, its disk neither."""
+
+    def full(*_: Any) -> Any:
+        raise CheckpointWriteError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() >= 2:
+            patch.setattr(memory, "has_room", lambda *_: False)
+            if cuts:
+                patch.setattr(memory, "reserve", full)
+        try:
+            return train(root, 12, stop_at=8, **options)
+        except CheckpointWriteError as error:
+            return str(error)
+
+
+def test_copies_are_on_disk_where_memory_has_no_room(tmp_path: Path) -> None:
+    options = {"replicas": 0}
+    run(tmp_path, 7, **options)
+    before = {host: list(generations(tmp_path, host)) for host in ("host0", "host1")}
+    results = run_ranks(starts_without_room, 4, tmp_path, options, True)
+    for text in results:  # not from the beginning, although nothing is on disk
+        assert "a state is whole in the memory of the hosts, and could not be loaded" in text
+    assert {host: list(generations(tmp_path, host)) for host in before} == before
+    losses, source, _ = run_ranks(starts_without_room, 4, tmp_path, options, False)[0]
+    assert (source, min(losses)) == ("memory", 6)
+    assert not list(Path(tempfile.gettempdir()).glob("vescale-fsdp-*/rank-*.bin"))
+
+
+def stops_in_full_memory(root: Path) -> tuple[int, int]:
+    """All ranks are asked to leave, as for a host that joins. The memory of rank 1 is full then."""
+    made: list[int] = []
+
+    def full(*_: Any) -> Any:
+        raise CheckpointWriteError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def before(run: elastic.Run, step: int) -> None:
+            made.append(step)
+            if step == 5 and dist.get_rank() == 0:
+                assert run._stop is not None
+                run._stop.ask()
+            if step == 5 and dist.get_rank() == 1:
+                patch.setattr(keeping, "_leisurely", full)
+
+        try:
+            train(root, 12, every=100, signals=(signal.SIGTERM,), before=before)
+        except SystemExit as error:
+            return int(error.code or 0), made[-1] + 1
+    return 0, 0
+
+
+def test_ranks_do_not_leave_before_the_state_is_saved(tmp_path: Path) -> None:
+    results = run_ranks(stops_in_full_memory, 4, tmp_path)
+    assert len({*results}) == 1
+    code, step = results[0]
+    assert code != 0
+    (saved,) = (tmp_path / "run").glob("step-*")
+    assert saved.name == f"step-{step}-attempt-1"
+    losses, source, _ = run(tmp_path, 8)
+    assert (min(losses), source) == (step, "disk")
 
 
 def ended_by_a_signal(root: Path) -> int:

@@ -140,6 +140,15 @@ def test_a_host_that_comes_after_all_have_gone(tmp_path: Path) -> None:
     assert len(b.join()[0].names) == 1
 
 
+def test_a_host_that_comes_to_the_second_training_of_a_process(tmp_path: Path) -> None:
+    a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
+    a.join()
+    a.meetings[0].leave()
+    a.meetings[0].attend()
+    assert b.meetings[0].is_under_way()
+    a.die()
+
+
 def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) -> None:
     late, a = Host(tmp_path, "late", 2, 9, num_local=1), Host(tmp_path, "a", 1, 1, num_local=1)
     waiting = threading.Thread(target=late.join, daemon=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
+from vescale_fsdp import elastic
+from vescale_fsdp.elastic import worlds
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import Losses, train
+from .helpers import GLOBAL_BATCH, Losses, Numbers, make, train
 
 
 def attempt(
@@ -55,3 +59,52 @@ def test_one_rank(tmp_path: Path) -> None:
     (second,) = run_ranks(bitwise, 1, tmp_path / "torn", 8, None)
     assert first == {step: quiet[step] for step in range(5)}
     assert second == {step: quiet[step] for step in range(4, 8)}
+
+
+def phases(root: Path, ends: list[int]) -> list[list[int]]:
+    """The steps of several loops in one context. The last one is left after a step."""
+    model, optimizer, _ = make()
+    found: list[list[int]] = []
+    with elastic.training(root, model, optimizer, memory_directory=root / "m", signals=()) as run:
+        for end in ends:
+            found.append([])
+            for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, until=end):
+                for x, y in step:
+                    step.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                found[-1].append(step.number)
+        assert run._is_done
+        for _ in run.steps(ends[-1] + 4):
+            break
+        assert not run._is_done, "the memory is kept"
+    return found
+
+
+def test_several_loops_in_one_context(tmp_path: Path) -> None:
+    (found,) = run_ranks(phases, 1, tmp_path, [3, 5])
+    assert found == [[0, 1, 2], [3, 4]]
+
+
+def goes_on(root: Path, uses_with: bool) -> bool:
+    """Whether the process would go on in a meeting, after a step."""
+    model, optimizer, _ = make()
+    with elastic.training(root, model, optimizer, memory_directory=root / "m", signals=()) as run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worlds, "current", lambda: object())
+            for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, until=9):
+                if run.step == 1:
+                    break
+                with step if uses_with else nullcontext():
+                    for x, y in step:
+                        step.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return run._goes_on
+
+
+@pytest.mark.parametrize("uses_with", [False, True])
+def test_a_process_goes_on_only_if_the_loop_can_repeat_a_step(
+    tmp_path: Path, uses_with: bool
+) -> None:
+    assert run_ranks(goes_on, 1, tmp_path, uses_with) == [uses_with]

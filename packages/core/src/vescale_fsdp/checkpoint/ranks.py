@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, errors
+from vescale_fsdp import compat, errors, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
@@ -166,6 +166,14 @@ def all_ranks() -> Ranks:
     if world not in _GROUPS:
         _GROUPS[world] = compat.new_gloo_group() or world
     return Ranks(_GROUPS[world])
+
+
+def disconnect(why: str) -> None:
+    """Close the connections that `all_ranks` uses: whoever waits for a rank gets an error."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    group = None if world is None else _GROUPS.get(world)
+    if group is not None and group is not world:
+        waiting.close([group], why)
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.contents import (
 )
 from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
-from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
@@ -99,13 +99,16 @@ def finish_saves() -> Callable[[], None]:
 def leave_saves(seconds: float) -> None:
     """After other ranks were lost: wait so long for the save that was started last, and forget it.
 
-    Its thread may wait for a message from a lost rank, until its process group times out. It then
-    ends with an error. The checkpoint is complete if all ranks have answered before, else absent.
+    Its thread may wait for a message from a lost rank. Its connections are closed then, so that it
+    ends with an error, and does not hold up the end of the process. The checkpoint is complete if
+    all ranks have answered before, else absent.
     """
     global _last
     handle, _last = _last, None
     if handle is not None and handle._thread is not None:
         handle._thread.join(seconds)
+        if not handle.is_done:
+            disconnect("another rank was lost")
 
 
 def save(

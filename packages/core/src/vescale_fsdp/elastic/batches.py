@@ -28,6 +28,7 @@ class Step:
         is_last: whether the current micro-batch is the last one of this rank.
         goes_on: whether ``with step:`` takes an error that says that ranks were lost, and the loop
             goes on in this process. Otherwise, ``with step:`` does nothing.
+        was_entered: whether ``with step:`` was used.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Step:
     ) -> None:
         self.number, self.weight, self.is_last = number, 0.0, False
         self._parts, self._batches, self._scale = parts, batches, scale
-        self.goes_on = False
+        self.goes_on = self.was_entered = False
         self._taken = 0
         self._loss: Tensor | None = None
         self._error: BaseException | None = None
@@ -58,6 +59,7 @@ class Step:
             yield next(self._batches)
 
     def __enter__(self) -> Step:
+        self.was_entered = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Options:
     keep_last: int
     signals: tuple[signal.Signals, ...]
     root: Path  # of the memory
+    after_regroup: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("replicas", 0), ("every_on_disk", 1), ("keep_last", 2)):

@@ -140,7 +140,7 @@ class Ring:
 
 def _leave_s() -> float:
     """How long a rank has to leave the training after another one was lost: a step may be long."""
-    return max(_LEAVE_S, waiting.limit_s())
+    return min(max(_LEAVE_S, waiting.limit_s()), threading.TIMEOUT_MAX)
 
 
 def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:

@@ -218,6 +218,14 @@ class Meeting:
         if own is not None:
             own.unlink(missing_ok=True)
 
+    def attend(self) -> None:
+        """Undo `leave`: another training begins in the same world."""
+        if self._own is None and self.world is not None:
+            own = self._folder / f"{self.world.number:06d}" / self.member.name
+            with contextlib.suppress(FileNotFoundError):  # others have gone on
+                own.touch()
+                self._own = own
+
     def is_under_way(self) -> bool:
         """Whether ranks of an earlier world live, so that this host will have to wait for them.
 

@@ -184,6 +184,11 @@ def write_manifest(folder: Path, text: bytes) -> None:
         new.replace(folder / NAME)
 
 
+def has_room(folder: Path, num_bytes: int) -> bool:
+    """Whether there are so many free bytes."""
+    return shutil.disk_usage(folder).free >= num_bytes
+
+
 def reserve(file: Path, num_bytes: int) -> None:
     """Make a file of this size, whose memory is allocated.
 

@@ -3,13 +3,15 @@
 1. Each host reports what it has. Rank 0 sorts the generations; those on disk count too.
 2. All ranks check the bytes of the newest one, each a share of its host's files. If a file is whole
    nowhere, the next one is tried.
-3. Hosts that have a file send it to those that need it, and so that there are enough copies.
+3. Hosts that have a file send it to those that need it, and so that there are enough copies. A
+   host whose memory is too full for them takes them on its disk, for as long as the load takes.
 4. The loader of checkpoints reads it on every rank; the number of ranks may be another one.
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ from vescale_fsdp.elastic.choice import (
     Candidate,
     Found,
     Hosts,
+    Transfer,
     candidates,
     to_have,
     to_lacking,
@@ -117,6 +120,9 @@ class Restoring:
         self._place, self._directory, self._replicas = place, directory, replicas
         self._notes: list[str] = []  # why generations were not chosen; on rank 0
         self._candidates: list[Candidate] = []  # newest first; on rank 0
+        self._path = place.folder  # where the generation is that is loaded
+        self._not_copied: list[Age] = []  # whole on other hosts; on all ranks
+        self._on_local_disk: list[tempfile.TemporaryDirectory[str]] = []
 
     def carry_out(
         self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
@@ -127,7 +133,18 @@ class Restoring:
             CheckpointMismatchError: it belongs to another model or optimizer.
             CheckpointCorruptError, CheckpointIncompleteError: no generation in memory is whole,
                 and the checkpoint on disk is damaged.
+            CheckpointWriteError: a generation is whole, and a host has no room for what it needs of
+                it, in memory or on its disk; and there is no checkpoint on disk.
         """
+        try:
+            return self._restored(model, optimizer, stateful)
+        finally:
+            for each in self._on_local_disk:
+                each.cleanup()
+
+    def _restored(
+        self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
+    ) -> Restored:
         attempt, disk, ages = self._look()
         found = self._load(ages, model, optimizer, stateful)
         if found is not None:
@@ -136,6 +153,12 @@ class Restoring:
         if disk is not None:
             extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
             return self._begin(Restored(attempt, "disk", extra, None, self._reason()))
+        if self._not_copied:  # to begin at the beginning would lose it
+            reason = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
+            raise CheckpointWriteError(
+                f"a state is whole in the memory of the hosts, and could not be loaded: {reason}. "
+                f"Free memory there, or set {memory.VARIABLE} to a folder with more"
+            )
         return self._begin(Restored(attempt, "start", {}, None, self._reason()))
 
     def load_received(
@@ -175,9 +198,10 @@ class Restoring:
             for whole in (False, True):
                 if not self._bring(number, age, None if whole else (model, optimizer)):
                     break
-                path = self._place.path(age)
                 try:
-                    extra = load_from(path, model, optimizer, stateful=stateful, is_checked=True)
+                    extra = load_from(
+                        self._path, model, optimizer, stateful=stateful, is_checked=True
+                    )
                 except CheckpointCorruptError as error:
                     self._notes.append(f"step {age.step} is damaged: {error}")
                     break
@@ -245,6 +269,7 @@ class Restoring:
         """
         folder, rank = self._place.path(age), self._ranks.rank
         place, num_local = self._hosts.place(rank)
+        self._path = folder
 
         def check() -> Any:
             """Return the manifest if this rank leads its host, and its share of the whole files."""
@@ -275,20 +300,44 @@ class Restoring:
 
         wanted = self._ranks.exchange(_WHAT, need, divide)
         transfers = to_lacking(self._hosts, candidate, wanted)
-        copying = Copying(self._ranks, folder, transfers)
-
-        def reserve() -> None:
-            if place == 0:
-                folder.mkdir(exist_ok=True)
-                memory.write_manifest(folder, text.encode())
-
         try:
-            self._ranks.agree(_WHAT, reserve)
-            copying.carry_out(_WHAT, lambda files: self._confirm(folder, manifest, files))
+            self._path = path = self._room_for(folder, text, transfers)
+            copying = Copying(self._ranks, path, transfers)
+            copying.carry_out(_WHAT, lambda files: self._confirm(path, manifest, files))
         except (CheckpointWriteError, CheckpointCorruptError) as error:
             self._notes.append(f"step {age.step} could not be copied: {error}")
+            self._not_copied.append(age)
             return False
         return True
+
+    def _room_for(self, folder: Path, manifest: str, transfers: list[Transfer]) -> Path:
+        """Return a folder for a generation on this host, with what is here of it. Collective.
+
+        It is ``folder``, or one on the local disk if the memory has no room for what comes.
+        """
+        hosts, rank = self._hosts, self._ranks.rank
+        host = hosts.of_rank[rank]
+        comes = sum(each.num_bytes for each in transfers if hosts.of_rank[each.receiver] == host)
+
+        def make() -> str | None:
+            if not hosts.is_leader(rank):
+                return None
+            path = folder
+            if comes and not memory.has_room(self._place.folder, comes + len(manifest)):
+                made = tempfile.TemporaryDirectory(prefix="vescale-fsdp-")
+                self._on_local_disk.append(made)
+                path = Path(made.name)
+                for file in folder.iterdir() if folder.exists() else ():
+                    (path / file.name).symlink_to(file)
+                _log.warning("the memory %s is full: copies are in %s", self._place.folder, path)
+            path.mkdir(exist_ok=True)
+            memory.write_manifest(path, manifest.encode())
+            return str(path)
+
+        def tell(made: list[Any]) -> list[Any]:
+            return [made[hosts.ranks(each)[0]] for each in hosts.of_rank]
+
+        return Path(self._ranks.exchange(_WHAT, make, tell))
 
     def _of_hosts(self, checked: list[Any], candidate: Candidate) -> Any:
         """Return the manifest and the holders of each file; None if the generation is not whole."""
@@ -318,7 +367,7 @@ class Restoring:
 
         def clear() -> None:
             if self._hosts.is_leader(self._ranks.rank):
-                self._place.keep([] if restored.age is None else [restored.age])
+                self._place.keep(self._not_copied if restored.age is None else [restored.age])
 
         self._ranks.agree(_WHAT, clear)
         if self._ranks.is_first:
@@ -328,7 +377,7 @@ class Restoring:
                 "disk": f"step {step}, from disk",
                 "start": "the beginning",
             }[restored.source]
-            is_usual = restored.source == "start" or not self._notes
+            is_usual = not (self._candidates if restored.source == "start" else self._notes)
             _log.log(
                 logging.INFO if is_usual else logging.WARNING,
                 "attempt %d begins on %d ranks of %d hosts with %s (%s)",

@@ -22,8 +22,10 @@ from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.elastic import attempts, memory, worlds
 from vescale_fsdp.elastic.batches import Batches, Step
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
+from vescale_fsdp.elastic.choice import Age
 from vescale_fsdp.elastic.keeping import LAST_WORDS_S, Kept
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
+from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp.engine import check_remesh
@@ -46,6 +48,7 @@ def training(
     every_on_disk: int | None = 1000,
     keep_last: int = 2,
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+    after_regroup: Callable[[], None] | None = None,
     memory_directory: str | os.PathLike[str] | None = None,
 ) -> Iterator[Run]:
     """Restore the newest state, keep copies of it while training, and resume after a restart.
@@ -82,6 +85,8 @@ def training(
         keep_last: checkpoints on disk that are kept, at least 2.
         signals: after one of these to any rank, all ranks finish the step, save in memory and on
             disk, and exit. Empty: signals are not handled.
+        after_regroup: called when this process has met others in a new world, and has the state:
+            for what depends on the rank or the number of ranks.
         memory_directory: by default ``VESCALE_FSDP_MEMORY_DIR``, or a folder of this user in
             ``/dev/shm``.
 
@@ -96,6 +101,7 @@ def training(
         CheckpointMismatchError: the newest state belongs to another model or optimizer.
         CheckpointCorruptError: the memory has no whole state, and that on disk is damaged.
         CheckpointWriteError: a folder cannot be made.
+        NotImplementedError: ranks meet (``VESCALE_FSDP_MEETING``), and a model cannot move.
         RankMismatchError: ranks see different folders. In the loop: a later attempt of this run has
             begun elsewhere (see `attempts`), or another rank has died.
     """
@@ -103,33 +109,38 @@ def training(
         Path(directory), model, optimizer, dict(stateful or {}),
         every, replicas, every_on_disk, keep_last, signals,
         Path(memory_directory) if memory_directory else memory.default_root(),
+        after_regroup or (lambda: None),
     )  # fmt: skip
     worlds.check_joined()
-    run = Run(options, regroup(options, "joins") if worlds.is_apart() else begin(options))
+    _check_can_go_on(options.modules)
+    worlds.begin()
+    joins = worlds.is_apart()
+    run = Run(options, regroup(options, "joins") if joins else begin(options))
     try:
+        if joins:
+            options.after_regroup()
         yield run
-    except BaseException:
-        run._close(failed=True)
+    except BaseException as error:
+        run._close(error)
         raise
-    run._close(failed=False)
+    run._close(None)
 
 
 def _rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _can_go_on(modules: Sequence[nn.Module]) -> bool:
-    """Whether the process can go on if others are lost."""
+def _check_can_go_on(modules: Sequence[nn.Module]) -> None:
+    """Raise if ranks meet, and a module cannot move to other ranks: no host could join."""
     if worlds.current() is None:
-        return False
+        return
     try:
         for module in modules:
             check_remesh(module)
     except NotImplementedError as error:
-        if dist.get_rank() == 0:
-            _log.warning("if ranks are lost, processes will have to start again: %s", error)
-        return False
-    return True
+        raise NotImplementedError(
+            f"{error}: leave {MEETING} out, and start with torchrun's rendezvous"
+        ) from error
 
 
 def _hosts_wait() -> bool:
@@ -147,8 +158,6 @@ class Run:
         source: where the state is from: "memory", "disk" or "start".
         extra: values of the first rank that are saved and restored with the state.
         before_save: called on all ranks before each save; it may change ``extra``.
-        after_regroup: called on all ranks when the process has gone on with others, in the new
-            world, with the state restored. For what depends on the rank or the number of ranks.
     """
 
     def __init__(self, options: Options, attempt: Attempt) -> None:
@@ -157,7 +166,6 @@ class Run:
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
-        self.after_regroup: Callable[[], None] | None = None
         self._take(attempt)
 
     def _take(self, attempt: Attempt) -> None:
@@ -171,8 +179,6 @@ class Run:
             self._num_samples = 0
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
-        if self.after_regroup is not None:
-            self.after_regroup()
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """Continue from the values that were saved with a state."""
@@ -205,6 +211,7 @@ class Run:
         After the body of each, the state is saved if it is time. Choose the samples of a step by
         its number, so that a restarted job takes the same.
         """
+        self._is_done = False
         while self.step < until:
             yield self.step
             self.made(is_last=self.step + 1 >= until)
@@ -235,14 +242,15 @@ class Run:
             options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
         """
         last_try: tuple[int, Sequence[str]] = (-1, ())
-        self._goes_on = _can_go_on(self._options.modules)
+        can_go_on, self._is_done = worlds.current() is not None, False
         while not self._is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
             try:
                 for step in batches.steps(self.step, self.samples_before(global_batch), until):
-                    step.goes_on = self._goes_on
+                    step.goes_on = can_go_on
                     yield step
+                    self._goes_on = can_go_on and step.was_entered
                     step.check_taken()
                     self.made(global_batch, is_last=self.step + 1 >= until)
             except Exception as error:
@@ -282,6 +290,7 @@ class Run:
             attempt = regroup(self._options, why)
             try:
                 self._take(attempt)
+                self._options.after_regroup()
                 return
             except Exception as another:
                 attempt.give_up()
@@ -363,7 +372,8 @@ class Run:
         """
         assert self._stop is not None, "it has received the signal"
         self._keeper.finish()
-        if self._stop.signal is not None:
+        is_in_memory = self._keeper.newest == Age(self.attempt, self.step)  # it may be full
+        if self._stop.signal is not None or not is_in_memory:
             self._save(async_=False)
         if self._goes_on:
             raise RanksHaveChanged("ranks leave, or hosts join")
@@ -374,10 +384,12 @@ class Run:
             time.sleep(0.05)
         sys.exit(self._stop.exit_code or 1)
 
-    def _close(self, *, failed: bool) -> None:
+    def _close(self, error: BaseException | None) -> None:
         try:
-            if failed:
+            if error is not None:
                 self._own.give_up(is_lost=False)
+                if is_loss(error):
+                    leave_saves(LAST_WORDS_S)
                 return
             self._keeper.finish()
             finish_saves()()

@@ -61,7 +61,8 @@ def init_process_group(
 
     Raises:
         RankMismatchError: too few hosts have come within 10 minutes.
-        ValueError: ``options`` say how processes find each other, and the environment does too.
+        ValueError: ``options`` say how processes find each other, and the environment does too; or
+            the environment names a meeting, and the backend is not gloo.
     """
     found = meeting.from_environment()
     if found is None:
@@ -79,9 +80,15 @@ def init_process_group(
     _joined.is_apart = found.is_under_way()
     if not _joined.is_apart:
         _init(found.join())
-        return
-    with limited(connect_timeout_s):
-        engine.init_process_group(backend, **options)
+    else:
+        with limited(connect_timeout_s):
+            engine.init_process_group(backend, **options)
+    if current() is None:
+        raise ValueError(
+            f"{meeting.MEETING} is set, and the backend is {dist.get_backend()}. Ranks can go on "
+            "in their processes with gloo only: a communicator of NCCL cannot be aborted safely "
+            "while its kernels run. Leave the variable out, and start with torchrun's rendezvous"
+        )
 
 
 def is_apart() -> bool:
@@ -101,6 +108,12 @@ def check_joined() -> None:
             "elastic.init_process_group: call that, or leave the variable out. (Lightning makes "
             "the process group itself: leave it out there)"
         )
+
+
+def begin() -> None:
+    """A training begins: others wait for this process, and join it."""
+    if _joined.meeting is not None:
+        _joined.meeting.attend()
 
 
 def end() -> None:
