@@ -149,11 +149,12 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
 def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     """A host is lost, the one with the main process, and later another comes."""
     hosts += [Host(tmp_path, name, with_=["accelerate"]) for name in "ab"]
-    wait_for(lambda: any(line["ranks"] == 4 for line in lines(tmp_path)), hosts)
+    wait_for(lambda: any(x["ranks"] == 4 and x["step"] > 4 for x in lines(tmp_path)), hosts)
     main = next(host for host in hosts if "begins on 4 ranks" in host.log.read_text())
     survivor = next(host for host in hosts if host is not main)
+    together = lines(tmp_path)[-1]["attempt"]
     main.close()
-    wait_for(lambda: any(line["attempt"] > 1 for line in lines(tmp_path)), hosts)
+    wait_for(lambda: any(line["attempt"] > together for line in lines(tmp_path)), hosts)
     lost = lines(tmp_path)[-1]["attempt"]
     hosts.append(Host(tmp_path, "c", with_=["accelerate"]))
     wait_for(lambda: any(line["attempt"] > lost for line in lines(tmp_path)), hosts)
