@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -122,7 +123,7 @@ class Restoring:
         self._candidates: list[Candidate] = []  # newest first; on rank 0
         self._path = place.folder  # where the generation is that is loaded
         self._not_copied: list[Age] = []  # whole on other hosts; on all ranks
-        self._on_local_disk: list[tempfile.TemporaryDirectory[str]] = []
+        self._disk = contextlib.ExitStack()  # deletes the folders on the local disk
 
     def carry_out(
         self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
@@ -136,11 +137,8 @@ class Restoring:
             CheckpointWriteError: a generation is whole, and a host has no room for what it needs of
                 it, in memory or on its disk; and there is no checkpoint on disk.
         """
-        try:
+        with self._disk:
             return self._restored(model, optimizer, stateful)
-        finally:
-            for each in self._on_local_disk:
-                each.cleanup()
 
     def _restored(
         self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
@@ -180,8 +178,10 @@ class Restoring:
 
         leads = self._hosts.is_leader(self._ranks.rank)
         ages = self._ranks.exchange(_WHAT, lambda: self._report() if leads else None, combine)
-        found = self._load([Age(*age) for age in ages], model, optimizer, stateful)
-        reasons = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
+        with self._disk:
+            found = self._load([Age(*age) for age in ages], model, optimizer, stateful)
+            # Also when all ranks have read.
+            reasons = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
         if found is None:
             raise CheckpointIncompleteError(f"a state that was received is not whole: {reasons}")
         return found[1]
@@ -325,8 +325,7 @@ class Restoring:
             path = folder
             if comes and not memory.has_room(self._place.folder, comes + len(manifest)):
                 made = tempfile.TemporaryDirectory(prefix="vescale-fsdp-")
-                self._on_local_disk.append(made)
-                path = Path(made.name)
+                path = Path(self._disk.enter_context(made))
                 for file in folder.iterdir() if folder.exists() else ():
                     (path / file.name).symlink_to(file)
                 _log.warning("the memory %s is full: copies are in %s", self._place.folder, path)
