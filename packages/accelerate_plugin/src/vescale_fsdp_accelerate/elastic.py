@@ -55,7 +55,7 @@ def elastic_training(
 
 def _take_world(accelerator: Any) -> None:
     """Let the accelerator know the rank and the number of ranks, for gathers and the main one."""
-    from accelerate import PartialState
+    from accelerate import PartialState  # type: ignore[import-untyped]
 
     for state in (PartialState(), accelerator.state):  # the second has copies of the first's values
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
