@@ -84,9 +84,10 @@ def init_process_group(
         with limited(connect_timeout_s):
             engine.init_process_group(backend, **options)
     if current() is None:
+        names = ", ".join(sorted({*backends_of().values()}))
         raise ValueError(
-            f"{meeting.MEETING} is set, and the backend is {dist.get_backend()}. Ranks can go on "
-            "in their processes with gloo only: a communicator of NCCL cannot be aborted safely "
+            f"{meeting.MEETING} is set, and the backend is {names}. Ranks can go on in their "
+            "processes with gloo only: a communicator of NCCL cannot be aborted safely "
             "while its kernels run. Leave the variable out, and start with torchrun's rendezvous"
         )
 
