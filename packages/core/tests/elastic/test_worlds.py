@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import elastic
+from vescale_fsdp import elastic, fully_shard
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.testing import run_ranks
 
@@ -108,3 +110,34 @@ def test_a_process_goes_on_only_if_the_loop_can_repeat_a_step(
     tmp_path: Path, uses_with: bool
 ) -> None:
     assert run_ranks(goes_on, 1, tmp_path, uses_with) == [uses_with]
+
+
+def refused(root: Path) -> None:
+    """In a meeting: another backend than gloo, and a model that cannot move."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worlds, "current", lambda: object())
+        with (
+            pytest.raises(NotImplementedError, match="leave VESCALE_FSDP_MEETING out"),
+            elastic.training(root / "run", model, optimizer, memory_directory=root / "m"),
+        ):
+            pass
+        for name, value in (("MEETING", str(root / "meeting")), ("HOSTS", "1")):
+            patch.setenv(f"VESCALE_FSDP_{name}", value)
+        rank = dist.get_rank()
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):  # the meeting sets them
+            patch.setenv(name, "")
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.setenv("LOCAL_WORLD_SIZE", "4")
+        patch.setenv("TORCHELASTIC_RUN_ID", "host")
+        patch.setattr(worlds, "_joined", worlds._Joined())
+        patch.setattr(worlds, "current", lambda: None)
+        dist.destroy_process_group()
+        with pytest.raises(ValueError, match="is set, and the backend is gloo"):
+            elastic.init_process_group("gloo")
+
+
+def test_what_cannot_go_on_in_a_process_is_refused(tmp_path: Path) -> None:
+    run_ranks(refused, 4, tmp_path)
