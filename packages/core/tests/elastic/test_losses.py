@@ -309,8 +309,11 @@ def test_copies_are_on_disk_where_memory_has_no_room(tmp_path: Path) -> None:
     assert not list(Path(tempfile.gettempdir()).glob("vescale-fsdp-*/rank-*.bin"))
 
 
-def stops_in_full_memory(root: Path) -> tuple[int, int]:
-    """All ranks are asked to leave, as for a host that joins. The memory of rank 1 is full then."""
+def stops(root: Path, is_full: bool, every_on_disk: int | None) -> tuple[int, int]:
+    """All ranks are asked to leave, as for a host that joins.
+
+    Returns the exit code and the number of steps made. ``is_full``: the memory of rank 1, then.
+    """
     made: list[int] = []
 
     def full(*_: Any) -> Any:
@@ -323,24 +326,32 @@ def stops_in_full_memory(root: Path) -> tuple[int, int]:
             if step == 5 and dist.get_rank() == 0:
                 assert run._stop is not None
                 run._stop.ask()
-            if step == 5 and dist.get_rank() == 1:
+            if step == 5 and dist.get_rank() == 1 and is_full:
                 patch.setattr(keeping, "_leisurely", full)
 
+        options = {"every": 100, "every_on_disk": every_on_disk}
         try:
-            train(root, 12, every=100, signals=(signal.SIGTERM,), before=before)
+            train(root, 12, signals=(signal.SIGTERM,), before=before, **options)
         except SystemExit as error:
             return int(error.code or 0), made[-1] + 1
     return 0, 0
 
 
-def test_ranks_do_not_leave_before_the_state_is_saved(tmp_path: Path) -> None:
-    results = run_ranks(stops_in_full_memory, 4, tmp_path)
+@pytest.mark.parametrize(
+    ("is_full", "every_on_disk"), [(True, None), (False, 1)], ids=["memory is full", "it is time"]
+)
+def test_ranks_do_not_leave_before_the_state_is_saved_on_disk(
+    tmp_path: Path, is_full: bool, every_on_disk: int | None
+) -> None:
+    results = run_ranks(stops, 4, tmp_path, is_full, every_on_disk)
     assert len({*results}) == 1
     code, step = results[0]
     assert code != 0
-    (saved,) = (tmp_path / "run").glob("step-*")
-    assert saved.name == f"step-{step}-attempt-1"
-    losses, source, _ = run(tmp_path, 8)
+    saved = {each.name for each in (tmp_path / "run").glob("step-*")}
+    assert f"step-{step}-attempt-1" in saved
+    shutil.rmtree(tmp_path / "host0")
+    shutil.rmtree(tmp_path / "host1")
+    losses, source, _ = run(tmp_path, 10)
     assert (min(losses), source) == (step, "disk")
 
 

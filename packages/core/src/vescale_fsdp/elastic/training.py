@@ -320,9 +320,10 @@ class Run:
         stops = self._stop is not None and self._stop.requested()
         if stops or self.step % options.every == 0:
             self._keep()
+        is_due = options.every_on_disk is not None and self.step % options.every_on_disk == 0
         if stops:
-            self._leave()
-        elif options.every_on_disk is not None and self.step % options.every_on_disk == 0:
+            self._leave(is_due)
+        elif is_due:
             self._save(async_=True)
 
     def end(self) -> None:
@@ -365,15 +366,16 @@ class Run:
             async_=async_,
         )
 
-    def _leave(self) -> None:
+    def _leave(self, is_due: bool) -> None:
         """After a signal: save in memory, then on disk, and end the process.
 
-        Where ranks can go on in their process, only those end that have got the signal.
+        Where ranks can go on in their process, only those end that have got the signal. Nothing is
+        saved on disk then, unless that ``is_due`` or the memory is full.
         """
         assert self._stop is not None, "it has received the signal"
         self._keeper.finish()
         is_in_memory = self._keeper.newest == Age(self.attempt, self.step)  # it may be full
-        if self._stop.signal is not None or not is_in_memory:
+        if self._stop.signal is not None or is_due or not is_in_memory:
             self._save(async_=False)
         if self._goes_on:
             raise RanksHaveChanged("ranks leave, or hosts join")
