@@ -100,7 +100,8 @@ def training(
     Raises:
         CheckpointMismatchError: the newest state belongs to another model or optimizer.
         CheckpointCorruptError: the memory has no whole state, and that on disk is damaged.
-        CheckpointWriteError: a folder cannot be made.
+        CheckpointWriteError: a folder cannot be made; or a state is whole on other hosts, a host
+            has no room for what it needs of it, and there is none on disk.
         NotImplementedError: ranks meet (``VESCALE_FSDP_MEETING``), and a model cannot move.
         RankMismatchError: ranks see different folders. In the loop: a later attempt of this run has
             begun elsewhere (see `attempts`), or another rank has died.
@@ -367,10 +368,10 @@ class Run:
         )
 
     def _leave(self, is_due: bool) -> None:
-        """After a signal: save in memory, then on disk, and end the process.
+        """After a signal, or for hosts that join: save in memory, and end the process.
 
-        Where ranks can go on in their process, only those end that have got the signal. Nothing is
-        saved on disk then, unless that ``is_due`` or the memory is full.
+        Saves on disk too after a signal, if that ``is_due``, or if the memory is full. Where ranks
+        can go on in their process, only those end that have got the signal.
         """
         assert self._stop is not None, "it has received the signal"
         self._keeper.finish()
