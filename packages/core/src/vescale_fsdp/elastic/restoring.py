@@ -180,7 +180,7 @@ class Restoring:
         ages = self._ranks.exchange(_WHAT, lambda: self._report() if leads else None, combine)
         with self._disk:
             found = self._load([Age(*age) for age in ages], model, optimizer, stateful)
-            # Also when all ranks have read.
+            # After it all ranks have read, and folders on the local disk can go.
             reasons = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
         if found is None:
             raise CheckpointIncompleteError(f"a state that was received is not whole: {reasons}")
