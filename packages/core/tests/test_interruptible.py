@@ -15,7 +15,7 @@ from vescale_fsdp.elastic.keeping import Keeper
 
 @pytest.fixture(autouse=True)
 def _left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(waiting._here, "fault", "")
+    monkeypatch.setattr(waiting._fault, "text", "")
     yield
     interruptible.disable(RuntimeError("the test is over"))
 

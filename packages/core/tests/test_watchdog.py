@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import fully_shard, waiting
+from vescale_fsdp import fully_shard, notes, waiting
 from vescale_fsdp.testing import run_ranks
 
 
@@ -93,7 +93,7 @@ def fails() -> None:
 def fail_after_a_while() -> str:
     """The note that this rank leaves for the others."""
     store = dist.HashStore()
-    waiting.watch(store, [0])
+    notes.watch(store, [0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_FSDP_WATCHDOG_S", "0.1")
         with pytest.raises(RuntimeError, match="cut off"):

@@ -20,9 +20,8 @@ can delay the end of the process. The communicator cannot be used again.
 ``VESCALE_FSDP_WATCHDOG_S`` is also in seconds. When a wait has taken so long, this rank logs what
 it waits for and what the other ranks do. It goes on waiting.
 
-A note says what a rank waits for. It is a key in the store, one for each rank. A rank writes it
-only when a wait is long or has failed, so that other waits cost nothing. Before a rank raises, it
-asks the store for the notes of the others.
+A rank writes a note (`notes`) when a wait is long or has failed. Before it raises, it reads those
+of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 import logging
 import math
 import os
@@ -43,7 +41,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import devices, interruptible
+from vescale_fsdp import devices, interruptible, notes
 from vescale_fsdp.backends import backend_name, backend_of, backends_of
 from vescale_fsdp.errors import RankMismatchError
 
@@ -52,8 +50,6 @@ _UNWATCHED = contextlib.nullcontext()
 _log = logging.getLogger(__name__)
 _ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
 _LONG_S = 15.0  # after this, or a quarter of the limit, a waiting rank writes a note
-_GRACE_S = 1.0  # time for ranks that have just been cut off to write their notes
-_STORE_S = 2.0  # time for the store to answer
 _FOREVER_S = 1e8
 _CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
 # Gloo may still write to these tensors after the receive has timed out.
@@ -67,18 +63,14 @@ class Waitable(Protocol):
         """Return when it has ended."""
 
 
-class _Here:
-    """What this rank does now and did last, for the notes."""
+class _Fault:
+    """Why the connections of a default group are closed."""
 
-    subject: str | None = None  # what it waits for; None: only the kind of collective
-    step = "before the first pass"
-    last: tuple[str, str, float] | None = None  # the last wait: for what, in which step, its end
-    fault = ""  # why connections are closed
-    world: weakref.ref[dist.ProcessGroup] | None = None  # the default group of `_places`
+    text = ""
+    world: weakref.ref[dist.ProcessGroup] | None = None
 
 
-_here = _Here()
-_places: list[tuple[Any, tuple[int, ...]]] = []  # stores for notes, and the ranks that share each
+_fault = _Fault()
 # The communicators that this package made, each with the default group of that time.
 _ours: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _ours = weakref.WeakKeyDictionary()
@@ -143,41 +135,10 @@ def _delta(seconds: float) -> datetime.timedelta:
 # Waiting
 
 
-def enter(step: str) -> None:
-    """Set the step that this rank is in, for reports: "in forward of ..."."""
-    _here.step = step
-
-
-def where() -> str:
-    """The step that this rank is in, from the last call of `enter`."""
-    return _here.step
-
-
 def wait(work: Waitable, what: str) -> Any:
     """Wait for ``work`` and return the result of its ``wait``. Reports call it ``what``."""
-    _here.subject = what
-    try:
+    with notes.Named(what):
         return work.wait()
-    finally:
-        _here.subject = None
-
-
-class Named:
-    """A context in which reports call a collective ``what``.
-
-    A collective is started in it, because the start fails if connections are closed.
-    """
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        _here.subject = self._what
-
-    def __exit__(self, *exc_info: object) -> None:
-        _here.subject = None
 
 
 class Bounded:
@@ -208,7 +169,7 @@ class Bounded:
         try:
             if self._work.is_completed():
                 self._work.wait()
-                finish(self._what)
+                notes.finish(self._what)
                 return
             limit = limit_s()
             first = min(limit / 4, _LONG_S)
@@ -221,10 +182,11 @@ class Bounded:
                     self._wait_long(limit - first)
         except RuntimeError as error:
             raise failure(error, self._group, self._what, started) from error
-        finish(self._what)
+        notes.finish(self._what)
 
     def _wait_long(self, seconds: float) -> None:
-        with _noted(_place_of(dist.get_process_group_ranks(self._group)), _doing(self._what)):
+        ranks = dist.get_process_group_ranks(self._group)
+        with notes.written(ranks, f"waits for {notes.doing(self._what)}"):
             if math.isinf(seconds):
                 self._work.wait()
             else:
@@ -290,11 +252,6 @@ def bounded(
     return Bounded(work, group, what)  # type: ignore[return-value]
 
 
-def finish(what: str) -> None:
-    """Record that this rank has finished ``what``, or what the function `wait` was told."""
-    _here.last = (_here.subject or what, _here.step, time.monotonic())
-
-
 def deadline_for(group: dist.ProcessGroup) -> float | None:
     """The latest end of a wait that begins now; None if the group's own timeout is enough.
 
@@ -336,9 +293,9 @@ def store_wait(
         try:
             store.wait(keys, _delta(first))
         except dist.DistStoreError:
-            with _noted(_place_of(ranks), _doing(what)):
+            with notes.written(ranks, f"waits for {notes.doing(what)}"):
                 store.wait(keys, _delta(seconds - first))
-    finish(what)
+    notes.finish(what)
 
 
 # While it waits
@@ -359,15 +316,15 @@ def watched(
         return _UNWATCHED
     if isinstance(ranks, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(ranks)
-    return _Watchdog(seconds, _doing(what), ranks)
+    return _Watchdog(seconds, notes.doing(what), ranks)
 
 
 class _Watchdog:
     """The timer of `watched`. Cost: one thread for each wait."""
 
     def __init__(self, seconds: float, doing: str, ranks: Sequence[int]) -> None:
-        self._seconds, self._doing, self._ranks = seconds, doing, ranks
-        self._place, self._rank = _place_of(ranks), dist.get_rank()
+        self._seconds, self._doing = seconds, doing
+        self._rank, self._ranks = dist.get_rank(), ranks
         self._timer = threading.Timer(seconds, self._tell)
         self._timer.daemon = True
         self._lock = threading.Lock()  # the note must not be written after it was erased
@@ -381,34 +338,21 @@ class _Watchdog:
         with self._lock:
             self._is_over = True
         if self._has_told and kind is None:  # the note of a wait that has failed stays
-            _in_time(lambda: _write(self._place, ""))
+            notes.write(self._ranks, "")
 
     def _tell(self) -> None:
-        others = [rank for rank in self._ranks if rank != self._rank]
-        notes: dict[int, str] = {}
         with self._lock:
             if self._is_over:
                 return
             self._has_told = True
-            _in_time(lambda: _write(self._place, f"waits for {self._doing}"))
-        _in_time(lambda: _read(self._place, others, notes))
+            notes.write(self._ranks, f"waits for {self._doing}")
+        others = notes.of([rank for rank in self._ranks if rank != self._rank])
         if self._is_over:
             return
         _log.warning(
             "rank %d has waited %g s for %s. %s The others: %s. It goes on waiting",
-            self._rank, self._seconds, self._doing, _last(), _known(others, notes),
+            self._rank, self._seconds, self._doing, notes.last(), others,
         )  # fmt: skip
-
-
-def _known(others: Sequence[int], notes: dict[int, str]) -> str:
-    """A text that says what each other rank does, according to its note."""
-    return "; ".join(
-        f"rank {rank} {notes[rank]}"
-        if rank in notes
-        else f"rank {rank} waits for no collective: it computes, sleeps, does something else, or "
-        "has died (its log says which)"
-        for rank in others
-    )
 
 
 # When it has failed
@@ -426,7 +370,7 @@ def failure(
     if is_closed(group):
         return _no_longer_connected()
     ranks = dist.get_process_group_ranks(group)
-    seconds, doing = time.monotonic() - started, _doing(what)
+    seconds, doing = time.monotonic() - started, notes.doing(what)
     timed_out = "timed out" in str(error).lower()
     if timed_out:
         found = f"has waited {seconds:.1f} s for {doing}"
@@ -435,7 +379,7 @@ def failure(
         found = f"was cut off from another rank while it waited for {doing}"
         note = found
     text = f"rank {dist.get_rank()} {found}. {report(ranks, note, [group])} {_advice(timed_out)}"
-    _here.fault = _here.fault or text
+    _remember(text)
     if not timed_out:
         text = f"{text} (gloo says: {error})"
     return RankMismatchError(text)
@@ -446,13 +390,11 @@ def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] 
 
     The text says what this rank finished last, and what the others of ``ranks`` do.
     """
-    place, last = _place_of(ranks), _last()
-    _in_time(lambda: _write(place, note))
+    last = notes.last()
+    notes.write(ranks, note)
     close(groups, "")
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    notes: dict[int, str] = {}
-    _in_time(lambda: _read(place, others, notes))
-    return f"{last} The others: {_known(others, notes)}."
+    return f"{last} The others: {notes.of(others)}."
 
 
 def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
@@ -461,7 +403,7 @@ def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
     Operations under way on them end with an error, on this rank and on the others. The groups
     cannot be used again. Does nothing for backends other than gloo.
     """
-    _here.fault = _here.fault or why
+    _remember(why)
     ours = [group for group, world in _ours.items() if world() is dist.group.WORLD]
     for group in {*groups, *ours}:
         if group in _closed or backend_name(group, "cpu") != "gloo" or group.size() < 2:
@@ -477,8 +419,16 @@ def close(groups: Iterable[dist.ProcessGroup], why: str) -> None:
     interruptible.end(_no_longer_connected())
 
 
+def _remember(why: str) -> None:
+    """Keep the first reason for which the connections of this default group are closed."""
+    world = dist.group.WORLD
+    if _fault.world is None or _fault.world() is not world:
+        _fault.text, _fault.world = "", weakref.ref(world) if world is not None else None
+    _fault.text = _fault.text or why
+
+
 def _no_longer_connected() -> RankMismatchError:
-    return RankMismatchError(f"the ranks are no longer connected: {_here.fault}")
+    return RankMismatchError(f"the ranks are no longer connected: {_fault.text}")
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:
@@ -510,83 +460,3 @@ def _advice(timed_out: bool) -> str:
         f"{text} If a rank only needs longer (it saves, evaluates, loads data, or the network is "
         f"slow), set {VARIABLE} to more seconds (0: no limit)."
     )
-
-
-def _doing(what: str) -> str:
-    return f"{_here.subject or what}, {_here.step}"
-
-
-def _last() -> str:
-    if _here.last is None:
-        return "It has not waited before."
-    what, step, at = _here.last
-    return f"The last that it finished was {what}, {step}, {time.monotonic() - at:.1f} s ago."
-
-
-# Notes
-
-
-def watch(store: Any, ranks: Sequence[int]) -> None:
-    """Use ``store`` for the notes of ``ranks``.
-
-    All of ``ranks`` use this store, and no earlier job has used it.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "there is a store"
-    if _here.world is None or _here.world() is not world:
-        _places.clear()
-        _here.world, _here.fault, _here.last = weakref.ref(world), "", None
-        _here.step = _Here.step
-    if not any(each == tuple(ranks) for _, each in _places):
-        _places.append((store, tuple(ranks)))
-
-
-def _place_of(ranks: Sequence[int]) -> Any:
-    """The store with the notes of ``ranks``; None if there is none."""
-    world = dist.group.WORLD
-    if _here.world is None or _here.world() is not world:
-        return None
-    return next((store for store, each in _places if set(ranks) <= set(each)), None)
-
-
-def _write(place: Any, note: str) -> None:
-    if place is not None:
-        place.set(f"waits/{dist.get_rank()}", json.dumps(note))
-
-
-def _read(place: Any, ranks: Sequence[int], notes: dict[int, str]) -> None:
-    """Read the notes of ``ranks`` into ``notes``.
-
-    Waits up to `_GRACE_S` for missing notes, because ranks that were just cut off are writing them.
-    """
-    if place is None:
-        return
-    deadline = time.monotonic() + _GRACE_S
-    while len(notes) < len(ranks):
-        for rank in ranks:
-            key = f"waits/{rank}"
-            if rank not in notes and place.check([key]) and (text := json.loads(place.get(key))):
-                notes[rank] = text
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _noted(place: Any, doing: str) -> Any:
-    """A context in which this rank's note says that it waits."""
-    _in_time(lambda: _write(place, f"waits for {doing}"))
-    yield
-    _in_time(lambda: _write(place, ""))
-
-
-def _in_time(ask: Callable[[], None]) -> None:
-    """Call ``ask``, which uses the store. Give up if the store does not answer or is gone."""
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            ask()
-
-    thread = threading.Thread(target=run, name="vescale-fsdp note", daemon=True)
-    thread.start()
-    thread.join(_STORE_S)

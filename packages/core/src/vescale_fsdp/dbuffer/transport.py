@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, interruptible, waiting
+from vescale_fsdp import compat, devices, interruptible, notes, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.memory import Lasting, SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
@@ -120,7 +120,7 @@ class Exchange:
                 interruptible.carry_out(lambda: waiting.wait_until(self._works, deadline))
         except RuntimeError as error:
             raise waiting.failure(error, self._group, _WHAT, started) from error
-        waiting.finish(_WHAT)
+        notes.finish(_WHAT)
         self._works, self._tensors = [], ()
 
 

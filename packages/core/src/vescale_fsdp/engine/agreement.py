@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import waiting
+from vescale_fsdp import notes, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.engine.store import (
     MAX_NAMED,
@@ -81,7 +81,7 @@ def exchange(
         text = _absent(topic, ranks, error, within_s)
         if timeout_s is None:
             note = f"gave up after {within_s:.0f} s: {text}"
-            text = f"{text}. This rank is {waiting.where()}. {waiting.report(ranks, note)}"
+            text = f"{text}. This rank is {notes.where()}. {waiting.report(ranks, note)}"
         raise RankMismatchError(text) from error
 
 

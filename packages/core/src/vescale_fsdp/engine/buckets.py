@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, notes
 from vescale_fsdp.backends import backend_name, collective_device
 from vescale_fsdp.dbuffer import Exchange
 from vescale_fsdp.ragged import (
@@ -220,7 +220,7 @@ class Bucket:
         """Wait for the collective."""
         work, self._work = self._work, None
         if work is not None:
-            with waiting.Named("the parameters of stream_parameters"):
+            with notes.Named("the parameters of stream_parameters"):
                 work.wait()
 
     def tensors(self, to: To) -> Iterator[tuple[str, Tensor | None]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import compat, devices, notes
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.activations import Offload
@@ -106,7 +106,7 @@ class Engine(Executor):
             model = Subject("model", described, _SAME_MODEL)
             agree_on([mesh, model], axes.ranks, timeout_s=LONG_TIMEOUT_S)
             if len(axes.ranks) > 1 and not is_fake():
-                waiting.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
+                notes.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD
         assert world is not None, "a device mesh has initialised torch.distributed"
@@ -189,7 +189,7 @@ class Engine(Executor):
 
     def enter(self, where: str) -> None:
         """Set the current place, for errors."""
-        waiting.enter(where)
+        notes.enter(where)
 
     def exposes(self, group: Group) -> bool:
         """Whether the pass may write to unsharded parameters in ways that no version tells.

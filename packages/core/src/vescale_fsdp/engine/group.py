@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import compat, devices, notes, waiting
 from vescale_fsdp.dbuffer import (
     Comm,
     ThenCopy,
@@ -72,7 +72,7 @@ class Group(MovableParameters):
                 # Where gradients wait for more, no optimizer has stepped since the backward.
                 may_repeat = in_backward or self.gradients.are_waiting
                 self._outbox.prepare(self.version, may_repeat=may_repeat)
-            with waiting.Named(self._gather()):
+            with notes.Named(self._gather()):
                 self._work = comm.start_gather(
                     self.buffer,
                     self.custom_gather,
