@@ -65,7 +65,7 @@ class Own(DataLoader[Any]):
     ("loader", "message"),
     [
         (Own(Numbers(), batch_size=2), r"got a .*\.Own"),
-        (DataLoader(Stream(), batch_size=2), "Sampler"),
+        (DataLoader(Stream(), batch_size=2), "a loader of a Stream"),
         (
             DataLoader(Numbers(), 2, sampler=WeightedRandomSampler([1.0] * 100, 100)),
             "a loader with a WeightedRandomSampler",

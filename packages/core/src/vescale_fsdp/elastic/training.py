@@ -263,11 +263,12 @@ class Run:
         """
         last_try: tuple[int, Sequence[str]] = (-1, ())
         can_go_on, is_done = worlds.current() is not None, False
-        self.check_batches(data, global_batch, micro_batch, seed)
         while not is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
             try:
+                # Also on ranks that go on: those that have joined them begin their loop.
+                self.check_batches(data, global_batch, micro_batch, seed)
                 loop = self.begin_loop(self.made)
                 for step in batches.steps(self.step, self.samples_before(global_batch), until):
                     step.goes_on = can_go_on
