@@ -146,11 +146,13 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
             del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
             transformers.trainer.Accelerator = VeScaleAccelerator
+        defaults = {
+            "max_steps": UNTIL, "save_strategy": "no", "lr_scheduler_type": "cosine",
+        }  # fmt: skip
         arguments = transformers.TrainingArguments(
-            output_dir=str(root / "out"), per_device_train_batch_size=3, max_steps=UNTIL,
-            save_strategy="no", eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[],
-            use_cpu=True, learning_rate=2e-2, lr_scheduler_type="cosine", disable_tqdm=True, seed=0,
-            **options.get("arguments", {}),
+            output_dir=str(root / "out"), per_device_train_batch_size=3, eval_strategy="steps",
+            eval_steps=2, logging_steps=1, report_to=[], use_cpu=True, learning_rate=2e-2,
+            disable_tqdm=True, seed=0, **{**defaults, **options.get("arguments", {})},
         )  # fmt: skip
         callback = ElasticCallback(
             root / "run",
@@ -164,10 +166,14 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             args=arguments,
             train_dataset=Numbers(),
             eval_dataset=Numbers(12),
+            data_collator=options.get("collate"),
             callbacks=[StopAt(stop_at), callback],
         )
+        at_the_end = None
         try:
             made.train()
+            if arguments.load_best_model_at_end:
+                at_the_end = made.evaluate()["eval_loss"]
         except Stop:
             callback.run._keeper.finish()
         finally:
@@ -179,6 +185,8 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
         "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
         "source": callback.run.source,
         "accumulates": arguments.gradient_accumulation_steps,
+        "best": made.state.best_metric,
+        "at the end": at_the_end,
     }
 
 
@@ -231,11 +239,25 @@ def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> Non
 def refused(root: Path) -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 does not work"):
         trainer(root, None, {"arguments": {"gradient_accumulation_steps": 2}})
+    with pytest.raises(ValueError, match="ignore_data_skip=True does not work"):
+        trainer(root, None, {"arguments": {"ignore_data_skip": True}})
     with pytest.raises(RuntimeError, match="needs a Trainer whose model veScale-FSDP shards"):
         trainer(root, None, {"is_stock": True})
     with accelerator() as made, pytest.raises(ValueError, match="one prepared model, and 0 have"):
         made.elastic_training(root).__enter__()
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=4)
+    for given in ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_plugin": plugin}):
+        with accelerator(**given) as made:
+            made.prepare(make(0.0))
+            with pytest.raises(ValueError, match="gradient_accumulation_steps=4 does not work"):
+                made.elastic_training(root).__enter__()
 
 
 def test_what_cannot_follow_the_number_of_ranks_is_refused(tmp_path: Path) -> None:
     run_ranks(refused, 1, tmp_path)
+
+
+def test_another_global_batch_is_refused(tmp_path: Path) -> None:
+    run_ranks(attempt, 1, "trainer", tmp_path, 5, {"global_batch": 12})
+    with pytest.raises(Exception, match=r"global_batch=8 .* 4 steps with global_batch=12"):
+        run_ranks(attempt, 1, "trainer", tmp_path, None, {"global_batch": 8})

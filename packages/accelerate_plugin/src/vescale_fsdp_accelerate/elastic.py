@@ -21,14 +21,10 @@ def elastic_training(
     """`vescale_fsdp.elastic.training` with the prepared and the registered objects.
 
     Raises:
-        ValueError: not one model has been prepared.
+        ValueError: not one model has been prepared, or the accelerator divides losses by a number
+            of accumulations.
     """
-    models = list(accelerator._models)
-    if len(models) != 1:
-        raise ValueError(
-            f"elastic training needs one prepared model, and {len(models)} have been prepared: "
-            "join them in one nn.Module"
-        )
+    _check(accelerator)
     others = {f"schedule.{i}": each for i, each in enumerate(accelerator._schedulers)}
     others |= {f"registered.{i}": each for i, each in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
@@ -44,13 +40,29 @@ def elastic_training(
         steps_once(accelerator),
         elastic.training(
             directory,
-            models[0],
+            accelerator._models[0],
             named_optimizers(accelerator._optimizers),
             stateful={**others, **(stateful or {})},
             **{**options, "after_regroup": after_regroup},
         ) as run,
     ):
         yield run
+
+
+def _check(accelerator: Any) -> None:
+    num_models, accumulates = len(accelerator._models), accelerator.gradient_accumulation_steps
+    if num_models != 1:
+        raise ValueError(
+            f"elastic training needs one prepared model, and {num_models} have been prepared: "
+            "join them in one nn.Module"
+        )
+    if accumulates != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={accumulates} does not work with elastic_training, which "
+            "divides the samples of a step itself, by its micro_batch: accelerator.backward would "
+            f"divide the gradient by {accumulates} once more. Leave it out, in the Accelerator or "
+            "its GradientAccumulationPlugin, and in the yaml"
+        )
 
 
 def _take_world(accelerator: Any) -> None:

@@ -33,6 +33,7 @@ from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 __all__ = ["Loop", "within"]
 
 _FILE = "trainer_state.json"
+_GLOBAL_BATCH = "global_batch"  # in the marks of a run
 _WRAPPED = (
     "get_train_dataloader",
     "_init_training_state",
@@ -206,9 +207,22 @@ class Loop:
             self._options.arguments(),
         )
         run = self._callback.run = self._context.__enter__()
+        self._check_global_batch()
         run.before_save = self._dump
         if run.source != "start":
             self._set_random = restorer(capture())
+
+    def _check_global_batch(self) -> None:
+        """Raise if it has changed: the Trainer finds its place in the data by the step."""
+        run, own = self._callback.run, self._options.global_batch
+        before = run.marks.setdefault(_GLOBAL_BATCH, own)
+        if own != before:
+            raise ValueError(
+                f"global_batch={own} does not work with the run in {self._options.directory}, "
+                f"which has made {run.step} steps with global_batch={before}: its place in the "
+                f"data follows from both. Set global_batch={before}, or name another directory "
+                "for a new run"
+            )
 
     def _dump(self) -> None:
         """Put the Trainer's state into what is saved, as its checkpoints have it."""
@@ -237,6 +251,11 @@ def _check(trainer: Any) -> None:
         raise ValueError(
             "average_tokens_across_devices=False does not work with ElasticCallback: means of "
             "losses would depend on the number of ranks; leave it out"
+        )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "ignore_data_skip=True does not work with ElasticCallback: after each restart, samples "
+            "that were taken would be taken again; leave it out"
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")
