@@ -185,7 +185,7 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
         "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
         "source": callback.run.source,
         "accumulates": arguments.gradient_accumulation_steps,
-        "best": made.state.best_metric,
+        "best": (made.state.best_global_step, made.state.best_metric),
         "at the end": at_the_end,
     }
 
@@ -234,6 +234,25 @@ def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> Non
     assert three["losses"] == pytest.approx(one["losses"], abs=1e-6)
     plain = run_ranks(attempt, 1, "trainer", tmp_path / "plain", None, {})[0]
     assert one["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+
+
+def test_the_last_state_is_that_of_the_last_step_and_the_user_has_the_best_model(
+    tmp_path: Path,
+) -> None:
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    best |= {"lr_scheduler_type": "constant"}
+
+    def run(name: str, until: int) -> Found:
+        options = {"arguments": {**best, "max_steps": until}}
+        return run_ranks(attempt, 1, "trainer", tmp_path / name, None, options)[0]
+
+    quiet = run("quiet", 6)
+    first = run("torn", 4)
+    assert first["best"] == (2, first["at the end"])
+    second = run("torn", 6)
+    assert second["source"] == "disk"
+    assert second["losses"] == quiet["losses"]
 
 
 def refused(root: Path) -> None:

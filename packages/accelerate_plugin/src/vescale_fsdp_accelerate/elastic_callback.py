@@ -59,8 +59,3 @@ class ElasticCallback(TrainerCallback):
         """Count the step before, and save if it is time."""
         assert self.loop is not None, "checked at the beginning"
         self.loop.begin_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save the last state on disk."""
-        assert self.loop is not None, "checked at the beginning"
-        self.loop.end()

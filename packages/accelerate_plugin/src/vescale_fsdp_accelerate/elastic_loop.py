@@ -9,6 +9,7 @@ For one call of ``train``, methods of the Trainer are wrapped, in its instance:
 ``_prepare_for_training``  returns what was prepared before
 ``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint
 ``compute_loss``           weights the loss, if micro-batches have different sizes
+``_finalize_training``     the last state is saved before, because it may load the best model
 =========================  ====================================================================
 """
 
@@ -40,6 +41,7 @@ _WRAPPED = (
     "_prepare_for_training",
     "_run_epoch",
     "compute_loss",
+    "_finalize_training",
 )
 
 
@@ -168,6 +170,16 @@ class Loop:
             return found
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
+    def finalize_training(self, *args: Any) -> Any:
+        """Save the last state on disk, then let the Trainer load the best model. Collective."""
+        run, trainer = self._callback.run, self._trainer
+        trainer.store_flos()  # it is in the state
+        if trainer.state.global_step > run.step:
+            run.made(self._options.global_batch, is_last=True)
+        else:
+            run.end()
+        return self._stock["_finalize_training"](*args)
+
     # What the callback hears of
 
     def begin(self) -> None:
@@ -183,14 +195,6 @@ class Loop:
         run = self._callback.run
         if self._trainer.state.global_step > run.step:
             run.made(self._options.global_batch)
-
-    def end(self) -> None:
-        """Save the last state on disk. Collective."""
-        run = self._callback.run
-        if self._trainer.state.global_step > run.step:
-            run.made(self._options.global_batch, is_last=True)
-        else:
-            run.end()
 
     def close(self, error: BaseException | None) -> None:
         """Leave the context."""
