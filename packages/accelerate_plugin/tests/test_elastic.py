@@ -236,6 +236,21 @@ def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> Non
     assert one["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
+def noisy(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Draw random numbers in this process, as collators do that mask tokens."""
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "x": batch["x"] + torch.randn_like(batch["x"])}
+
+
+def test_random_numbers_of_a_collator_go_on_to_the_bit(tmp_path: Path) -> None:
+    options = {"collate": noisy, "global_batch": 12, "dropout": 0.3}  # 5 steps an epoch
+    quiet = run_ranks(attempt, 1, "trainer", tmp_path / "quiet", None, options)[0]["losses"]
+    for stop_at, first in ((9, 0), (11, 8), (None, 10)):  # in an epoch, and where one begins
+        torn = run_ranks(attempt, 1, "trainer", tmp_path / "torn", stop_at, options)[0]["losses"]
+        assert torn == {step: quiet[step] for step in torn}
+        assert first in torn
+
+
 def test_the_last_state_is_that_of_the_last_step_and_the_user_has_the_best_model(
     tmp_path: Path,
 ) -> None:

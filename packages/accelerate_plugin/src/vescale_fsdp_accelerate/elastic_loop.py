@@ -8,6 +8,7 @@ For one call of ``train``, methods of the Trainer are wrapped, in its instance:
                            then the Trainer finds its step in that state, as in a checkpoint
 ``_prepare_for_training``  returns what was prepared before
 ``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint
+``get_batch_samples``      counts the step before, and saves, before samples of the next are loaded
 ``compute_loss``           weights the loss, if micro-batches have different sizes
 ``_finalize_training``     the last state is saved before, because it may load the best model
 =========================  ====================================================================
@@ -40,6 +41,7 @@ _WRAPPED = (
     "_init_training_state",
     "_prepare_for_training",
     "_run_epoch",
+    "get_batch_samples",
     "compute_loss",
     "_finalize_training",
 )
@@ -155,6 +157,21 @@ class Loop:
             options["resume_from_checkpoint"] = str(self._options.directory)
         self._stock["_run_epoch"](epoch=epoch, **options)
 
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Count the step before, and return the micro-batches of the next one.
+
+        All that belongs to the step before is done: its evaluation, for example. Random numbers
+        that are drawn while samples are loaded belong to the next one.
+        """
+        if self._set_random is not None:  # numbers may have been drawn since
+            self._set_random()
+            self._set_random = None
+        self._number = 0
+        run = self._callback.run
+        if self._trainer.state.global_step > run.step:
+            run.made(self._options.global_batch)
+        return self._stock["get_batch_samples"](*args)
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss with the weight of the micro-batch.
 
@@ -185,16 +202,6 @@ class Loop:
     def begin(self) -> None:
         """Count from the Trainer's step: of another checkpoint, if `train` got its path."""
         self._callback.run.step = self._trainer.state.global_step
-
-    def begin_step(self) -> None:
-        """Count the step before. All that belongs to it is done: its evaluation, for example."""
-        if self._set_random is not None:  # numbers may have been drawn since
-            self._set_random()
-            self._set_random = None
-        self._number = 0
-        run = self._callback.run
-        if self._trainer.state.global_step > run.step:
-            run.made(self._options.global_batch)
 
     def close(self, error: BaseException | None) -> None:
         """Leave the context."""
