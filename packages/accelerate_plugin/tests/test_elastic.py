@@ -86,6 +86,8 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
     losses: Losses = {}
     rates: Losses = {}
     with accelerator() as made:
+        if options.get("scale"):  # as with mixed_precision="fp16", which is for GPUs
+            made.scaler = torch.amp.GradScaler("cpu", init_scale=options["scale"])
         model = make(dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.8)
@@ -105,12 +107,10 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
                     if step.number == stop_at:
                         run._keeper.finish()
                         raise Stop
-                    total = torch.zeros((), dtype=torch.float64)
                     for batch in step:
                         loss, _ = model(**batch)
-                        made.backward(loss * step.weight)
-                        total += loss.detach() * step.weight
-                    losses[step.number] = float(made.reduce(total, "mean"))
+                        step.backward(loss)
+                    losses[step.number] = step.mean_loss()
                     rates[step.number] = optimizer.param_groups[0]["lr"]
                     optimizer.step()
                     schedule.step()
@@ -234,6 +234,12 @@ def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> Non
     assert three["losses"] == pytest.approx(one["losses"], abs=1e-6)
     plain = run_ranks(attempt, 1, "trainer", tmp_path / "plain", None, {})[0]
     assert one["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+
+
+def test_a_step_scales_losses_as_the_accelerator_does(tmp_path: Path) -> None:
+    plain = run_ranks(attempt, 2, "loop", tmp_path / "plain", None, {})[0]
+    scaled = run_ranks(attempt, 2, "loop", tmp_path / "scaled", None, {"scale": 64.0})[0]
+    assert scaled["losses"] == plain["losses"], "a power of 2 changes no bits"
 
 
 def noisy(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

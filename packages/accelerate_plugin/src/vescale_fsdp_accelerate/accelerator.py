@@ -336,8 +336,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             with accelerator.elastic_training("runs/elastic", every=10) as run:
                 for step in run.batches(data, global_batch=64, micro_batch=8, until=10_000):
                     for inputs, targets in step:
-                        loss = loss_of(model(inputs), targets)
-                        accelerator.backward(loss * step.weight)
+                        step.backward(loss_of(model(inputs), targets))
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
@@ -345,6 +344,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         It is `vescale_fsdp.elastic.training` with the model, optimizers and schedulers that were
         prepared, and the objects that were registered for checkpointing. In it a prepared scheduler
         steps once for each step of the optimizer, whatever the number of processes.
+        ``step.backward`` scales the loss in fp16, as `backward` does.
 
         Args:
             directory: of the run on disk, which all processes share.
@@ -352,7 +352,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             options: of `vescale_fsdp.elastic.training`.
 
         Raises:
-            ValueError: more or fewer models than one have been prepared.
+            ValueError: more or fewer models than one have been prepared, or
+                ``gradient_accumulation_steps`` is not 1.
         """
         return elastic_training(self, directory, stateful, options)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from vescale_fsdp import elastic
 from vescale_fsdp_accelerate.replacing import Replacement
@@ -46,7 +48,26 @@ def elastic_training(
             **{**options, "after_regroup": after_regroup},
         ) as run,
     ):
+        if accelerator.scaler is not None:
+            _scale_losses(run, accelerator.scaler)
         yield run
+
+
+def _scale_losses(run: elastic.Run, scaler: Any) -> None:
+    """Let `Step.backward` scale the gradient, as ``accelerator.backward`` does in fp16."""
+    stock = run.batches
+
+    def batches(*args: Any, **options: Any) -> Iterator[elastic.Step]:
+        for step in stock(*args, **options):
+            step.backward = partial(backward, step.backward)  # type: ignore[method-assign]
+            yield step
+
+    def backward(step_backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        own = loss.float().clone()  # the scaled gradient may be too large for fp16
+        own.register_hook(scaler.scale)
+        step_backward(own)
+
+    run.batches = batches  # type: ignore[method-assign]
 
 
 def _check(accelerator: Any) -> None:
