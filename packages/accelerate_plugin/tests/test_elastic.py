@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -274,6 +276,67 @@ def test_the_last_state_is_that_of_the_last_step_and_the_user_has_the_best_model
     second = run("torn", 6)
     assert second["source"] == "disk"
     assert second["losses"] == quiet["losses"]
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """Writes into a list."""
+
+    name, requires_logging_directory = "list", False
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__()
+        self.told = told
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def start(self) -> None:
+        self.told.append("started")
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append(values)
+
+
+def trackers_after_a_loss(root: Path, error: Exception | None) -> list[Any]:
+    """What a process logs that is the main one after a loss of rank 0, as ranks meet anew."""
+    told: list[Any] = []
+    with accelerator(log_with=Tracker(told)) as made:
+        made.prepare(make(0.0))
+        made.init_trackers("project", {"rate": 0.1})
+        made.log({"loss": 3.0})
+        with made.elastic_training(root / "run", signals=(), memory_directory=root / "m") as run:
+            if dist.get_rank() == 1:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(dist, "get_rank", lambda: 0)
+                    if error is not None:
+                        patch.setattr(Tracker, "start", fails_with(error))
+                    run._options.after_regroup()
+                made.log({"loss": 2.0})
+            else:
+                run._options.after_regroup()  # the main one has its trackers
+    return told
+
+
+def fails_with(error: Exception) -> Callable[[Any], None]:
+    def fails(self: Any) -> None:
+        raise error
+
+    return fails
+
+
+def test_trackers_start_in_the_next_main_process(tmp_path: Path) -> None:
+    first, second = run_ranks(trackers_after_a_loss, 2, tmp_path / "a", None)
+    assert first == ["started", {"rate": 0.1}, {"loss": 3.0}]
+    assert second == ["started", {"rate": 0.1}, {"loss": 2.0}]
+    _, second = run_ranks(trackers_after_a_loss, 2, tmp_path / "b", OSError("no service"))
+    assert second == [], "the training goes on without them"
 
 
 def refused(root: Path) -> None:

@@ -91,6 +91,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         self._waiting: list[Optimizer] = []
         self._loaders: list[DataLoader[Any]] = []
         self._switch = Switch()
+        self.tracker_arguments: tuple[Any, ...] | None = None  # of `init_trackers`, if called
         check_sizes(self.parallelism_config, self.state.fsdp_plugin, dist.get_world_size())
         self._sharder = Sharder(self.state.fsdp_plugin, self.device, *self._given_meshes())
 
@@ -356,6 +357,19 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                 ``gradient_accumulation_steps`` is not 1.
         """
         return elastic_training(self, directory, stateful, options)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers of ``log_with`` in the main process.
+
+        If an elastic training goes on without this process, they are started in the next main one.
+        """
+        self.tracker_arguments = (project_name, config, init_kwargs)
+        super().init_trackers(project_name, config, init_kwargs)
 
     # Checkpoints
 

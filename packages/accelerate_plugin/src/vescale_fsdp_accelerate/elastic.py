@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,8 @@ from vescale_fsdp import elastic
 from vescale_fsdp_accelerate.replacing import Replacement
 
 __all__ = ["elastic_training"]
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -35,6 +38,7 @@ def elastic_training(
 
     def after_regroup() -> None:
         _take_world(accelerator)
+        _start_trackers(accelerator)
         if after is not None:
             after()
 
@@ -92,6 +96,22 @@ def _take_world(accelerator: Any) -> None:
 
     for state in (PartialState(), accelerator.state):  # the second has copies of the first's values
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
+
+
+def _start_trackers(accelerator: Any) -> None:
+    """Start the trackers if this process has become the main one: they exist only there."""
+    arguments = accelerator.tracker_arguments
+    if arguments is None or accelerator.trackers or not accelerator.is_main_process:
+        return
+    try:
+        accelerator.init_trackers(*arguments)
+    except Exception as error:  # noqa: BLE001  # else each next main process would be lost too
+        accelerator.trackers = []
+        _log.warning(
+            "rank 0 is another process now, and its trackers do not start, so accelerator.log "
+            "writes nothing: %s: %s",
+            type(error).__name__, error,
+        )  # fmt: skip
 
 
 def named_optimizers(prepared: Any) -> dict[str, Any]:
