@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -86,6 +88,8 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
     losses: Losses = {}
     rates: Losses = {}
     with accelerator() as made:
+        if options.get("scale"):  # as with mixed_precision="fp16", which is for GPUs
+            made.scaler = torch.amp.GradScaler("cpu", init_scale=options["scale"])
         model = make(dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.8)
@@ -105,12 +109,10 @@ def loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
                     if step.number == stop_at:
                         run._keeper.finish()
                         raise Stop
-                    total = torch.zeros((), dtype=torch.float64)
                     for batch in step:
                         loss, _ = model(**batch)
-                        made.backward(loss * step.weight)
-                        total += loss.detach() * step.weight
-                    losses[step.number] = float(made.reduce(total, "mean"))
+                        step.backward(loss)
+                    losses[step.number] = step.mean_loss()
                     rates[step.number] = optimizer.param_groups[0]["lr"]
                     optimizer.step()
                     schedule.step()
@@ -146,11 +148,13 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
             del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
             transformers.trainer.Accelerator = VeScaleAccelerator
+        defaults = {
+            "max_steps": UNTIL, "save_strategy": "no", "lr_scheduler_type": "cosine",
+        }  # fmt: skip
         arguments = transformers.TrainingArguments(
-            output_dir=str(root / "out"), per_device_train_batch_size=3, max_steps=UNTIL,
-            save_strategy="no", eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[],
-            use_cpu=True, learning_rate=2e-2, lr_scheduler_type="cosine", disable_tqdm=True, seed=0,
-            **options.get("arguments", {}),
+            output_dir=str(root / "out"), per_device_train_batch_size=3, eval_strategy="steps",
+            eval_steps=2, logging_steps=1, report_to=[], use_cpu=True, learning_rate=2e-2,
+            disable_tqdm=True, seed=0, **{**defaults, **options.get("arguments", {})},
         )  # fmt: skip
         callback = ElasticCallback(
             root / "run",
@@ -164,10 +168,14 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             args=arguments,
             train_dataset=Numbers(),
             eval_dataset=Numbers(12),
+            data_collator=options.get("collate"),
             callbacks=[StopAt(stop_at), callback],
         )
+        at_the_end = None
         try:
             made.train()
+            if arguments.load_best_model_at_end:
+                at_the_end = made.evaluate()["eval_loss"]
         except Stop:
             callback.run._keeper.finish()
         finally:
@@ -179,6 +187,8 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
         "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
         "source": callback.run.source,
         "accumulates": arguments.gradient_accumulation_steps,
+        "best": (made.state.best_global_step, made.state.best_metric),
+        "at the end": at_the_end,
     }
 
 
@@ -228,14 +238,129 @@ def test_a_mean_over_the_items_of_a_step_needs_no_weights(tmp_path: Path) -> Non
     assert one["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
+def test_a_step_scales_losses_as_the_accelerator_does(tmp_path: Path) -> None:
+    plain = run_ranks(attempt, 2, "loop", tmp_path / "plain", None, {})[0]
+    scaled = run_ranks(attempt, 2, "loop", tmp_path / "scaled", None, {"scale": 64.0})[0]
+    assert scaled["losses"] == plain["losses"], "a power of 2 changes no bits"
+
+
+def noisy(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Draw random numbers in this process, as collators do that mask tokens."""
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "x": batch["x"] + torch.randn_like(batch["x"])}
+
+
+def test_random_numbers_of_a_collator_go_on_to_the_bit(tmp_path: Path) -> None:
+    options = {"collate": noisy, "global_batch": 12, "dropout": 0.3}  # 5 steps an epoch
+    quiet = run_ranks(attempt, 1, "trainer", tmp_path / "quiet", None, options)[0]["losses"]
+    for stop_at, first in ((9, 0), (11, 8), (None, 10)):  # in an epoch, and where one begins
+        torn = run_ranks(attempt, 1, "trainer", tmp_path / "torn", stop_at, options)[0]["losses"]
+        assert torn == {step: quiet[step] for step in torn}
+        assert first in torn
+
+
+def test_the_last_state_is_that_of_the_last_step_and_the_user_has_the_best_model(
+    tmp_path: Path,
+) -> None:
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    best |= {"lr_scheduler_type": "constant"}
+
+    def run(name: str, until: int) -> Found:
+        options = {"arguments": {**best, "max_steps": until}}
+        return run_ranks(attempt, 1, "trainer", tmp_path / name, None, options)[0]
+
+    quiet = run("quiet", 6)
+    first = run("torn", 4)
+    assert first["best"] == (2, first["at the end"])
+    second = run("torn", 6)
+    assert second["source"] == "disk"
+    assert second["losses"] == quiet["losses"]
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    """Writes into a list."""
+
+    name, requires_logging_directory = "list", False
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__()
+        self.told = told
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def start(self) -> None:
+        self.told.append("started")
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append(values)
+
+
+def trackers_after_a_loss(root: Path, error: Exception | None) -> list[Any]:
+    """What a process logs that is the main one after a loss of rank 0, as ranks meet anew."""
+    told: list[Any] = []
+    with accelerator(log_with=Tracker(told)) as made:
+        made.prepare(make(0.0))
+        made.init_trackers("project", {"rate": 0.1})
+        made.log({"loss": 3.0})
+        with made.elastic_training(root / "run", signals=(), memory_directory=root / "m") as run:
+            if dist.get_rank() == 1:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(dist, "get_rank", lambda: 0)
+                    if error is not None:
+                        patch.setattr(Tracker, "start", fails_with(error))
+                    run._options.after_regroup()
+                made.log({"loss": 2.0})
+            else:
+                run._options.after_regroup()  # the main one has its trackers
+    return told
+
+
+def fails_with(error: Exception) -> Callable[[Any], None]:
+    def fails(self: Any) -> None:
+        raise error
+
+    return fails
+
+
+def test_trackers_start_in_the_next_main_process(tmp_path: Path) -> None:
+    first, second = run_ranks(trackers_after_a_loss, 2, tmp_path / "a", None)
+    assert first == ["started", {"rate": 0.1}, {"loss": 3.0}]
+    assert second == ["started", {"rate": 0.1}, {"loss": 2.0}]
+    _, second = run_ranks(trackers_after_a_loss, 2, tmp_path / "b", OSError("no service"))
+    assert second == [], "the training goes on without them"
+
+
 def refused(root: Path) -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 does not work"):
         trainer(root, None, {"arguments": {"gradient_accumulation_steps": 2}})
+    with pytest.raises(ValueError, match="ignore_data_skip=True does not work"):
+        trainer(root, None, {"arguments": {"ignore_data_skip": True}})
     with pytest.raises(RuntimeError, match="needs a Trainer whose model veScale-FSDP shards"):
         trainer(root, None, {"is_stock": True})
     with accelerator() as made, pytest.raises(ValueError, match="one prepared model, and 0 have"):
         made.elastic_training(root).__enter__()
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=4)
+    for given in ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_plugin": plugin}):
+        with accelerator(**given) as made:
+            made.prepare(make(0.0))
+            with pytest.raises(ValueError, match="gradient_accumulation_steps=4 does not work"):
+                made.elastic_training(root).__enter__()
 
 
 def test_what_cannot_follow_the_number_of_ranks_is_refused(tmp_path: Path) -> None:
     run_ranks(refused, 1, tmp_path)
+
+
+def test_another_global_batch_is_refused(tmp_path: Path) -> None:
+    run_ranks(attempt, 1, "trainer", tmp_path, 5, {"global_batch": 12})
+    with pytest.raises(Exception, match=r"global_batch=8 .* 4 steps with global_batch=12"):
+        run_ranks(attempt, 1, "trainer", tmp_path, None, {"global_batch": 8})

@@ -91,6 +91,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         self._waiting: list[Optimizer] = []
         self._loaders: list[DataLoader[Any]] = []
         self._switch = Switch()
+        self.tracker_arguments: tuple[Any, ...] | None = None  # of `init_trackers`, if called
         check_sizes(self.parallelism_config, self.state.fsdp_plugin, dist.get_world_size())
         self._sharder = Sharder(self.state.fsdp_plugin, self.device, *self._given_meshes())
 
@@ -336,8 +337,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             with accelerator.elastic_training("runs/elastic", every=10) as run:
                 for step in run.batches(data, global_batch=64, micro_batch=8, until=10_000):
                     for inputs, targets in step:
-                        loss = loss_of(model(inputs), targets)
-                        accelerator.backward(loss * step.weight)
+                        step.backward(loss_of(model(inputs), targets))
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
@@ -345,6 +345,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         It is `vescale_fsdp.elastic.training` with the model, optimizers and schedulers that were
         prepared, and the objects that were registered for checkpointing. In it a prepared scheduler
         steps once for each step of the optimizer, whatever the number of processes.
+        ``step.backward`` scales the loss in fp16, as `backward` does.
 
         Args:
             directory: of the run on disk, which all processes share.
@@ -352,9 +353,23 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             options: of `vescale_fsdp.elastic.training`.
 
         Raises:
-            ValueError: more or fewer models than one have been prepared.
+            ValueError: more or fewer models than one have been prepared, or
+                ``gradient_accumulation_steps`` is not 1.
         """
         return elastic_training(self, directory, stateful, options)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the trackers of ``log_with`` in the main process.
+
+        If an elastic training goes on without this process, they are started in the next main one.
+        """
+        self.tracker_arguments = (project_name, config, init_kwargs)
+        super().init_trackers(project_name, config, init_kwargs)
 
     # Checkpoints
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from vescale_fsdp import elastic
 from vescale_fsdp_accelerate.replacing import Replacement
 
 __all__ = ["elastic_training"]
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -21,14 +26,10 @@ def elastic_training(
     """`vescale_fsdp.elastic.training` with the prepared and the registered objects.
 
     Raises:
-        ValueError: not one model has been prepared.
+        ValueError: not one model has been prepared, or the accelerator divides losses by a number
+            of accumulations.
     """
-    models = list(accelerator._models)
-    if len(models) != 1:
-        raise ValueError(
-            f"elastic training needs one prepared model, and {len(models)} have been prepared: "
-            "join them in one nn.Module"
-        )
+    _check(accelerator)
     others = {f"schedule.{i}": each for i, each in enumerate(accelerator._schedulers)}
     others |= {f"registered.{i}": each for i, each in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
@@ -37,6 +38,7 @@ def elastic_training(
 
     def after_regroup() -> None:
         _take_world(accelerator)
+        _start_trackers(accelerator)
         if after is not None:
             after()
 
@@ -44,13 +46,48 @@ def elastic_training(
         steps_once(accelerator),
         elastic.training(
             directory,
-            models[0],
+            accelerator._models[0],
             named_optimizers(accelerator._optimizers),
             stateful={**others, **(stateful or {})},
             **{**options, "after_regroup": after_regroup},
         ) as run,
     ):
+        if accelerator.scaler is not None:
+            _scale_losses(run, accelerator.scaler)
         yield run
+
+
+def _scale_losses(run: elastic.Run, scaler: Any) -> None:
+    """Let `Step.backward` scale the gradient, as ``accelerator.backward`` does in fp16."""
+    stock = run.batches
+
+    def batches(*args: Any, **options: Any) -> Iterator[elastic.Step]:
+        for step in stock(*args, **options):
+            step.backward = partial(backward, step.backward)  # type: ignore[method-assign]
+            yield step
+
+    def backward(step_backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        own = loss.float().clone()  # the scaled gradient may be too large for fp16
+        own.register_hook(scaler.scale)
+        step_backward(own)
+
+    run.batches = batches  # type: ignore[method-assign]
+
+
+def _check(accelerator: Any) -> None:
+    num_models, accumulates = len(accelerator._models), accelerator.gradient_accumulation_steps
+    if num_models != 1:
+        raise ValueError(
+            f"elastic training needs one prepared model, and {num_models} have been prepared: "
+            "join them in one nn.Module"
+        )
+    if accumulates != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={accumulates} does not work with elastic_training, which "
+            "divides the samples of a step itself, by its micro_batch: accelerator.backward would "
+            f"divide the gradient by {accumulates} once more. Leave it out, in the Accelerator or "
+            "its GradientAccumulationPlugin, and in the yaml"
+        )
 
 
 def _take_world(accelerator: Any) -> None:
@@ -59,6 +96,22 @@ def _take_world(accelerator: Any) -> None:
 
     for state in (PartialState(), accelerator.state):  # the second has copies of the first's values
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
+
+
+def _start_trackers(accelerator: Any) -> None:
+    """Start the trackers if this process has become the main one: they exist only there."""
+    arguments = accelerator.tracker_arguments
+    if arguments is None or accelerator.trackers or not accelerator.is_main_process:
+        return
+    try:
+        accelerator.init_trackers(*arguments)
+    except Exception as error:  # noqa: BLE001  # else each next main process would be lost too
+        accelerator.trackers = []
+        _log.warning(
+            "rank 0 is another process now, and its trackers do not start, so accelerator.log "
+            "writes nothing: %s: %s",
+            type(error).__name__, error,
+        )  # fmt: skip
 
 
 def named_optimizers(prepared: Any) -> dict[str, Any]:

@@ -54,13 +54,3 @@ class ElasticCallback(TrainerCallback):
                 "with accelerate launch --config vescale.yaml, or see the guide to Accelerate"
             )
         self.loop.begin()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the step before, and save if it is time."""
-        assert self.loop is not None, "checked at the beginning"
-        self.loop.begin_step()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save the last state on disk."""
-        assert self.loop is not None, "checked at the beginning"
-        self.loop.end()

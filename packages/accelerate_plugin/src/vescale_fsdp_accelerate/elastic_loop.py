@@ -8,7 +8,9 @@ For one call of ``train``, methods of the Trainer are wrapped, in its instance:
                            then the Trainer finds its step in that state, as in a checkpoint
 ``_prepare_for_training``  returns what was prepared before
 ``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint
+``get_batch_samples``      counts the step before, and saves, before samples of the next are loaded
 ``compute_loss``           weights the loss, if micro-batches have different sizes
+``_finalize_training``     the last state is saved before, because it may load the best model
 =========================  ====================================================================
 """
 
@@ -33,12 +35,15 @@ from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 __all__ = ["Loop", "within"]
 
 _FILE = "trainer_state.json"
+_GLOBAL_BATCH = "global_batch"  # in the marks of a run
 _WRAPPED = (
     "get_train_dataloader",
     "_init_training_state",
     "_prepare_for_training",
     "_run_epoch",
+    "get_batch_samples",
     "compute_loss",
+    "_finalize_training",
 )
 
 
@@ -152,6 +157,21 @@ class Loop:
             options["resume_from_checkpoint"] = str(self._options.directory)
         self._stock["_run_epoch"](epoch=epoch, **options)
 
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Count the step before, and return the micro-batches of the next one.
+
+        All that belongs to the step before is done: its evaluation, for example. Random numbers
+        that are drawn while samples are loaded belong to the next one.
+        """
+        if self._set_random is not None:  # numbers may have been drawn since
+            self._set_random()
+            self._set_random = None
+        self._number = 0
+        run = self._callback.run
+        if self._trainer.state.global_step > run.step:
+            run.made(self._options.global_batch)
+        return self._stock["get_batch_samples"](*args)
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss with the weight of the micro-batch.
 
@@ -167,29 +187,21 @@ class Loop:
             return found
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
+    def finalize_training(self, *args: Any) -> Any:
+        """Save the last state on disk, then let the Trainer load the best model. Collective."""
+        run, trainer = self._callback.run, self._trainer
+        trainer.store_flos()  # it is in the state
+        if trainer.state.global_step > run.step:
+            run.made(self._options.global_batch, is_last=True)
+        else:
+            run.end()
+        return self._stock["_finalize_training"](*args)
+
     # What the callback hears of
 
     def begin(self) -> None:
         """Count from the Trainer's step: of another checkpoint, if `train` got its path."""
         self._callback.run.step = self._trainer.state.global_step
-
-    def begin_step(self) -> None:
-        """Count the step before. All that belongs to it is done: its evaluation, for example."""
-        if self._set_random is not None:  # numbers may have been drawn since
-            self._set_random()
-            self._set_random = None
-        self._number = 0
-        run = self._callback.run
-        if self._trainer.state.global_step > run.step:
-            run.made(self._options.global_batch)
-
-    def end(self) -> None:
-        """Save the last state on disk. Collective."""
-        run = self._callback.run
-        if self._trainer.state.global_step > run.step:
-            run.made(self._options.global_batch, is_last=True)
-        else:
-            run.end()
 
     def close(self, error: BaseException | None) -> None:
         """Leave the context."""
@@ -206,9 +218,22 @@ class Loop:
             self._options.arguments(),
         )
         run = self._callback.run = self._context.__enter__()
+        self._check_global_batch()
         run.before_save = self._dump
         if run.source != "start":
             self._set_random = restorer(capture())
+
+    def _check_global_batch(self) -> None:
+        """Raise if it has changed: the Trainer finds its place in the data by the step."""
+        run, own = self._callback.run, self._options.global_batch
+        before = run.marks.setdefault(_GLOBAL_BATCH, own)
+        if own != before:
+            raise ValueError(
+                f"global_batch={own} does not work with the run in {self._options.directory}, "
+                f"which has made {run.step} steps with global_batch={before}: its place in the "
+                f"data follows from both. Set global_batch={before}, or name another directory "
+                "for a new run"
+            )
 
     def _dump(self) -> None:
         """Put the Trainer's state into what is saved, as its checkpoints have it."""
@@ -237,6 +262,11 @@ def _check(trainer: Any) -> None:
         raise ValueError(
             "average_tokens_across_devices=False does not work with ElasticCallback: means of "
             "losses would depend on the number of ranks; leave it out"
+        )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "ignore_data_skip=True does not work with ElasticCallback: after each restart, samples "
+            "that were taken would be taken again; leave it out"
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")
