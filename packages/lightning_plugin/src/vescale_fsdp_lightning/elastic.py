@@ -55,7 +55,7 @@ class Elastic:
         self._options, self._trainer = options, trainer
         self._loader: elastic.StepLoader | None = None
         self._weights: list[float] = []
-        self._user_set: dict[str, Any] = {}  # arguments of the Trainer that are changed here
+        self._user_set: list[tuple[Any, str, Any]] = []  # object, name, value before `_set`
         self._context: AbstractContextManager[elastic.Run] | None = None
         self.run: elastic.Run | None = None  # while training
         self._set_random: Any = None
@@ -105,22 +105,42 @@ class Elastic:
         )
         batches = made.micro_batches
         self._weights = batches.weights()
-        self._set("accumulate_grad_batches", batches.num_each)
-        for name in ("limit_train_batches", "val_check_interval"):
-            number = getattr(trainer, name)
-            if isinstance(number, float) and number != 1.0:
-                number = max(int(batches.num_steps * number), 1)
-            if isinstance(number, int):  # the user counts steps
-                self._set(name, number * batches.num_each)
+        self._set(trainer, "accumulate_grad_batches", batches.num_each)
+        self._count_steps(batches.num_steps, batches.num_each)
         self._loader = made
         return made
 
-    def _set(self, name: str, value: Any) -> None:
-        self._user_set.setdefault(name, getattr(self._trainer, name))
-        setattr(self._trainer, name, value)
+    def _count_steps(self, num_steps: int, num_each: int) -> None:
+        """Let the Trainer's limits, which count batches, follow the user's, which count steps."""
+        trainer = self._trainer
+        limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+        if isinstance(limit, int):
+            num_steps = min(num_steps, limit)
+        else:
+            num_steps = max(int(num_steps * limit), 1)
+        if limit != 1.0 or isinstance(limit, int):
+            self._set(trainer, "limit_train_batches", num_steps * num_each)
+        if isinstance(interval, float) and interval != 1.0:
+            interval = max(int(num_steps * interval), 1)
+        if isinstance(interval, int):
+            is_in_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches
+            if is_in_epoch and interval > num_steps:
+                raise ValueError(
+                    f"Trainer(val_check_interval={interval}) counts optimizer steps in an elastic "
+                    f"training, and an epoch has {num_steps}: give at most {num_steps}, or "
+                    "check_val_every_n_epoch=None, which counts the steps of all epochs"
+                )
+            self._set(trainer, "val_check_interval", interval * num_each)
+
+    def _set(self, of: Any, name: str, value: Any) -> None:
+        self._user_set.append((of, name, getattr(of, name)))
+        setattr(of, name, value)
 
     def restore(self, model: Any, optimizers: Any) -> None:
         """Load the newest state, if there is one. Lightning then restores its part. Collective."""
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval == "step":  # Lightning counts batches, the user counts steps
+                self._set(config, "frequency", config.frequency * len(self._weights))
         self._context = elastic.training(
             self._options.directory, model, optimizers, signals=(), **self._options.arguments()
         )
@@ -205,9 +225,9 @@ class Elastic:
             error: that has ended the training.
         """
         context, self._context, self.run = self._context, None, None
-        for name, value in self._user_set.items():
-            setattr(self._trainer, name, value)
-        self._user_set = {}
+        for of, name, value in reversed(self._user_set):
+            setattr(of, name, value)
+        self._user_set = []
         if context is not None:
             context.__exit__(None if error is None else type(error), error, None)
 

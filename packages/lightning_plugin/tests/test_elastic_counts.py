@@ -1,0 +1,127 @@
+"""Numbers of an elastic training count optimizer steps and samples, not micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from vescale_fsdp.elastic import ElasticOptions
+from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import VeScaleFSDPStrategy
+
+from .lit import make_trainer
+
+GLOBAL_BATCH, NUM_SAMPLES, WIDTH = 4, 64, 4  # 16 steps an epoch
+
+
+class Stop(Exception):
+    """What ends an attempt."""
+
+
+class Lit(pl.LightningModule):
+    """Records what each step has seen."""
+
+    def __init__(self, stop_at: int | None = None, frequency: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+        self.stop_at, self.frequency = stop_at, frequency
+        self.seen: dict[int, list[int]] = {}  # samples of this rank
+        self.rates: dict[int, float] = {}
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.stop_at:
+            self.trainer.strategy.elastic_run._keeper.finish()  # type: ignore[union-attr]
+            raise Stop
+        x, index = batch
+        self.seen.setdefault(self.global_step, []).extend(index.tolist())
+        self.rates.setdefault(self.global_step, self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.net(x).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.global_step)
+        self.log("val_loss", float(self.global_step), sync_dist=True)  # grows
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        if self.frequency is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        config = {"scheduler": scheduler, "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def loader(batch_size: int, num: int = NUM_SAMPLES) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(num, WIDTH), torch.arange(num)), batch_size)
+
+
+def fit(
+    root: Path,
+    micro_batch: int,
+    module: Lit | None = None,
+    *,
+    elastic: dict[str, Any] | None = None,
+    is_elastic: bool = True,
+    ckpt_path: str | None = None,
+    data: DataLoader[Any] | None = None,
+    **options: Any,
+) -> tuple[Lit, pl.Trainer]:
+    logging.getLogger("vescale_fsdp").setLevel(logging.ERROR)
+    chosen = {"directory": root / "run", "global_batch": GLOBAL_BATCH, "every": 2}
+    chosen |= {"every_on_disk": None, "memory_directory": root / "memory", **(elastic or {})}
+    made = ElasticOptions(**chosen)
+    strategy = VeScaleFSDPStrategy(elastic=made) if is_elastic else VeScaleFSDPStrategy()
+    trainer = make_trainer(strategy, root, **{"limit_val_batches": 0, **options})
+    module = module or Lit()
+    with contextlib.suppress(Stop):
+        trainer.fit(module, data or loader(micro_batch), loader(8, 8), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def schedules(root: Path) -> None:
+    rates = []
+    for micro_batch in (4, 2, 1):  # 1, 2 and 4 micro-batches a step
+        module, trainer = fit(root / str(micro_batch), micro_batch, Lit(frequency=4), max_steps=10)
+        rates.append(module.rates)
+        assert trainer.lr_scheduler_configs[0].frequency == 4, "the user's number"
+    halved = [1.0] * 4 + [0.5] * 4 + [0.25] * 2
+    assert rates == [dict(enumerate(halved))] * 3
+
+
+def test_the_frequency_of_a_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
+    run_ranks(schedules, 1, tmp_path)
+
+
+def validations(root: Path) -> None:
+    for number, (limits, expected) in enumerate(
+        {
+            (0.5, 0.5): [4, 8],
+            (4, 0.5): [2, 4],
+            (100, 0.25): [4, 8, 12, 16],
+            (1.0, 8): [8, 16],
+            (6, 0.01): [1, 2, 3, 4, 5, 6],
+            (5, 1.0): [5],
+        }.items()
+    ):
+        names = ("limit_train_batches", "val_check_interval")
+        options = {**dict(zip(names, limits, strict=True)), "limit_val_batches": 1, "max_epochs": 1}
+        stock, _ = fit(root, GLOBAL_BATCH, is_elastic=False, **options)
+        assert stock.validated == expected, limits
+        for micro_batch in (4, 1):
+            own, trainer = fit(root / f"{number}-{micro_batch}", micro_batch, **options)
+            assert own.validated == expected, (limits, micro_batch)
+            assert tuple(getattr(trainer, name) for name in names) == limits
+    with pytest.raises(ValueError, match=r"val_check_interval=5\) counts optimizer steps .* has 4"):
+        fit(root, 1, limit_train_batches=4, val_check_interval=5, limit_val_batches=1, max_epochs=1)
+
+
+def test_validation_comes_after_the_same_steps_as_without_elastic_training(tmp_path: Path) -> None:
+    run_ranks(validations, 1, tmp_path)
