@@ -259,6 +259,12 @@ def _check(trainer: Any) -> None:
             )
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
+        if "LearningRateFinder" in names:  # also that of a Tuner; Lightning refuses BatchSizeFinder
+            raise NotImplementedError(
+                f"{type(callback).__name__} does not work with elastic training: the steps of its "
+                "search would become those of the run. Use it, or the Tuner, with a Trainer "
+                "without elastic, and give what it has found to this training"
+            )
         if names & {"GradientAccumulationScheduler", "BaseFinetuning"}:
             raise NotImplementedError(
                 f"{type(callback).__name__} does not work with elastic training: it changes the "
