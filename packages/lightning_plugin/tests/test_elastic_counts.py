@@ -125,3 +125,89 @@ def validations(root: Path) -> None:
 
 def test_validation_comes_after_the_same_steps_as_without_elastic_training(tmp_path: Path) -> None:
     run_ranks(validations, 1, tmp_path)
+
+
+def samples_of(steps: range, global_batch: int = GLOBAL_BATCH, first: int = 0) -> dict[int, Any]:
+    """The samples of these steps, of which the first begins with a sample."""
+    starts = {step: first + number * global_batch for number, step in enumerate(steps)}
+    return {
+        step: [each % NUM_SAMPLES for each in range(start, start + global_batch)]
+        for step, start in starts.items()
+    }
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after a number of batches."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+def by_path(root: Path) -> None:
+    """Checkpoints in the middle of the first epoch, loaded with other micro-batches."""
+    savers = [Saves(root / "own", 10), Saves(root / "within", 13)]
+    fit(root / "a", 2, Lit(7), elastic={"every_on_disk": 3}, callbacks=savers, max_epochs=2)
+    (on_disk,) = (root / "a/run").glob("step-3-*")
+    paths = {"own": root / "own", "within": root / "within", "disk": on_disk}
+    for (name, path), first in zip(paths.items(), (5, 6, 3), strict=True):
+        for micro_batch in (4, 1):
+            to = root / f"{name}-{micro_batch}"
+            expected = samples_of(range(first, 32), GLOBAL_BATCH, first * GLOBAL_BATCH)
+            # Interrupted once more, in the second epoch.
+            part, _ = fit(to, micro_batch, Lit(21), ckpt_path=str(path), max_epochs=2)
+            assert part.seen == {step: expected[step] for step in range(first, 21)}, name
+            rest, trainer = fit(to, 2, ckpt_path=str(path), max_epochs=2)
+            assert rest.seen == {step: expected[step] for step in range(20, 32)}, name
+            assert (trainer.global_step, trainer.current_epoch) == (32, 2)
+    _, trainer = fit(root / "b", 2, max_steps=3, elastic={"global_batch": 8})  # ends its epoch
+    trainer.save_checkpoint(root / "after")
+    after, _ = fit(root / "after-4", 1, ckpt_path=str(root / "after"), max_epochs=2)
+    assert after.seen == samples_of(range(3, 19), GLOBAL_BATCH, 3 * 8)
+
+
+def test_a_checkpoint_may_have_another_number_of_micro_batches(tmp_path: Path) -> None:
+    run_ranks(by_path, 1, tmp_path)
+
+
+def of_stock(root: Path) -> None:
+    for number, (accumulate, batches) in enumerate(((2, 6), (3, 19))):
+        # 16 batches an epoch: 8 steps of 2 each, or 5 steps of 3 and one of 1.
+        saver = Saves(root / f"stock-{number}", batches)
+        options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "callbacks": [saver]}
+        fit(root, 4, is_elastic=False, max_steps=9, **options)
+    half, _ = fit(root / "half", 1, ckpt_path=str(root / "stock-0"), max_epochs=1)
+    assert half.seen == samples_of(range(3, 16), GLOBAL_BATCH, 3 * GLOBAL_BATCH)
+    with pytest.raises(ValueError, match=r"stock-1 has made 19 batches in 7 steps"):
+        fit(root / "not", 1, ckpt_path=str(root / "stock-1"), max_epochs=2)
+    _, trainer = fit(root, 4, is_elastic=False, max_epochs=1, accumulate_grad_batches=3)
+    trainer.save_checkpoint(root / "stock-2")
+    end, _ = fit(root / "end", 1, ckpt_path=str(root / "stock-2"), max_epochs=2)
+    assert end.seen == samples_of(range(6, 22), GLOBAL_BATCH, 6 * GLOBAL_BATCH)
+
+
+def other_global_batches(root: Path) -> None:
+    options = {"elastic": {"global_batch": 4}}
+    first, _ = fit(root, 4, max_steps=3, **options)
+    assert first.seen == samples_of(range(3))
+    options = {"elastic": {"global_batch": 8}}
+    second, _ = fit(root, 4, Lit(6), max_steps=20, **options)
+    assert second.seen == samples_of(range(3, 6), 8, 12)
+    # Of the epoch's steps, 3 were made, which are 3 * 4 // 8 = 1 of the second kind, and 3 more:
+    # 4 * 8 // 6 = 5 of the third kind. So 5 are left of 64 // 6 = 10.
+    options = {"elastic": {"global_batch": 6}, "val_check_interval": 5, "limit_val_batches": 1}
+    third, trainer = fit(root, 2, max_epochs=3, **options)
+    assert third.seen == samples_of(range(6, 6 + 5 + 10), 6, 36)
+    assert third.validated == [6 + 5, 6 + 10, 6 + 15]
+    assert trainer.current_epoch == 3
+
+
+def test_another_global_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    run_ranks(other_global_batches, 1, tmp_path)
+
+
+def test_checkpoints_of_other_trainings_are_loaded(tmp_path: Path) -> None:
+    run_ranks(of_stock, 1, tmp_path)

@@ -20,16 +20,19 @@ import inspect
 import os
 import signal
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import without_states
+from vescale_fsdp_lightning.elastic_loader import Loader
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import from_plain, to_plain
-from vescale_fsdp_lightning.progress import as_after_a_batch, with_micro_batches
+from vescale_fsdp_lightning.progress import COUNTS, Counts, as_after_a_batch, with_counts
 
 __all__ = ["Elastic"]
 
@@ -53,8 +56,10 @@ class Elastic:
 
     def __init__(self, options: elastic.ElasticOptions, trainer: Any) -> None:
         self._options, self._trainer = options, trainer
-        self._loader: elastic.StepLoader | None = None
+        self._loader: Loader | None = None
         self._weights: list[float] = []
+        self._num_steps = 0  # of an epoch
+        self._num_samples = 0  # that earlier steps have taken
         self._user_set: list[tuple[Any, str, Any]] = []  # object, name, value before `_set`
         self._context: AbstractContextManager[elastic.Run] | None = None
         self.run: elastic.Run | None = None  # while training
@@ -87,14 +92,14 @@ class Elastic:
                 f"{type(trainer.train_dataloader).__name__}"
             )
 
-    def divide(self, loader: Any) -> elastic.StepLoader:
+    def divide(self, loader: Any) -> Loader:
         """Return the loader of this rank's micro-batches, and set what the Trainer counts."""
         trainer = self._trainer
         kwargs = trainer.strategy.distributed_sampler_kwargs
         workers = None
         if int(os.environ.get("PL_SEED_WORKERS", "0")):
             workers = trainer.strategy._utilities("seed").pl_worker_init_function
-        made = elastic.StepLoader.like(
+        made = Loader.like(
             loader,
             self._options.global_batch,
             kwargs["rank"],
@@ -103,6 +108,8 @@ class Elastic:
             default_seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
             worker_init_fn=workers,
         )
+        assert isinstance(made, Loader), "it is made by its class"
+        made.before_batch = self.before_batch
         batches = made.micro_batches
         self._weights = batches.weights()
         self._set(trainer, "accumulate_grad_batches", batches.num_each)
@@ -118,6 +125,7 @@ class Elastic:
             num_steps = min(num_steps, limit)
         else:
             num_steps = max(int(num_steps * limit), 1)
+        self._num_steps = num_steps
         if limit != 1.0 or isinstance(limit, int):
             self._set(trainer, "limit_train_batches", num_steps * num_each)
         if isinstance(interval, float) and interval != 1.0:
@@ -150,8 +158,7 @@ class Elastic:
             return
         self._set_random = restorer(capture())
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
-        batches = run.extra["micro_batches"]
-        loaded["loops"] = with_micro_batches(loaded["loops"], batches, len(self._weights))
+        self.adopt(loaded, str(self._options.directory))
         self.loaded = loaded
         connector = self._trainer._logger_connector
         device = self._trainer.strategy.root_device
@@ -160,25 +167,56 @@ class Elastic:
         # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
         self._trainer._checkpoint_connector._loaded_checkpoint = loaded
 
+    def adopt(self, saved: dict[str, Any], path: str) -> None:
+        """Change Lightning's dictionary of a checkpoint to the micro-batches of this training.
+
+        Raises:
+            ValueError: see `Counts.of`.
+        """
+        if "loops" not in saved:  # it has only weights
+            return
+        own = self._options.global_batch
+        before = Counts.of(saved, own, path)
+        after = Counts(len(self._weights), own, before.samples)
+        saved["loops"] = with_counts(saved["loops"], before, after, self._num_steps)
+        self._num_samples = before.samples
+
+    def counts(self) -> dict[str, int] | None:
+        """What the counters of the Trainer mean now, to be saved. None if there is no training."""
+        run, own = self.run, self._options.global_batch
+        if run is None:
+            return None
+        num_new = self._trainer.global_step - run.step  # 1 if the last step is not counted yet
+        samples = run.samples_before(own) + num_new * own
+        return asdict(Counts(len(self._weights), own, samples))
+
     def start(self) -> None:
         """Begin with the loader where the restored state is. After Lightning has restored."""
-        run, trainer = self.run, self._trainer
+        run, trainer, loader = self.run, self._trainer, self._loader
         assert run is not None, "restored"
-        run.step = trainer.global_step  # of another checkpoint, if `fit` got its path
+        assert loader is not None, "prepared"
+        step, samples = int(trainer.global_step), self._num_samples
+        if run.step != step:  # of another checkpoint, because `fit` got its path
+            own = {"samples": samples, "marks": dict(run.marks)}
+            run.take({**run.extra, "step": step, KEY: own})
+        loader.begin(step, samples)
         iter(trainer.fit_loop._data_fetcher)
         # Lightning's own handler sends a broadcast from within the handler.
         run.stop_on(signal.SIGTERM)
 
     # While training
 
-    def begin_batch(self) -> None:
-        """Count the step before, if this batch begins another one. Collective."""
+    def before_batch(self) -> None:
+        """Before a batch is loaded."""
         if self._set_random is not None:
             self._set_random()  # hooks may have drawn numbers since
             self._set_random = None
             # Else schedulers that wait for a metric would not step at the end of this epoch,
             # because other checkpoints have no metrics.
             self._trainer.fit_loop._restarting = False
+
+    def begin_batch(self) -> None:
+        """Count the step before, if this batch begins another one. Collective."""
         run = self.run
         if run is not None and self._trainer.global_step > run.step:
             run.made(self._options.global_batch)
@@ -203,7 +241,8 @@ class Elastic:
         if self._at_batch:
             rest["loops"] = as_after_a_batch(rest["loops"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        run.extra.update(lightning=rest, micro_batches=len(self._weights), metrics=metrics)
+        rest[COUNTS] = self.counts()
+        run.extra.update(lightning=rest, metrics=metrics)
 
     # After training
 
