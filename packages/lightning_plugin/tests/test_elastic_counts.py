@@ -211,3 +211,50 @@ def test_another_global_batch_goes_on_with_the_next_sample(tmp_path: Path) -> No
 
 def test_checkpoints_of_other_trainings_are_loaded(tmp_path: Path) -> None:
     run_ranks(of_stock, 1, tmp_path)
+
+
+class Noise(TensorDataset):
+    """Draws a random number for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(WIDTH), index
+
+
+class Noisy(Lit):
+    """Draws random numbers before a batch is transferred, and while training."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__(stop_at)
+        self.noise: dict[int, list[float]] = {}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.randn(WIDTH), batch[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        found = self.noise.setdefault(self.global_step, [])
+        found += [float(batch[0].sum()), float(torch.rand(()))]
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        torch.rand(())
+
+
+def augmented(root: Path) -> None:
+    def go(name: str, stop_at: int | None = None, **elastic: Any) -> dict[int, list[float]]:
+        data = DataLoader(Noise(torch.arange(NUM_SAMPLES)), 2)
+        torch.manual_seed(5)
+        options = {"max_steps": 20, "data": data}
+        module, _ = fit(root / name, 2, Noisy(stop_at), elastic=elastic, **options)
+        return module.noise
+
+    quiet = go("quiet")
+    assert go("more saves", every=1, every_on_disk=3) == quiet
+    assert go("memory", 5) == {step: quiet[step] for step in range(5)}
+    # Step 16 begins an epoch.
+    assert go("memory", 16) == {step: quiet[step] for step in range(4, 16)}
+    assert go("memory") == {step: quiet[step] for step in range(16, 20)}
+
+
+def test_a_batch_loaded_again_has_the_same_random_numbers(tmp_path: Path) -> None:
+    run_ranks(augmented, 1, tmp_path)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp import elastic
-from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp.checkpoint.contents import capture, restore, restorer
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import without_states
 from vescale_fsdp_lightning.elastic_loader import Loader
@@ -63,7 +64,9 @@ class Elastic:
         self._user_set: list[tuple[Any, str, Any]] = []  # object, name, value before `_set`
         self._context: AbstractContextManager[elastic.Run] | None = None
         self.run: elastic.Run | None = None  # while training
-        self._set_random: Any = None
+        self._set_random: Callable[[], None] | None = None  # to the restored state
+        self._random_before: dict[str, Any] = {}  # the state before the batch was loaded
+        self._random_after: dict[str, Any] = {}  # while a state is saved: that after it was loaded
         self.loaded: dict[str, Any] | None = None  # Lightning's dictionary, if there was a state
         self.is_dumping = False
         self._at_batch = True  # else at the end of the training
@@ -214,12 +217,17 @@ class Elastic:
             # Else schedulers that wait for a metric would not step at the end of this epoch,
             # because other checkpoints have no metrics.
             self._trainer.fit_loop._restarting = False
+        elif self.run is not None and self._trainer.global_step > self.run.step:
+            self._random_before = capture()
 
     def begin_batch(self) -> None:
         """Count the step before, if this batch begins another one. Collective."""
         run = self.run
         if run is not None and self._trainer.global_step > run.step:
             run.made(self._options.global_batch)
+            if self._random_after:  # it has saved
+                restore(self._random_after)
+                self._random_after = {}
 
     @property
     def weight(self) -> float:
@@ -231,6 +239,8 @@ class Elastic:
         """Put Lightning's dictionary into what is saved."""
         trainer, run = self._trainer, self.run
         assert run is not None, "it saves"
+        if self._at_batch and not self._random_after:
+            self._random_after = capture()
         self.is_dumping = True
         try:
             values = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -243,6 +253,10 @@ class Elastic:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         rest[COUNTS] = self.counts()
         run.extra.update(lightning=rest, metrics=metrics)
+        if self._at_batch:
+            # The batch under way has been loaded, and will be loaded again from this state: its
+            # dataset or collate_fn may draw random numbers. They are saved after this returns.
+            restore(self._random_before)
 
     # After training
 
