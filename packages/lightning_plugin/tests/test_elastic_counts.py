@@ -258,3 +258,28 @@ def augmented(root: Path) -> None:
 
 def test_a_batch_loaded_again_has_the_same_random_numbers(tmp_path: Path) -> None:
     run_ranks(augmented, 1, tmp_path)
+
+
+def ended_early(root: Path) -> None:
+    logging.getLogger("vescale_fsdp_lightning").setLevel(logging.ERROR)
+
+    def go(name: str, stop_at: int | None = None, **options: Any) -> tuple[int, int]:
+        stopper = pl.callbacks.EarlyStopping("val_loss", patience=2)
+        chosen = {"max_epochs": 20, "limit_train_batches": 3, "limit_val_batches": 1}
+        chosen |= {"callbacks": [stopper], **options}
+        module, trainer = fit(root / name, 2, Lit(stop_at), **chosen)
+        return trainer.global_step, len(module.seen)
+
+    assert go("a") == (9, 9)  # after epochs 2 and 3 the loss has grown
+    assert go("a") == go("a") == (9, 0)
+    assert go("a", max_epochs=21) == (12, 3)  # it may go on, and the callback stops it again
+    assert go("a", max_epochs=21) == (12, 0)
+    assert go("a", max_epochs=21, min_epochs=7) == (21, 9)
+    # The callback has decided after 12 steps.
+    assert go("b", min_steps=14, limit_train_batches=4) == (14, 14)
+    assert go("c", 13, min_steps=14, limit_train_batches=4) == (13, 13)
+    assert go("c", min_steps=14, limit_train_batches=4) == (14, 2)
+
+
+def test_a_training_that_a_callback_has_ended_stays_so(tmp_path: Path) -> None:
+    run_ranks(ended_early, 1, tmp_path)

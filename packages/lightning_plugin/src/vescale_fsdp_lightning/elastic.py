@@ -17,6 +17,7 @@ before is in it: its validation, and what schedulers and callbacks made of that.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from vescale_fsdp_lightning.plain import from_plain, to_plain
 from vescale_fsdp_lightning.progress import COUNTS, Counts, as_after_a_batch, with_counts
 
 __all__ = ["Elastic"]
+
+_log = logging.getLogger(__name__)
 
 _DIVIDES = "which divides the samples of each step itself, by its global_batch"
 # Arguments of the Trainer, and why they do not work.
@@ -163,6 +166,16 @@ class Elastic:
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
         self.adopt(loaded, str(self._options.directory))
         self.loaded = loaded
+        if run.extra.get("stopped") == _limits(self._trainer):
+            self._trainer.should_stop = True
+            if self._trainer.is_global_zero:
+                _log.warning(
+                    "the training in %s was told to stop by step %s (Trainer.should_stop, which "
+                    "EarlyStopping and others set), and so it stops: to go on, change max_epochs, "
+                    "max_steps, min_epochs, min_steps or max_time",
+                    self._options.directory,
+                    run.step,
+                )
         connector = self._trainer._logger_connector
         device = self._trainer.strategy.root_device
         for name, value in run.extra["metrics"].items():
@@ -252,7 +265,8 @@ class Elastic:
             rest["loops"] = as_after_a_batch(rest["loops"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         rest[COUNTS] = self.counts()
-        run.extra.update(lightning=rest, metrics=metrics)
+        stopped = _limits(trainer) if trainer.should_stop else None
+        run.extra.update(lightning=rest, metrics=metrics, stopped=stopped)
         if self._at_batch:
             # The batch under way has been loaded, and will be loaded again from this state: its
             # dataset or collate_fn may draw random numbers. They are saved after this returns.
@@ -283,6 +297,18 @@ class Elastic:
         self._user_set = []
         if context is not None:
             context.__exit__(None if error is None else type(error), error, None)
+
+
+def _limits(trainer: Any) -> dict[str, Any]:
+    """Return what the user has said about the end of the training."""
+    loop = trainer.fit_loop
+    names = ("max_epochs", "max_steps", "min_epochs", "min_steps")
+    timers = [
+        getattr(callback, "_duration", None)
+        for callback in trainer.callbacks
+        if any(cls.__name__ == "Timer" for cls in type(callback).__mro__)
+    ]
+    return {**{name: getattr(loop, name) for name in names}, "seconds": timers}
 
 
 def _check(trainer: Any) -> None:
