@@ -11,7 +11,8 @@
 
 A state is Lightning's dictionary of a checkpoint, without the tensors of model and optimizers,
 which are saved beside it. It is taken before a batch is counted. So all that belongs to the step
-before is in it: its validation, and what schedulers and callbacks made of that.
+before is in it: its validation, and what schedulers and callbacks made of that. The batch has been
+loaded by then. Its random numbers are drawn again, because those of the state are from before.
 """
 
 from __future__ import annotations
