@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -255,6 +256,12 @@ def all_refused(root: Path) -> None:
     two = {"a": DataLoader(data(), batch_size=2), "b": DataLoader(data(), batch_size=2)}
     refused(root, {"loader": two}, "one torch.utils.data.DataLoader as train_dataloader, got dict")
     refused(root, {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]}, "leave it")
+    refused(root, {"callbacks": [pl.callbacks.LearningRateFinder()]}, "become those of the run")
+    elastic = {"directory": str(root), "global_batch": 4}
+    trainer = make_trainer(VeScaleFSDPStrategy(elastic=elastic), root, max_steps=2)
+    with pytest.raises(NotImplementedError, match="Use it, or the Tuner, with a Trainer"):
+        Tuner(trainer).lr_find(Lit(None, None, 0.0), DataLoader(data(), 2), DataLoader(data(8), 2))
+    assert not list(root.glob("step-*"))
 
 
 def test_what_cannot_follow_the_number_of_ranks_is_refused(tmp_path: Path) -> None:

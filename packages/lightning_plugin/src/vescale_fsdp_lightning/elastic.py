@@ -11,27 +11,35 @@
 
 A state is Lightning's dictionary of a checkpoint, without the tensors of model and optimizers,
 which are saved beside it. It is taken before a batch is counted. So all that belongs to the step
-before is in it: its validation, and what schedulers and callbacks made of that.
+before is in it: its validation, and what schedulers and callbacks made of that. The batch has been
+loaded by then. Its random numbers are drawn again, because those of the state are from before.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from vescale_fsdp import elastic
-from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp.checkpoint.contents import capture, restore, restorer
+from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import without_states
+from vescale_fsdp_lightning.elastic_loader import Loader
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import from_plain, to_plain
-from vescale_fsdp_lightning.progress import as_after_a_batch, with_micro_batches
+from vescale_fsdp_lightning.progress import COUNTS, Counts, as_after_a_batch, with_counts
 
 __all__ = ["Elastic"]
+
+_log = logging.getLogger(__name__)
 
 _DIVIDES = "which divides the samples of each step itself, by its global_batch"
 # Arguments of the Trainer, and why they do not work.
@@ -53,12 +61,16 @@ class Elastic:
 
     def __init__(self, options: elastic.ElasticOptions, trainer: Any) -> None:
         self._options, self._trainer = options, trainer
-        self._loader: elastic.StepLoader | None = None
+        self._loader: Loader | None = None
         self._weights: list[float] = []
-        self._user_set: dict[str, Any] = {}  # arguments of the Trainer that are changed here
+        self._num_steps = 0  # of an epoch
+        self._num_samples = 0  # that earlier steps have taken
+        self._user_set: list[tuple[Any, str, Any]] = []  # object, name, value before `_set`
         self._context: AbstractContextManager[elastic.Run] | None = None
         self.run: elastic.Run | None = None  # while training
-        self._set_random: Any = None
+        self._set_random: Callable[[], None] | None = None  # to the restored state
+        self._random_before: dict[str, Any] = {}  # the state before the batch was loaded
+        self._random_after: dict[str, Any] = {}  # while a state is saved: that after it was loaded
         self.loaded: dict[str, Any] | None = None  # Lightning's dictionary, if there was a state
         self.is_dumping = False
         self._at_batch = True  # else at the end of the training
@@ -87,14 +99,14 @@ class Elastic:
                 f"{type(trainer.train_dataloader).__name__}"
             )
 
-    def divide(self, loader: Any) -> elastic.StepLoader:
+    def divide(self, loader: Any) -> Loader:
         """Return the loader of this rank's micro-batches, and set what the Trainer counts."""
         trainer = self._trainer
         kwargs = trainer.strategy.distributed_sampler_kwargs
         workers = None
         if int(os.environ.get("PL_SEED_WORKERS", "0")):
             workers = trainer.strategy._utilities("seed").pl_worker_init_function
-        made = elastic.StepLoader.like(
+        made = Loader.like(
             loader,
             self._options.global_batch,
             kwargs["rank"],
@@ -103,24 +115,47 @@ class Elastic:
             default_seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
             worker_init_fn=workers,
         )
+        assert isinstance(made, Loader), "it is made by its class"
+        made.before_batch = self.before_batch
         batches = made.micro_batches
         self._weights = batches.weights()
-        self._set("accumulate_grad_batches", batches.num_each)
-        for name in ("limit_train_batches", "val_check_interval"):
-            number = getattr(trainer, name)
-            if isinstance(number, float) and number != 1.0:
-                number = max(int(batches.num_steps * number), 1)
-            if isinstance(number, int):  # the user counts steps
-                self._set(name, number * batches.num_each)
+        self._set(trainer, "accumulate_grad_batches", batches.num_each)
+        self._count_steps(batches.num_steps, batches.num_each)
         self._loader = made
         return made
 
-    def _set(self, name: str, value: Any) -> None:
-        self._user_set.setdefault(name, getattr(self._trainer, name))
-        setattr(self._trainer, name, value)
+    def _count_steps(self, num_steps: int, num_each: int) -> None:
+        """Let the Trainer's limits, which count batches, follow the user's, which count steps."""
+        trainer = self._trainer
+        limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+        if isinstance(limit, int):
+            num_steps = min(num_steps, limit)
+        else:
+            num_steps = max(int(num_steps * limit), 1)
+        self._num_steps = num_steps
+        if limit != 1.0 or isinstance(limit, int):
+            self._set(trainer, "limit_train_batches", num_steps * num_each)
+        if isinstance(interval, float) and interval != 1.0:
+            interval = max(int(num_steps * interval), 1)
+        if isinstance(interval, int):
+            is_in_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches
+            if is_in_epoch and interval > num_steps:
+                raise ValueError(
+                    f"Trainer(val_check_interval={interval}) counts optimizer steps in an elastic "
+                    f"training, and an epoch has {num_steps}: give at most {num_steps}, or "
+                    "check_val_every_n_epoch=None, which counts the steps of all epochs"
+                )
+            self._set(trainer, "val_check_interval", interval * num_each)
+
+    def _set(self, of: Any, name: str, value: Any) -> None:
+        self._user_set.append((of, name, getattr(of, name)))
+        setattr(of, name, value)
 
     def restore(self, model: Any, optimizers: Any) -> None:
         """Load the newest state, if there is one. Lightning then restores its part. Collective."""
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval == "step":  # Lightning counts batches, the user counts steps
+                self._set(config, "frequency", config.frequency * len(self._weights))
         self._context = elastic.training(
             self._options.directory, model, optimizers, signals=(), **self._options.arguments()
         )
@@ -130,9 +165,18 @@ class Elastic:
             return
         self._set_random = restorer(capture())
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
-        batches = run.extra["micro_batches"]
-        loaded["loops"] = with_micro_batches(loaded["loops"], batches, len(self._weights))
+        self.adopt(loaded, str(self._options.directory))
         self.loaded = loaded
+        if run.extra.get("stopped") == _limits(self._trainer):
+            self._trainer.should_stop = True
+            if self._trainer.is_global_zero:
+                _log.warning(
+                    "the training in %s was told to stop by step %s (Trainer.should_stop, which "
+                    "EarlyStopping and others set), and so it stops: to go on, change max_epochs, "
+                    "max_steps, min_epochs, min_steps or max_time",
+                    self._options.directory,
+                    run.step,
+                )
         connector = self._trainer._logger_connector
         device = self._trainer.strategy.root_device
         for name, value in run.extra["metrics"].items():
@@ -140,28 +184,64 @@ class Elastic:
         # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
         self._trainer._checkpoint_connector._loaded_checkpoint = loaded
 
+    def adopt(self, saved: dict[str, Any], path: str) -> None:
+        """Change Lightning's dictionary of a checkpoint to the micro-batches of this training.
+
+        Raises:
+            ValueError: see `Counts.of`.
+        """
+        if "loops" not in saved:  # it has only weights
+            return
+        own = self._options.global_batch
+        before = Counts.of(saved, own, path)
+        after = Counts(len(self._weights), own, before.samples)
+        saved["loops"] = with_counts(saved["loops"], before, after, self._num_steps)
+        self._num_samples = before.samples
+
+    def counts(self) -> dict[str, int] | None:
+        """What the counters of the Trainer mean now, to be saved. None if there is no training."""
+        run, own = self.run, self._options.global_batch
+        if run is None:
+            return None
+        num_new = self._trainer.global_step - run.step  # 1 if the last step is not counted yet
+        samples = run.samples_before(own) + num_new * own
+        return asdict(Counts(len(self._weights), own, samples))
+
     def start(self) -> None:
         """Begin with the loader where the restored state is. After Lightning has restored."""
-        run, trainer = self.run, self._trainer
+        run, trainer, loader = self.run, self._trainer, self._loader
         assert run is not None, "restored"
-        run.step = trainer.global_step  # of another checkpoint, if `fit` got its path
+        assert loader is not None, "prepared"
+        step, samples = int(trainer.global_step), self._num_samples
+        if run.step != step:  # of another checkpoint, because `fit` got its path
+            own = {"samples": samples, "marks": dict(run.marks)}
+            run.take({**run.extra, "step": step, KEY: own})
+        loader.begin(step, samples)
         iter(trainer.fit_loop._data_fetcher)
         # Lightning's own handler sends a broadcast from within the handler.
         run.stop_on(signal.SIGTERM)
 
     # While training
 
-    def begin_batch(self) -> None:
-        """Count the step before, if this batch begins another one. Collective."""
+    def before_batch(self) -> None:
+        """Before a batch is loaded."""
         if self._set_random is not None:
             self._set_random()  # hooks may have drawn numbers since
             self._set_random = None
             # Else schedulers that wait for a metric would not step at the end of this epoch,
             # because other checkpoints have no metrics.
             self._trainer.fit_loop._restarting = False
+        elif self.run is not None and self._trainer.global_step > self.run.step:
+            self._random_before = capture()
+
+    def begin_batch(self) -> None:
+        """Count the step before, if this batch begins another one. Collective."""
         run = self.run
         if run is not None and self._trainer.global_step > run.step:
             run.made(self._options.global_batch)
+            if self._random_after:  # it has saved
+                restore(self._random_after)
+                self._random_after = {}
 
     @property
     def weight(self) -> float:
@@ -173,6 +253,8 @@ class Elastic:
         """Put Lightning's dictionary into what is saved."""
         trainer, run = self._trainer, self.run
         assert run is not None, "it saves"
+        if self._at_batch and not self._random_after:
+            self._random_after = capture()
         self.is_dumping = True
         try:
             values = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -183,7 +265,13 @@ class Elastic:
         if self._at_batch:
             rest["loops"] = as_after_a_batch(rest["loops"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        run.extra.update(lightning=rest, micro_batches=len(self._weights), metrics=metrics)
+        rest[COUNTS] = self.counts()
+        stopped = _limits(trainer) if trainer.should_stop else None
+        run.extra.update(lightning=rest, metrics=metrics, stopped=stopped)
+        if self._at_batch:
+            # The batch under way has been loaded, and will be loaded again from this state: its
+            # dataset or collate_fn may draw random numbers. They are saved after this returns.
+            restore(self._random_before)
 
     # After training
 
@@ -205,11 +293,23 @@ class Elastic:
             error: that has ended the training.
         """
         context, self._context, self.run = self._context, None, None
-        for name, value in self._user_set.items():
-            setattr(self._trainer, name, value)
-        self._user_set = {}
+        for of, name, value in reversed(self._user_set):
+            setattr(of, name, value)
+        self._user_set = []
         if context is not None:
             context.__exit__(None if error is None else type(error), error, None)
+
+
+def _limits(trainer: Any) -> dict[str, Any]:
+    """Return what the user has said about the end of the training."""
+    loop = trainer.fit_loop
+    names = ("max_epochs", "max_steps", "min_epochs", "min_steps")
+    timers = [
+        getattr(callback, "_duration", None)
+        for callback in trainer.callbacks
+        if any(cls.__name__ == "Timer" for cls in type(callback).__mro__)
+    ]
+    return {**{name: getattr(loop, name) for name in names}, "seconds": timers}
 
 
 def _check(trainer: Any) -> None:
@@ -239,6 +339,12 @@ def _check(trainer: Any) -> None:
             )
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
+        if "LearningRateFinder" in names:  # also that of a Tuner; Lightning refuses BatchSizeFinder
+            raise NotImplementedError(
+                f"{type(callback).__name__} does not work with elastic training: the steps of its "
+                "search would become those of the run. Use it, or the Tuner, with a Trainer "
+                "without elastic, and give what it has found to this training"
+            )
         if names & {"GradientAccumulationScheduler", "BaseFinetuning"}:
             raise NotImplementedError(
                 f"{type(callback).__name__} does not work with elastic training: it changes the "

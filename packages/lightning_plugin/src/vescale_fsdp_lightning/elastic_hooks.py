@@ -9,6 +9,7 @@ import torch
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning.elastic import Elastic
+from vescale_fsdp_lightning.progress import COUNTS
 from vescale_fsdp_lightning.sharding import Sharding
 
 __all__ = ["ElasticHooks"]
@@ -18,6 +19,7 @@ class ElasticHooks(Sharding):
     """`Sharding` that passes what the Trainer calls on to `Elastic`, if the user has asked."""
 
     _elastic: Elastic | None = None  # of the `fit` under way
+    _last_counts: dict[str, int] | None = None  # of the last `fit`, for checkpoints after it
     lightning_module: Any
     model: Any
 
@@ -61,9 +63,15 @@ class ElasticHooks(Sharding):
             self._elastic.close(exception)
             self._elastic = None
 
+    def _with_counts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a dictionary of a checkpoint with what its counters mean, for `Elastic.adopt`."""
+        counts = self._last_counts if self._elastic is None else self._elastic.counts()
+        return checkpoint if counts is None else {**checkpoint, COUNTS: counts}
+
     def _end_elastic(self) -> None:
         """End a training that has not begun, because all its steps had been made before."""
         if self._elastic is not None:
+            self._last_counts = self._elastic.counts()
             self._elastic.end()
             self._elastic = None
 

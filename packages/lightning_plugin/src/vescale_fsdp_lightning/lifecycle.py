@@ -222,6 +222,7 @@ class Lifecycle(ElasticHooks):
                 "path's protocol or the environment, as for fsspec"
             )
         target = str(self.broadcast(filepath))
+        checkpoint = self._with_counts(checkpoint)
         optimizers = dict(self._companions)  # averages are also saved with weights_only
         if "optimizer_states" in checkpoint:
             optimizers |= self._own_optimizers()
@@ -237,7 +238,7 @@ class Lifecycle(ElasticHooks):
             return self._elastic.loaded  # what this run has made of that checkpoint is newer
         source = str(self.broadcast(checkpoint_path))
         strict = self.lightning_module.strict_loading
-        return self._checkpoints.load(
+        loaded = self._checkpoints.load(
             source,
             self.model,
             {**(self._own_optimizers() if self._is_fitting else {}), **self._companions},
@@ -246,6 +247,9 @@ class Lifecycle(ElasticHooks):
             local_rank=self.local_rank,
             prepare=self._restore_groups if self._is_fitting else None,
         )
+        if self._elastic is not None:
+            self._elastic.adopt(loaded, source)
+        return loaded
 
     def _restore_groups(self, saved: Mapping[str, Any]) -> None:
         """Restore the parameter groups that finetuning callbacks had added to optimizers.
