@@ -15,7 +15,8 @@ from typing import Any
 
 from vescale_fsdp.elastic.hsdp import catching_up
 from vescale_fsdp.elastic.hsdp.board import Board
-from vescale_fsdp.elastic.hsdp.gradients import Gradients, numbers_of
+from vescale_fsdp.elastic.hsdp.facts import Facts, counted_in
+from vescale_fsdp.elastic.hsdp.gradients import NUM_STEP, Gradients, numbers_of
 from vescale_fsdp.elastic.hsdp.inside import Inside
 from vescale_fsdp.elastic.hsdp.lanes import Lane, LaneError
 from vescale_fsdp.elastic.hsdp.meeting import Life, Meeting, others_wait
@@ -67,6 +68,7 @@ class Links:
         self._lane: Lane | None = None
         self.samples = self.loss = self.nominal = self.mean_loss = 0.0
         self.is_wished = False
+        self._counted: tuple[float, float] | None = None  # other facts than those of this one
 
     def meet(self, report: Report, previous: Quorum | None) -> Quorum:
         """Agree on the next quorum. The first rank does it for all."""
@@ -91,34 +93,63 @@ class Links:
     def sum(self, quorum: Quorum, report: Report) -> bool:
         """Sum this step's gradients over the members."""
         step = report.age.step
-        mine = self._gradients.pack(step, [self.samples, self.loss, float(self._pulse.is_wished)])
-        is_whole = not self._pulse.is_replaced and self._sum(quorum, report)
-        return self._complete(step, numbers_of(mine), is_whole)
+        self._counted, facts = None, self._gradients.facts(self.nominal)
+        numbers = [self.samples, self.loss, float(self._pulse.is_wished)]
+        numbers += facts.numbers(is_reference=self._member == _reference(quorum))
+        self._gradients.pack(step, numbers)
+        is_whole = not self._pulse.is_replaced and self._sum(quorum, report, facts)
+        return self._complete(step, is_whole)
 
-    def _sum(self, quorum: Quorum, report: Report) -> bool:
+    def _sum(self, quorum: Quorum, report: Report, facts: Facts) -> bool:
         if len(quorum.members) == 1:
             return True
         assert self._lane is not None, "it is connected"
         slot, gives_up = self._gradients.slot(report.age.step), self._waiting(quorum, report)
         try:
-            self._lane.sum(slot.data, gives_up)
             self._lane.sum(slot.numbers, gives_up)
+            numbers = slot.numbers[NUM_STEP:].tolist()
+            if not facts.is_same(numbers):  # the gradients may have other sizes
+                if not facts.is_reference(numbers):
+                    self._counted = counted_in(numbers)
+                return False
+            self._lane.sum(slot.data, gives_up)
         except LaneError:
             self._board.give_up(quorum.number + 1, report.age.step)
             return False
         return True
 
-    def _complete(self, step: int, numbers: list[float], is_whole: bool) -> bool:
+    def _complete(self, step: int, is_whole: bool) -> bool:
         """Agree inside whether a sum has arrived on all lanes. If so, use it."""
-        numbers = numbers_of(self._gradients.slot(step)) if is_whole else numbers
-        whole, samples, loss, wishes = self._inside.sums([float(is_whole), *numbers])
+        slot = self._gradients.slot(step)
+        values = [float(is_whole), float(self._counted is not None), *(self._counted or (0.0, 0.0))]
+        values += [*numbers_of(slot), float(slot.counts.sum())] if is_whole else [0.0] * 4
+        whole, others, *counted, samples, loss, wishes, used = self._inside.sums(values)
+        if others:
+            raise RankMismatchError(self._other_facts([each / others for each in counted]))
         if whole < self._inside.size:
             return False
+        if not used:
+            raise RuntimeError(
+                f"step {step}: no parameter has a gradient on any replica when they are averaged. "
+                "Call step.backward(loss) inside of the loop over the micro-batches (`for batch "
+                "in step`, not after list(step)); with run.steps, call run.reduce_gradients() "
+                "after the last backward"
+            )
         factor = self.nominal / (self._num_replicas * samples)
         self.mean_loss = loss * factor / self._inside.size
         self.is_wished = wishes > 0
         self._gradients.unpack(step, factor)
         return True
+
+    def _other_facts(self, counted: list[float]) -> str:
+        own, (nominal, num_trainable) = self._gradients.facts(self.nominal), counted
+        return (
+            f"replica {self._member.replica} has steps of {own.nominal:g} samples and "
+            f"{own.num_trainable} trainable parameters; the other replicas have steps of "
+            f"{nominal:g} samples and {num_trainable:g} trainable parameters (if these are equal, "
+            "other ones): start all replicas with the same global_batch, and freeze and unfreeze "
+            "the same parameters at the same steps"
+        )
 
     def hand_over(self, quorum: Quorum, report: Report) -> bool:
         """Send the kept sum of the last step to those that are behind, or receive it."""
@@ -137,7 +168,7 @@ class Links:
         except LaneError:
             is_whole = False
         if is_behind:
-            return self._complete(step, [0.0, 0.0, 0.0], is_whole)
+            return self._complete(step, is_whole)
         return self._inside.all(is_whole)
 
     def give(self, quorum: Quorum, report: Report) -> bool:
@@ -205,8 +236,20 @@ class Links:
         assert donor is not None, "a member that joins has a donor"
         own, other = self._board.about(self._member), self._board.about(donor)
         if own != other:
+            number, others = own["num_replicas"], other.get("num_replicas")
+            if number != others:
+                raise RankMismatchError(
+                    f"replica {self._member.replica} was started with num_replicas={number}, and "
+                    f"replica {donor.replica} with num_replicas={others}: it must be the same"
+                )
             raise RankMismatchError(
                 f"replica {self._member.replica} has {own['ranks']} ranks and other shards than "
                 f"replica {donor.replica} with {other.get('ranks')} ranks: all replicas must have "
-                "the same model, sharded in the same way over the same number of ranks"
+                "the same model, with the same dtypes and trainable parameters, sharded in the "
+                "same way over the same number of ranks"
             )
+
+
+def _reference(quorum: Quorum) -> Member:
+    """The member whose facts count: one that has a state."""
+    return quorum.donor or quorum.members[0]
