@@ -8,6 +8,8 @@ this replica agree: it has worked if it has worked on all lanes.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,11 @@ from vescale_fsdp.elastic.hsdp.meeting import Life, Meeting, others_wait
 from vescale_fsdp.elastic.hsdp.pulse import Pulse
 from vescale_fsdp.elastic.hsdp.quorum import Member, Quorum, Report
 from vescale_fsdp.errors import RankMismatchError
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.1
+_MOST_FAILURES = 5  # connections that fail one after the other, without a step
+_LONGEST_PAUSE_S = 60.0
 
 
 class Links:
@@ -68,27 +75,65 @@ class Links:
         self._lane: Lane | None = None
         self.samples = self.loss = self.nominal = self.mean_loss = 0.0
         self.is_wished = False
+        self._since: float | None = None  # when the wait for the sum of this step began
+        self._num_unconnected = self._num_not_joined = 0  # in a row
         self._counted: tuple[float, float] | None = None  # other facts than those of this one
 
     def meet(self, report: Report, previous: Quorum | None) -> Quorum:
         """Agree on the next quorum. The first rank does it for all."""
         value = self._inside.told(
             "the agreement on who takes part",
-            lambda: self._meeting.meet(report, previous).to_json(),
+            lambda: self._meeting.meet(report, previous, self._since).to_json(),
         )
+        self._since = None
         quorum = Quorum.from_json(value)
         self._pulse.quorum = quorum
         return quorum
 
     def connect(self, quorum: Quorum) -> bool:
-        """Connect to the other members. Returns whether it was possible on all lanes."""
+        """Connect to the other members. Returns whether it was possible on all lanes.
+
+        Raises:
+            ConnectionError: it was not, several times in a row.
+        """
         self.close()
+        why = "another rank of this replica could not connect"
         if self._member in quorum.joining:
             self._check_same(quorum.donor)
         if len(quorum.members) > 1:
-            with contextlib.suppress(LaneError):
+            try:
                 self._lane = self._new_lane(quorum, "lane", quorum.members)
-        return self._inside.all(self._lane is not None or len(quorum.members) == 1)
+            except LaneError as error:
+                why = str(error)
+        if self._inside.all(self._lane is not None or len(quorum.members) == 1):
+            return True
+        self._count_unconnected(quorum, why)
+        return False
+
+    def _count_unconnected(self, quorum: Quorum, why: str) -> None:
+        self._num_unconnected += 1
+        if self._member in quorum.joining:
+            self._put_off()
+        text = (
+            f"replica {self._member.replica} and the replicas {self._others(quorum)} could not all "
+            f"connect within {self._timeout_s:g} s, for the {self._num_unconnected}. time in a row "
+            f"({why.splitlines()[0]}). They see the same folder, and need TCP connections to each "
+            f"other, too: GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME')!r}, set it "
+            "to the network interface by which the machines reach each other"
+        )
+        if self._num_unconnected >= _MOST_FAILURES:
+            raise ConnectionError(text)
+        if self._inside.ranks.is_first:
+            _log.warning("%s", text)
+
+    def _put_off(self) -> None:
+        """Wait for a while before this member tries again to join. The others make steps."""
+        pause_s = min(2.0**self._num_not_joined, _LONGEST_PAUSE_S)
+        self._num_not_joined += 1
+        self._meeting.not_before = time.monotonic() + pause_s
+
+    def _others(self, quorum: Quorum) -> str:
+        return ", ".join(str(m.replica) for m in quorum.members if m != self._member)
 
     def sum(self, quorum: Quorum, report: Report) -> bool:
         """Sum this step's gradients over the members."""
@@ -105,6 +150,7 @@ class Links:
             return True
         assert self._lane is not None, "it is connected"
         slot, gives_up = self._gradients.slot(report.age.step), self._waiting(quorum, report)
+        self._since = time.monotonic()
         try:
             self._lane.sum(slot.numbers, gives_up)
             numbers = slot.numbers[NUM_STEP:].tolist()
@@ -138,6 +184,7 @@ class Links:
         factor = self.nominal / (self._num_replicas * samples)
         self.mean_loss = loss * factor / self._inside.size
         self.is_wished = wishes > 0
+        self._since, self._num_unconnected = None, 0
         self._gradients.unpack(step, factor)
         return True
 
@@ -172,17 +219,31 @@ class Links:
         return self._inside.all(is_whole)
 
     def give(self, quorum: Quorum, report: Report) -> bool:
-        """Send this member's state to those that join."""
-        text = self._state.write(self._inside, self._extra())
+        """Send this member's state to those that join. Returns whether it has arrived."""
+        rank, why = self._inside.rank, ""
         parties, gives_up = (self._member, *quorum.joining), self._waiting(quorum, report)
         try:
+            text = self._state.write(self._inside, self._extra())
+            self._board.tell_state(quorum.number, rank)
             with self._lane_of(quorum, "state", parties) as lane:
                 catching_up.send(lane, text, self._state.file(self._inside), gives_up)
-        except LaneError:
-            return self._inside.all(False)
+        except OSError as error:  # the memory or a disk is full
+            why = f"{type(error).__name__}: {error}"
+            self._board.tell_state(quorum.number, rank, why)
+        except LaneError as error:
+            why = str(error)
         finally:
             self._state.clear(self._inside)
-        return self._inside.all(True)
+        if self._inside.all(not why):
+            return True
+        if self._inside.ranks.is_first:
+            _log.warning(
+                "replica %d could not give its state to those that join (replicas %s): %s. It goes "
+                "on without them, and they try again later", self._member.replica,
+                ", ".join(str(each.replica) for each in quorum.joining),
+                why or "another rank of this replica could not",
+            )  # fmt: skip
+        return False
 
     def receive(self, quorum: Quorum, report: Report) -> bool:
         """Get and load the donor's state."""
@@ -191,16 +252,33 @@ class Links:
 
         def arrive(folder: Path, name: str) -> bytes | None:
             try:
+                self._wait_for_state(quorum, gives_up)
                 with self._lane_of(quorum, "state", parties) as lane:
                     return catching_up.receive(lane, folder, name, gives_up)
-            except LaneError:
+            except LaneError as error:
+                _log.warning(
+                    "replica %d, rank %d: no state from replica %d, to join the others: %s. It "
+                    "tries again later", self._member.replica, self._inside.rank,
+                    parties[0].replica, error,
+                )  # fmt: skip
                 return None
 
         extra = self._state.load(self._inside, quorum.step, arrive)
         if extra is None:
+            self._put_off()
             return False
+        self._num_not_joined = 0
         self._take(extra)
         return True
+
+    def _wait_for_state(self, quorum: Quorum, gives_up: Callable[[], bool]) -> None:
+        """Wait until the donor has written its part, however long that takes while it lives."""
+        while (told := self._board.told_of_state(quorum.number, self._inside.rank)) is None:
+            if gives_up():
+                raise LaneError("it is lost, or has given up")
+            time.sleep(_POLL_S)
+        if told:
+            raise LaneError(told)
 
     def close(self) -> None:
         """Close the connections to the other members."""

@@ -161,6 +161,13 @@ class ReplicaRun:
             stall_s=stall_s,
         )  # fmt: skip
         self._source = ""
+        leave = run._leave
+
+        def leave_others_first(is_due: bool) -> None:
+            self._board.leave(self.member)  # they do not wait until the state is saved
+            leave(is_due)
+
+        run._leave = leave_others_first  # type: ignore[method-assign]
         age = Age(int(run.marks.get(_KEY, 0)), run.step)
         self._exchange = Exchange(self._links, self.member, age)
 
@@ -324,15 +331,27 @@ class ReplicaRun:
 
     def _take(self, extra: dict[str, Any]) -> None:
         """Continue from the state of another replica, which has been loaded."""
+        own, own_quorum = self._run.step, self._run.marks.get(_KEY, 0)
         self._run.take(extra)
+        if own > self._run.step and self._inside.ranks.is_first:
+            _log.warning(
+                "replica %d had a state of step %d (made in quorum %d), and now has that of step "
+                "%d of another replica, which has begun without it (quorum %d)",
+                self.member.replica, own, own_quorum, self._run.step,
+                self._run.marks.get(_KEY, 0),
+            )  # fmt: skip
         self._source = "replica"
         place = f"{self.member.replica} {self._inside.rank} {self._run.step}"
         seed_for(f"replica {place}")()
 
     def _leave(self) -> None:
         self._pulse.stop()
-        self._board.leave(self.member)
-        self._links.close()
+        try:
+            self._board.leave(self.member)
+        except OSError as error:  # it must not hide the error that ends the loop
+            _log.warning("the folder of the replicas cannot be used: %s", error)
+        finally:
+            self._links.close()
 
 
 class ReplicaStep(Step):
