@@ -208,13 +208,13 @@ def misses_sums(root: Path) -> Result:
     whole = Lane.sum
 
     def sum_(self: Lane, tensor: torch.Tensor, gives_up: Any) -> None:
-        faulty = tensor.dtype == torch.float32 and tensor.numel() > 1
-        if faulty and number[0] == 6 and 6 not in done:
+        if tensor.dtype == torch.float64 and number[0] == 6 and 6 not in done:
             done.append(6)
             self.close()
             raise LaneError("broken before")
         whole(self, tensor, gives_up)
-        if tensor.dtype == torch.float64 and number[0] == 3 and 3 not in done:
+        is_data = tensor.dtype == torch.float32 and tensor.numel() > 1
+        if is_data and number[0] == 3 and 3 not in done:
             done.append(3)
             self.close()
             raise LaneError("broken after")
@@ -247,6 +247,7 @@ def of_another_width(root: Path) -> str:
             root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=20.0,
             signals=(), memory_directory=root / "memory",
         ) as run:  # fmt: skip
+            model(torch.ones(1, WIDTH)).sum().backward()
             run.reduce_gradients()
             return str(run.present)
     except RankMismatchError as error:

@@ -15,6 +15,7 @@
           report-0-000001.json          replica 0 says where it is
           decision.json                 made once, by a link: the first one wins
           lane-00000                    the addresses of the ranks 0, for gloo
+          state-00000.json              the donor's rank 0 has its part ready, or could not make it
       finished.json                     the training has ended, with so many steps
 
 A file appears whole or not at all. The folder is not read in a step in which nobody is lost.
@@ -97,7 +98,8 @@ class Board:
 
     def leave(self, member: Member) -> None:
         """Say that this member has ended."""
-        (self._of(member) / "gone").touch()
+        with contextlib.suppress(FileNotFoundError):  # the replica was started again
+            (self._of(member) / "gone").touch()
 
     def has_left(self, member: Member) -> bool:
         """Whether the member has said that it has ended."""
@@ -142,6 +144,17 @@ class Board:
             names = (_FAILED.fullmatch(path.name) for path in self.quorum_folder(number).iterdir())
             return [int(name[1]) for name in names if name]
         return []
+
+    def tell_state(self, number: int, rank: int, error: str = "") -> None:
+        """Say that this rank of the donor is ready to send its state, or why it cannot."""
+        folder = self.quorum_folder(number)
+        with write_errors(folder):
+            _write(folder / f"state-{rank:05d}.json", error)
+
+    def told_of_state(self, number: int, rank: int) -> str | None:
+        """What this rank of the donor has said: an error or nothing. None: it has not."""
+        told: str | None = _read(self.quorum_folder(number) / f"state-{rank:05d}.json")
+        return told
 
     def decide(self, quorum: Quorum) -> None:
         """Make this the decision, unless there is one already. Deletes the files of old quorums."""

@@ -114,6 +114,7 @@ class Exchange:
             if place == "end" and not quorum.behind:
                 return quorum
             if not self._link.connect(quorum):
+                place = _without(quorum, place)
                 continue
             report = self._report(place)
             if self._member in quorum.joining:
@@ -131,3 +132,12 @@ class Exchange:
             gives = quorum.joining and self._member == quorum.donor
             if not gives or self._link.give(quorum, report):
                 return quorum
+            place = _without(quorum, place)
+
+
+def _without(quorum: Quorum, place: Place) -> Place:
+    """The place from which a member makes its step before others can join.
+
+    A replica that cannot join would stop the others for ever if they tried again at once.
+    """
+    return "exchange" if quorum.joining and place == "between" else place

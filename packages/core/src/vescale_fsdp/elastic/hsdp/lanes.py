@@ -83,12 +83,20 @@ class Lane:
             try:
                 work.wait(datetime.timedelta(seconds=_POLL_S))
                 return
-            except RuntimeError as error:
-                if work.is_completed():
-                    self.close()
-                    raise LaneError(str(error)) from error
+            except RuntimeError:
+                if work.is_completed():  # it may have ended just after this wait
+                    self._result_of(work)
+                    return
                 if gives_up():
                     self.close()  # the operation then ends with an error
+
+    def _result_of(self, work: Any) -> None:
+        """Return if the work, which has ended, has done its task."""
+        try:
+            work.wait(datetime.timedelta(seconds=_POLL_S))
+        except RuntimeError as error:
+            self.close()
+            raise LaneError(str(error)) from error
 
     def close(self) -> None:
         """Close the connections. Operations under way end with an error, also on other ranks.

@@ -8,6 +8,7 @@ beside the others.
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import sys
@@ -17,7 +18,9 @@ from typing import Protocol
 from vescale_fsdp.elastic.hsdp.quorum import Member, Quorum, Report, decide
 from vescale_fsdp.errors import RankMismatchError
 
+_log = logging.getLogger(__name__)
 _POLL_S = 0.05
+_PATIENCE = 10  # times wait_s that one waits that is not of the last quorum
 _LAST_WORDS_S = 2.0  # if the others come in this time, the step is made before the process ends
 
 
@@ -33,6 +36,8 @@ class Notices(Protocol):
     def decide(self, quorum: Quorum) -> None: ...
     def decision(self, number: int) -> Quorum | None: ...
     def last(self) -> Quorum | None: ...
+    @property
+    def finished(self) -> int: ...
 
 
 class Clock(Protocol):
@@ -56,7 +61,7 @@ class Life:
     def __init__(
         self, board: Notices, clock: Clock, timeout_s: float, rank: int | None = None
     ) -> None:
-        self._board, self._clock, self._timeout_s, self._rank = board, clock, timeout_s, rank
+        self._board, self._clock, self.timeout_s, self._rank = board, clock, timeout_s, rank
         self._seen: dict[Member, dict[str, tuple[str, float]]] = {}
         self._read: dict[Member, float] = {}
 
@@ -74,13 +79,13 @@ class Life:
             return False
         now, seen = self._clock.monotonic(), self._seen.setdefault(member, {})
         seen.setdefault("", ("", now))  # the first look: beats may not be there yet
-        if now - self._read.get(member, -math.inf) > self._timeout_s / 20:
+        if now - self._read.get(member, -math.inf) > self.timeout_s / 20:
             self._read[member] = now
             for rank, number in self._board.beats(member, self._rank).items():
                 if rank not in seen or seen[rank][0] != number:
                     seen[rank] = (number, now)
         times = [time for rank, (_, time) in seen.items() if rank] or [seen[""][1]]
-        return now - min(times) < self._timeout_s * patience
+        return now - min(times) < self.timeout_s * patience
 
 
 class Meeting:
@@ -92,6 +97,9 @@ class Meeting:
         is_stopped: whether this process was told to end. It does if it has to wait for others.
         takeover: those that join wait so many times the timeout before they believe that all
             members are lost, if these have not said so.
+
+    Attributes:
+        not_before: a member that is not expected does not report before this time.
     """
 
     def __init__(
@@ -109,18 +117,23 @@ class Meeting:
         self._board, self._clock, self._life = board, clock, life
         self._stall_s, self._num_replicas, self._wait_s = stall_s, num_replicas, wait_s
         self._takeover, self._is_stopped = takeover, is_stopped
+        self.not_before = -math.inf
 
-    def meet(self, report: Report, previous: Quorum | None) -> Quorum:
+    def meet(self, report: Report, previous: Quorum | None, since: float | None = None) -> Quorum:
         """Return the next quorum, of which this member is one.
 
         Args:
             previous: this member's quorum; None if it is new.
+            since: when this member began to wait for the others, if that was before now.
 
         Raises:
-            RankMismatchError: the others have gone on without this member.
+            RankMismatchError: the others have gone on without this member, or its replica was
+                started again elsewhere.
         """
         began, number = self._clock.monotonic(), -1
         while True:
+            if self._board.is_replaced(report.member):
+                raise RankMismatchError(_replaced(report.member))
             last = self._board.last()
             if previous is not None and last is not None and last.number > previous.number:
                 if report.member in last.members and last.number == previous.number + 1:
@@ -130,14 +143,25 @@ class Meeting:
             if last is not None and last.number == number and report.member in last.members:
                 return last
             wanted = 1 if last is None else last.number + 1
-            if number != wanted:
+            is_expected = last is not None and report.member in last.members
+            may_report = is_expected or self._clock.monotonic() >= self.not_before
+            if number != wanted and may_report:
                 number = wanted
                 self._board.report(number, report)
             waited_s = self._clock.monotonic() - began
             if waited_s > _LAST_WORDS_S and self._is_stopped():
                 # A rank of this replica has died, and torchrun waits for this one. Or the job ends.
                 sys.exit(128 + signal.SIGTERM)
-            is_late = report.place != "joining" and waited_s > self._stall_s
+            if number != wanted:
+                self._clock.sleep(_POLL_S)
+                continue
+            stalled_s = waited_s if since is None else self._clock.monotonic() - since
+            is_late = (
+                report.place != "joining"
+                and stalled_s > self._stall_s
+                # Others that have waited as long as this one need a moment to report.
+                and waited_s > min(self._life.timeout_s, self._stall_s)
+            )
             reports = self._board.reports(number)
             told = {each.member for each in reports}
             patience = self._takeover if report.place == "joining" else 1.0
@@ -153,19 +177,59 @@ class Meeting:
                 return not is_late and self._life.is_alive(member, patience)
 
             quorum = decide(last, reports, is_alive)
-            if quorum is not None and self._may_begin(quorum, report, began):
+            if quorum is not None and self._may_begin(last, quorum, report, began):
+                if report.place == "joining" and last is not None and not self._has_ended(last):
+                    _warn_of_loss(last, quorum)
                 self._board.decide(quorum)
                 continue
             self._clock.sleep(_POLL_S)
 
-    def _may_begin(self, quorum: Quorum, report: Report, began: float) -> bool:
-        """Whether all replicas are there, or it is a quorum that has members with a state."""
+    def _may_begin(self, last: Quorum | None, quorum: Quorum, report: Report, began: float) -> bool:
+        """Whether all replicas are there, or it is a quorum that has members with a state.
+
+        If no replica of the last quorum is there, its steps would be lost: wait longer.
+        """
         if report.place != "joining":
             return report.member in quorum.members
         if quorum.donor not in quorum.members or len(quorum.joining) + 1 < len(quorum.members):
             return False  # members with a state decide
         is_first = len(quorum.members) < self._num_replicas
-        return not (is_first and self._clock.monotonic() - began < self._wait_s)
+        is_new = last is None or _is_known(last, quorum) or self._has_ended(last)
+        wait_s = self._wait_s * (1 if is_new else _PATIENCE)
+        return not (is_first and self._clock.monotonic() - began < wait_s)
+
+    def _has_ended(self, last: Quorum) -> bool:
+        """Whether the training was over with the last quorum."""
+        finished = self._board.finished
+        return finished > 0 and finished >= last.step
+
+
+def _is_known(last: Quorum, quorum: Quorum) -> bool:
+    """Whether a replica of the last quorum is in this one."""
+    return not {each.replica for each in last.members}.isdisjoint(
+        each.replica for each in quorum.members
+    )
+
+
+def _warn_of_loss(last: Quorum, quorum: Quorum) -> None:
+    """Warn if the training begins with a state that is older than the last quorum."""
+    if quorum.step >= last.step and _is_known(last, quorum):
+        return
+    missing = ", ".join(str(each.replica) for each in last.members)
+    _log.warning(
+        "the training goes on from step %d, the newest state that was found. The last quorum "
+        "(number %d, replicas %s) began with step %d: its later steps are lost, unless you stop "
+        "now and start these replicas first",
+        quorum.step, last.number, missing, last.step,
+    )  # fmt: skip
+
+
+def _replaced(member: Member) -> str:
+    return (
+        f"replica {member.replica} was started again elsewhere, and this start (number "
+        f"{member.start}) ends. Each replica must have a number of its own: look whether two jobs "
+        f"were started with replica={member.replica}"
+    )
 
 
 def _left_behind(member: Member, last: Quorum) -> str:

@@ -20,7 +20,7 @@ class Pulse:
 
     Attributes:
         quorum: in which this member is. None: not yet in one.
-        is_replaced: a quorum without this member has been made.
+        is_replaced: a quorum without this member has been made, or the replica was started again.
 
     Cost: every ``beat_s`` seconds a file of a few bytes is written; the rank that looks reads the
     names in two folders.
@@ -54,7 +54,13 @@ class Pulse:
         while not self._ends.wait(self._beat_s):
             number += 1
             try:
-                self._board.beat(self._member, self._rank, number)
+                try:
+                    self._board.beat(self._member, self._rank, number)
+                except FileNotFoundError:
+                    if not self._board.is_replaced(self._member):
+                        raise
+                    self.is_replaced = True
+                    return
                 if self._looks and self.quorum is not None:
                     self._look(self.quorum)
             except OSError as error:

@@ -161,6 +161,13 @@ class ReplicaRun:
             stall_s=stall_s,
         )  # fmt: skip
         self._source = ""
+        leave = run._leave
+
+        def leave_others_first(is_due: bool) -> None:
+            self._board.leave(self.member)  # they do not wait until the state is saved
+            leave(is_due)
+
+        run._leave = leave_others_first  # type: ignore[method-assign]
         age = Age(int(run.marks.get(_KEY, 0)), run.step)
         self._exchange = Exchange(self._links, self.member, age)
 
@@ -241,6 +248,13 @@ class ReplicaRun:
                 f"the gradients of step {self._run.step} have been averaged over the replicas "
                 "already: do it once a step"
             )
+        if self._has_stepped():
+            raise RuntimeError(
+                f"an optimizer has made a step before the gradients of step {self._run.step} were "
+                "averaged over the replicas, so these would differ: call optimizer.step() after "
+                "the loop over the micro-batches (`for batch in step`); with run.steps, after "
+                "run.reduce_gradients()"
+            )
         links = self._links
         links.samples, links.loss, links.nominal = samples, loss, nominal
         before = self._exchange.quorum
@@ -249,6 +263,10 @@ class ReplicaRun:
         if self._exchange.quorum is not before:
             self._log()
         return links.mean_loss
+
+    def _has_stepped(self) -> bool:
+        left = self._run._left
+        return left is not None and left.num_optimizer_steps != self._run._counter.count
 
     def _made(self, until: int, num_samples: int) -> None:
         if self._exchange.step != self._run.step + 1:
@@ -287,7 +305,9 @@ class ReplicaRun:
         """Get a number for this start of the replica. Collective."""
 
         def register(digests: list[Any]) -> list[Any]:
-            about = {"ranks": len(digests), "shards": digests}
+            about = {
+                "ranks": len(digests), "shards": digests, "num_replicas": self._num_replicas
+            }  # fmt: skip
             return [list(self._board.register(replica, about))] * len(digests)
 
         what = "the registration of a replica"
@@ -311,15 +331,27 @@ class ReplicaRun:
 
     def _take(self, extra: dict[str, Any]) -> None:
         """Continue from the state of another replica, which has been loaded."""
+        own, own_quorum = self._run.step, self._run.marks.get(_KEY, 0)
         self._run.take(extra)
+        if own > self._run.step and self._inside.ranks.is_first:
+            _log.warning(
+                "replica %d had a state of step %d (made in quorum %d), and now has that of step "
+                "%d of another replica, which has begun without it (quorum %d)",
+                self.member.replica, own, own_quorum, self._run.step,
+                self._run.marks.get(_KEY, 0),
+            )  # fmt: skip
         self._source = "replica"
         place = f"{self.member.replica} {self._inside.rank} {self._run.step}"
         seed_for(f"replica {place}")()
 
     def _leave(self) -> None:
         self._pulse.stop()
-        self._board.leave(self.member)
-        self._links.close()
+        try:
+            self._board.leave(self.member)
+        except OSError as error:  # it must not hide the error that ends the loop
+            _log.warning("the folder of the replicas cannot be used: %s", error)
+        finally:
+            self._links.close()
 
 
 class ReplicaStep(Step):
@@ -337,6 +369,15 @@ class ReplicaStep(Step):
         if self._mean is None:
             loss = 0.0 if self._loss is None else float(self._loss)
             self._mean = self._reduce(self.num_samples, loss, self._global_batch)
+
+    def _check_current(self) -> None:
+        super()._check_current()
+        if self._mean is not None:
+            raise RuntimeError(
+                f"step {self.number}: backward() after the loop over its micro-batches, at whose "
+                "end the gradients were averaged over the replicas. Call it inside of the loop, "
+                "`for batch in step`"
+            )
 
     def mean_loss(self) -> float:
         """The mean loss over the samples of all replicas that took part. No communication."""
