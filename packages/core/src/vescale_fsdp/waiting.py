@@ -178,8 +178,9 @@ class Bounded:
                     self._work.wait(_delta(first))
                 except RuntimeError:
                     if self._work.is_completed():
-                        raise
-                    self._wait_long(limit - first)
+                        self._work.wait()  # it may have ended well meanwhile
+                    else:
+                        self._wait_long(limit - first)
         except RuntimeError as error:
             raise failure(error, self._group, self._what, started) from error
         notes.finish(self._what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vescale_fsdp.elastic import ElasticOptions, MicroBatches, StepLoader
 from vescale_fsdp.elastic.order import Order
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import Losses, Numbers, make, train
+from .helpers import Losses, Numbers, Stop, make, train
 
 
 def micro_batches(rank: int, ranks: int, first: int = 0) -> MicroBatches:
@@ -64,7 +65,7 @@ class Own(DataLoader[Any]):
     ("loader", "message"),
     [
         (Own(Numbers(), batch_size=2), r"got a .*\.Own"),
-        (DataLoader(Stream(), batch_size=2), "Sampler"),
+        (DataLoader(Stream(), batch_size=2), "a loader of a Stream"),
         (
             DataLoader(Numbers(), 2, sampler=WeightedRandomSampler([1.0] * 100, 100)),
             "a loader with a WeightedRandomSampler",
@@ -112,9 +113,17 @@ def driven(root: Path, until: int, stop_at: int | None) -> tuple[Losses, str]:
     losses: Losses = {}
     options: dict[str, Any] = {"every": 2, "every_on_disk": None, "signals": ()}
     memory = root / f"host{dist.get_rank()}"
-    with elastic.training(
-        root / "run", model, optimizer, stateful={"s": schedule}, memory_directory=memory, **options
-    ) as run:
+    with (
+        contextlib.suppress(Stop),
+        elastic.training(
+            root / "run",
+            model,
+            optimizer,
+            stateful={"s": schedule},
+            memory_directory=memory,
+            **options,
+        ) as run,
+    ):
         run.before_save = lambda: run.extra.update(seen=run.step)
         loader = StepLoader.like(
             DataLoader(Numbers(), batch_size=3, shuffle=True),
@@ -122,7 +131,10 @@ def driven(root: Path, until: int, stop_at: int | None) -> tuple[Losses, str]:
         )  # fmt: skip
         assert run.extra == ({} if run.source == "start" else {"seen": run.step})
         batches = iter(loader)
-        while run.step < until and run.step != stop_at:
+        while run.step < until:
+            if run.step == stop_at:
+                run._keeper.finish()
+                raise Stop
             total = torch.zeros(())
             for weight in loader.micro_batches.weights():
                 x, y = next(batches)

@@ -34,7 +34,7 @@ def test_a_gap_is_not_joined_over() -> None:
 
 def test_what_overlaps_is_left_apart() -> None:
     memory = torch.arange(4.0)
-    assert lists([memory[:3], memory[1:], memory[:3]]) == [[0, 1, 2], [0, 1, 2], [1, 2, 3]]
+    assert lists([memory[:3], memory[1:], memory[:3]]) == [[0, 1, 2], [1, 2, 3], [0, 1, 2]]
 
 
 def test_empty_tensors_are_left_out() -> None:
@@ -89,3 +89,11 @@ def count_kernels() -> list[tuple[str, int]]:
 def test_clipping_runs_on_whole_shards() -> None:
     counts = [("_foreach_norm", 3), ("_foreach_mul_", 3)]  # three layers are units
     assert run_ranks(count_kernels, 2) == [counts, counts]
+
+
+def test_the_order_is_that_of_the_arguments_wherever_they_are_in_memory() -> None:
+    alone = sorted((torch.ones(4) * i for i in range(6)), key=torch.Tensor.data_ptr, reverse=True)
+    memory = torch.arange(4.0)
+    given = [*alone[:3], memory[2:], *alone[3:], memory[:2]]
+    expected = [*alone[:3], memory, *alone[3:]]
+    assert [each.tolist() for each in join_adjacent(given)] == [x.tolist() for x in expected]

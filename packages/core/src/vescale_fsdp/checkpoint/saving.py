@@ -120,6 +120,7 @@ def save(
     stateful: Mapping[str, Stateful] | None = None,
     rng: bool = True,
     keep_last: int | None = None,
+    keep_names: str = "*",
     async_: bool = False,
     weights: Weights = "all",
 ) -> SaveHandle:
@@ -140,6 +141,8 @@ def save(
         rng: save the states of the random number generators of each rank.
         keep_last: after success, delete older checkpoints in the same folder until this many
             remain, including this one; at least 2.
+        keep_names: a pattern, as for `fnmatch`. ``keep_last`` counts and deletes only checkpoints
+            whose names match it.
         async_: return when everything is copied to host memory, and write in the background. The
             next save or load waits for it, and raises its error. Wait for the last one
             before you destroy the process group.
@@ -194,7 +197,7 @@ def save(
             data = manifest_text(stage, step, written)
         stage.publish(data)
         if keep_last is not None:
-            prune(target.parent, keep_last)
+            prune(target.parent, keep_last, keep_names)
 
     handle = SaveHandle(target)
     if async_:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import logging
 import os
 import re
@@ -235,8 +236,12 @@ def _lock(path: Path) -> int | None:
 FEWEST = 2  # checkpoints that `prune` leaves
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
+def latest(root: str | os.PathLike[str], names: str = "*") -> Path | None:
     """The newest complete checkpoint in a folder, or None.
+
+    Args:
+        root: the folder.
+        names: a pattern, as for `fnmatch`. Checkpoints with other names are left out.
 
     Incomplete ones are skipped, and the log (``vescale_fsdp.checkpoint.seal``, as warnings)
     says which and why: saves that did not finish, folders with a damaged manifest or
@@ -246,7 +251,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
     Cost: one read of 64 kB for each checkpoint there, and the manifest of the last one.
     """
-    for path, _ in sorted(sealed(Path(root), say=True), key=_age, reverse=True):
+    for path, _ in sorted(sealed(Path(root), names, say=True), key=_age, reverse=True):
         try:
             manifest = read_manifest(path)
             _check_files(path, manifest)
@@ -257,12 +262,15 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def sealed(root: Path, *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
-    """Yield the complete checkpoints in a folder, in no order. With ``say``, log the others."""
+def sealed(root: Path, names: str = "*", *, say: bool = False) -> Iterator[tuple[Path, Seal]]:
+    """Yield the complete checkpoints in a folder, in no order. With ``say``, log the others.
+
+    Only those whose names match the pattern ``names``.
+    """
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
-        if not path.is_dir():
+        if not path.is_dir() or not fnmatch.fnmatchcase(path.name, names):
             continue
         if seal.is_stage(path):
             if say:
@@ -336,15 +344,15 @@ def next_sequence(root: Path) -> int:
     return 1 + max((found.sequence for _, found in sealed(root)), default=0)
 
 
-def prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int, names: str = "*") -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
-    Only sealed directories of this folder are counted and deleted. A link is not counted; neither
-    it nor its target is deleted. A checkpoint is renamed before its files are deleted, so that no
-    incomplete checkpoint has the name of a complete one.
+    Only sealed directories of this folder whose names match ``names`` are counted and deleted. A
+    link is not counted; neither it nor its target is deleted. A checkpoint is renamed before its
+    files are deleted, so that no incomplete checkpoint has the name of a complete one.
     """
     targets = {each.resolve() for each in root.iterdir() if each.is_symlink()}
-    found = sorted((each for each in sealed(root) if not each[0].is_symlink()), key=_age)
+    found = sorted((each for each in sealed(root, names) if not each[0].is_symlink()), key=_age)
     for path, _ in found[: -max(keep, FEWEST)]:
         if path.resolve() in targets:
             continue

@@ -22,7 +22,13 @@ from pathlib import Path
 from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.errors import RankMismatchError
 
+NAMES = "step-*-attempt-*"  # of the checkpoints on disk
 _FILE = re.compile(r"attempt-([0-9]+)")
+
+
+def name_of(step: int, attempt: int) -> str:
+    """The name of a checkpoint on disk."""
+    return f"step-{step}-attempt-{attempt}"
 
 
 def last(directory: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vescale_fsdp import compat
 from vescale_fsdp.elastic.losses import is_loss
@@ -37,7 +37,7 @@ class Step:
         self.number, self.weight, self.is_last = number, 0.0, False
         self._parts, self._batches, self._scale = parts, batches, scale
         self.goes_on = self.was_entered = False
-        self._taken = 0
+        self._taken, self._is_over = 0, False
         self._loss: Tensor | None = None
         self._error: BaseException | None = None
 
@@ -51,12 +51,18 @@ class Step:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._taken == len(self._parts):
+            raise RuntimeError(
+                f"the micro-batches of step {self.number} have been taken: a step has them once. "
+                "Do all passes over a micro-batch in one loop"
+            )
         while self._taken < len(self._parts):
             part = self._parts[self._taken]
             self._taken += 1
             self.is_last = self._taken == len(self._parts)
             self.weight = part.num_samples * self._scale
             yield next(self._batches)
+        self._is_over = True
 
     def __enter__(self) -> Step:
         self.was_entered = True
@@ -80,7 +86,11 @@ class Step:
 
         Args:
             loss: the mean over the samples of the current micro-batch, a scalar.
+
+        Raises:
+            RuntimeError: it is called after the loop over the micro-batches.
         """
+        self._check_current()
         weighted = loss * self.weight
         weighted.backward()
         own = weighted.detach()
@@ -90,8 +100,11 @@ class Step:
         """The mean loss of the global batch, from the losses given to `backward`. Collective.
 
         Cost: an all-reduce of one number, and a wait for the device.
+
+        Raises:
+            RuntimeError: `backward` was not called in this step.
         """
-        total = torch.zeros(()) if self._loss is None else self._loss.double()
+        total = self._check_losses().double()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return float(total)
         group = dist.group.WORLD
@@ -99,6 +112,22 @@ class Step:
         total = total.clone()
         compat.all_reduce(total, group).wait()
         return float(total) / dist.get_world_size()
+
+    def _check_current(self) -> None:
+        if self._is_over and len(self._parts) > 1:
+            raise RuntimeError(
+                f"step {self.number}: backward() after the loop over its {len(self._parts)} "
+                "micro-batches, which have weights of their own. Call it inside of the loop, "
+                "`for batch in step`"
+            )
+
+    def _check_losses(self) -> Tensor:
+        if self._loss is None:
+            raise RuntimeError(
+                f"step {self.number} has no losses: call step.backward(loss), where it was "
+                "loss.backward()"
+            )
+        return self._loss
 
     def check_taken(self) -> None:
         """Raise if the loop has left micro-batches, or what ``with step:`` has taken."""
@@ -140,7 +169,7 @@ class Batches:
                 f"batches() decides {', '.join(sorted(taken))} itself, from global_batch, "
                 "micro_batch and seed; leave it out"
             )
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        if not is_indexed(data):
             raise TypeError(
                 f"batches() needs data with __len__ and __getitem__, got {type(data).__name__}; "
                 "with a stream of your own, iterate over run.steps(until) and choose its samples "
@@ -183,13 +212,25 @@ class Batches:
         if options.get("num_workers"):
             options = {**options, "worker_init_fn": WorkerInit(options.get("worker_init_fn"))}
         # A generator of its own, because each new iterator of a loader draws a number.
-        options.setdefault("generator", torch.Generator().manual_seed(number))
+        options.setdefault("generator", generator_of(number, self._rank))
         batches = iter(DataLoader(self._data, batch_sampler=_Once(chosen), **options))
         scale = self._num_ranks / self.global_batch
         for step in range(number, until):
             made = make(step, parts_from(step), batches, scale)
             yield made
             made.check_taken()
+
+
+def is_indexed(data: Any) -> bool:
+    """Whether samples can be taken by their index."""
+    # An IterableDataset has the __getitem__ of its base class, which raises.
+    is_stream = isinstance(data, IterableDataset)
+    return not is_stream and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def generator_of(number: int, rank: int) -> torch.Generator:
+    """The generator of a loader, from which its workers get their seeds: others on each rank."""
+    return torch.Generator().manual_seed((number << 24) + rank)
 
 
 class _Once:

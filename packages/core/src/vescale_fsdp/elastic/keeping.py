@@ -23,7 +23,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.seal import data_name
 from vescale_fsdp.elastic import attempts, memory
 from vescale_fsdp.elastic.choice import Age, Hosts, to_neighbours
 from vescale_fsdp.elastic.copies import Copying
-from vescale_fsdp.errors import CheckpointWriteError
+from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -135,6 +135,28 @@ class Keeper:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Raise on all ranks if ``facts`` differ between ranks. Collective.
+
+        Waits for the generation under way, because its thread uses the same messages.
+
+        Raises:
+            RankMismatchError: says which value differs.
+        """
+
+        def combine(told: list[Any]) -> list[Any]:
+            for rank, each in enumerate(told):
+                for name, value in each.items():
+                    if value != told[0][name]:
+                        raise RankMismatchError(
+                            f"{what}: {name} is {told[0][name]} on rank 0 and {value} on rank "
+                            f"{rank}. Give all ranks the same: each takes its own part"
+                        )
+            return [None] * len(told)
+
+        self.finish()
+        self._ranks.exchange(what, lambda: dict(facts), combine)
 
     def give_up(self, *, is_lost: bool) -> None:
         """After an error: let the generation under way end, if it does so at once.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from vescale_fsdp.elastic.batches import WorkerInit
+from vescale_fsdp.elastic.batches import WorkerInit, generator_of, is_indexed
 from vescale_fsdp.elastic.order import Order, num_micro_batches, parts
 
 _KEPT = (
@@ -133,7 +132,7 @@ class StepLoader(DataLoader[Any]):
         if loader.num_workers:
             options["worker_init_fn"] = WorkerInit(loader.worker_init_fn or worker_init_fn)
         # A generator of its own, because each new iterator of a loader draws a number.
-        options["generator"] = torch.Generator().manual_seed(seed or 0)
+        options["generator"] = generator_of(seed or 0, rank)
         made = cls(loader.dataset, batch_sampler=batches, **options)
         made.micro_batches = batches
         return made
@@ -155,7 +154,7 @@ def _seed_of(loader: Any, default: int, accepted: tuple[type, ...]) -> int | Non
     found = None
     if kind not in accepted:
         found = f"a {kind.__module__}.{kind.__qualname__}"
-    elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    elif not is_indexed(data):
         found = f"a loader of a {type(data).__name__}"
     elif type(batches) is not BatchSampler and not isinstance(batches, MicroBatches):
         found = f"a loader with the batch sampler {type(batches).__name__}"

@@ -252,7 +252,9 @@ class Restoring:
 
     def _on_disk(self) -> Any:
         """Return the last checkpoint on disk, or None, and its age."""
-        path = checkpoint.latest(self._directory)
+        # Those of other names are the user's, and count only where a run begins with one of them.
+        is_begun = any(self._directory.glob(attempts.NAMES))
+        path = checkpoint.latest(self._directory, attempts.NAMES if is_begun else "*")
         if path is None:
             return [None, [0, 0]]
         extra = checkpoint.read_extra(path)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -20,9 +20,10 @@ from vescale_fsdp import checkpoint, waiting
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
 from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.elastic import attempts, memory, worlds
-from vescale_fsdp.elastic.batches import Batches, Step
+from vescale_fsdp.elastic.batches import Batches, Step, is_indexed
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.choice import Age
+from vescale_fsdp.elastic.counting import StepCounter
 from vescale_fsdp.elastic.keeping import LAST_WORDS_S, Kept
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.meeting import MEETING
@@ -64,7 +65,8 @@ def training(
 
     Collective: enter it on every rank, after ``init_process_group``, with the model sharded and the
     optimizer made. When it is entered, model and optimizer get the newest state that is whole, from
-    the memory of the hosts or from disk, whichever is newer; the log says which, and why.
+    the memory of the hosts or from disk, whichever is newer; the log says which, and why. When it
+    is left without an error, the state is on disk, and the memory is deleted.
 
     Ranks that read and write the same memory folder are one host. A memory checkpoint is complete
     with the hosts that are there if each of its files is on one of them. So it survives the loss of
@@ -72,7 +74,7 @@ def training(
 
     Args:
         directory: of the run on disk, on a file system that all ranks share. A new folder is a new
-            run.
+            run. Checkpoints of yours in it are left alone.
         model: sharded.
         optimizer: one, or a mapping of names to several.
         stateful: schedulers and others by name, as for `vescale_fsdp.checkpoint.save`. Modules in
@@ -150,6 +152,14 @@ def _hosts_wait() -> bool:
     return meeting is not None and meeting.is_wanted()
 
 
+class _Left(NamedTuple):
+    """A step that a loop has begun, and not counted yet."""
+
+    num_samples: int
+    num_optimizer_steps: int  # before it
+    step: Step | None = None
+
+
 class Run:
     """A training under way: what `training` returns.
 
@@ -163,7 +173,9 @@ class Run:
 
     def __init__(self, options: Options, attempt: Attempt) -> None:
         self._options = options
-        self._is_done = self._goes_on = False
+        self._counter = StepCounter(options.optimizer)
+        self._loop: object = None  # the one that has the next step
+        self._goes_on = False
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
@@ -175,9 +187,11 @@ class Run:
         self._keeper, self._place, self._leads = attempt.keeper, attempt.place, attempt.leads
         self.attempt, self.source = restored.attempt, restored.source
         self._num_samples: int | None = None
+        self._left: _Left | None = None
         self.take(restored.extra)
         if self.source == "start":
             self._num_samples = 0
+        self._step_on_disk = None if self.source == "memory" else self.step
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
 
@@ -212,11 +226,12 @@ class Run:
         After the body of each, the state is saved if it is time. Choose the samples of a step by
         its number, so that a restarted job takes the same.
         """
-        self._is_done = False
+        loop = self.begin_loop(self.made)
         while self.step < until:
+            self.begin_step(0)
             yield self.step
+            self.check_loop(loop)
             self.made(is_last=self.step + 1 >= until)
-        self._is_done = True
 
     def batches(
         self,
@@ -241,16 +256,25 @@ class Run:
                 micro-batches. None: a rank takes all of its samples at once.
             seed: of the shuffle, a new one for each epoch. None: samples in the order of the data.
             options: of `torch.utils.data.DataLoader`: ``num_workers``, ``collate_fn`` and others.
+
+        Raises:
+            RankMismatchError: an argument or the number of samples differs between ranks.
+            TypeError, ValueError: an argument is out of range, or data has no indices.
         """
         last_try: tuple[int, Sequence[str]] = (-1, ())
-        can_go_on, self._is_done = worlds.current() is not None, False
-        while not self._is_done:
+        can_go_on, is_done = worlds.current() is not None, False
+        while not is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
             try:
+                # Also on ranks that go on: those that have joined them begin their loop.
+                self.check_batches(data, global_batch, micro_batch, seed)
+                loop = self.begin_loop(self.made)
                 for step in batches.steps(self.step, self.samples_before(global_batch), until):
                     step.goes_on = can_go_on
+                    self.begin_step(global_batch, step)
                     yield step
+                    self.check_loop(loop)
                     self._goes_on = can_go_on and step.was_entered
                     step.check_taken()
                     self.made(global_batch, is_last=self.step + 1 >= until)
@@ -266,7 +290,61 @@ class Run:
                     last_try = this_try
                 self._go_on(error)
             else:
-                self._is_done = True
+                is_done = True
+
+    def check_batches(
+        self, data: Dataset[Any], global_batch: int, micro_batch: int | None, seed: int | None
+    ) -> None:
+        """Raise RankMismatchError if ranks divide different samples. Collective."""
+        num_samples = len(data) if is_indexed(data) else None  # type: ignore[arg-type]
+        facts = {
+            "len(data)": num_samples, "global_batch": global_batch, "micro_batch": micro_batch,
+            "seed": seed,
+        }  # fmt: skip
+        self._keeper.check_same("the samples of steps", facts)
+
+    def begin_loop(self, made: Callable[[int], None]) -> object:
+        """Return a token for a loop that begins. Collective.
+
+        Args:
+            made: counts a step, from the number of its samples. It is called if a loop was left in
+                a step that was made.
+        """
+        if (left := self._take_left()) is not None:
+            made(left.num_samples)
+        self._loop = object()
+        return self._loop
+
+    def begin_step(self, num_samples: int, step: Step | None = None) -> None:
+        """Remember that a loop is in a step, until `made` counts it."""
+        self._left = _Left(num_samples, self._counter.count, step)
+
+    def check_loop(self, loop: object) -> None:
+        """Raise if another loop has begun since ``loop``, a token, had its last step."""
+        if self._loop is not loop:
+            raise RuntimeError(
+                f"two loops over the steps of one training: another has begun inside step "
+                f"{self.step} of this one. Take the steps from one loop, and the samples of other "
+                "data by the number of the step"
+            )
+
+    def _take_left(self) -> _Left | None:
+        """The step that a loop was left in, by ``break`` or an error, if an optimizer has made it.
+
+        If none has, the step comes again in the next loop.
+        """
+        left, self._left = self._left, None
+        if left is None or left.num_optimizer_steps == self._counter.count:
+            return None
+        if left.step is not None:
+            left.step.check_taken()
+        return left
+
+    def _add(self, num_samples: int) -> None:
+        self._left = None
+        self.step += 1
+        if self._num_samples is not None:
+            self._num_samples += num_samples
 
     def samples_before(self, global_batch: int) -> int:
         """The number of samples that earlier steps have taken."""
@@ -307,11 +385,9 @@ class Run:
 
         Args:
             num_samples: that the step took, of all ranks.
-            is_last: the training is done: save on disk, and delete the memory at the end.
+            is_last: the training is done: save on disk.
         """
-        self.step += 1
-        if self._num_samples is not None:
-            self._num_samples += num_samples
+        self._add(num_samples)
         if is_last:  # also after a signal: there is nothing to come back for
             self.end()
             return
@@ -328,9 +404,11 @@ class Run:
             self._save(async_=True)
 
     def end(self) -> None:
-        """Save on disk. The memory is deleted when the context is left. Collective."""
-        self._save(async_=False)
-        self._is_done = True
+        """Save on disk, as at the end of the context. Collective."""
+        if (left := self._take_left()) is not None:
+            self._add(left.num_samples)
+        if self._step_on_disk != self.step:
+            self._save(async_=False)
 
     def stop_on(self, *signals: signal.Signals) -> None:
         """Handle these signals from now on, in place of handlers that others have set meanwhile."""
@@ -358,14 +436,16 @@ class Run:
         if self._leads:
             attempts.check(options.directory, self.attempt)
         checkpoint.save(
-            options.directory / f"step-{self.step}-attempt-{self.attempt}",
+            options.directory / attempts.name_of(self.step, self.attempt),
             options.model,
             options.optimizer,
             extra=self._state(),
             stateful=options.stateful,
             keep_last=options.keep_last,
+            keep_names=attempts.NAMES,
             async_=async_,
         )
+        self._step_on_disk = self.step
 
     def _leave(self, is_due: bool) -> None:
         """After a signal, or for hosts that join: save in memory, and end the process.
@@ -395,11 +475,13 @@ class Run:
                     leave_saves(LAST_WORDS_S)
                 return
             self._keeper.finish()
+            self.end()
             finish_saves()()
             worlds.end()
-            if self._is_done and self._leads:
+            if self._leads:
                 self._place.delete()
         finally:
+            self._counter.close()
             self._own.ring.close()
             if self._stop is not None:
                 self._stop.close()

@@ -204,9 +204,12 @@ class ReplicaRun:
         num_ranks = self._num_replicas * self._inside.size
         batches = Batches(data, global_batch, micro_batch, seed, place, num_ranks, options)
         run, make = self._run, functools.partial(ReplicaStep, self._reduce, global_batch)
-        number = self._first(until)
+        run.check_batches(data, global_batch, micro_batch, seed)
+        number, loop = self._first(until)
         for step in batches.steps(number, run.samples_before(global_batch), until, make):
+            run.begin_step(global_batch, step)
             yield step
+            run.check_loop(loop)
             step.check_taken()
             self._made(until, global_batch)
         self._finish(until)
@@ -216,8 +219,11 @@ class ReplicaRun:
 
         Call `reduce_gradients` after the last backward of each.
         """
-        for number in range(self._first(until), until):
+        first, loop = self._first(until)
+        for number in range(first, until):
+            self._run.begin_step(0)
             yield number
+            self._run.check_loop(loop)
             self._made(until, 0)
         self._finish(until)
 
@@ -239,6 +245,7 @@ class ReplicaRun:
         links.samples, links.loss, links.nominal = samples, loss, nominal
         before = self._exchange.quorum
         self._exchange.reduce()
+        self._run.marks[_KEY] = self._exchange.age.quorum
         if self._exchange.quorum is not before:
             self._log()
         return links.mean_loss
@@ -250,7 +257,6 @@ class ReplicaRun:
                 "iterate over all of its micro-batches, or call run.reduce_gradients() before "
                 "optimizer.step()"
             )
-        self._run.marks[_KEY] = self._exchange.age.quorum
         if self._exchange.step == until:
             self._exchange.finish()
         self._run.made(num_samples, is_last=self._run.step + 1 >= until)
@@ -258,15 +264,16 @@ class ReplicaRun:
             self._exchange.admit()
             self._log()
 
-    def _first(self, until: int) -> int:
-        """The first step that is left."""
+    def _first(self, until: int) -> tuple[int, object]:
+        """The first step that is left, and a token for the loop."""
+        loop = self._run.begin_loop(functools.partial(self._made, until))
         if self._run.step < until <= self._finished():
             _log.warning(
                 "the other replicas have ended with step %d while replica %d was away; its own "
                 "weights are those of step %d", self._finished(), self.member.replica, self.step,
             )  # fmt: skip
-            return until
-        return self._run.step
+            return until, loop
+        return self._run.step, loop
 
     def _finished(self) -> int:
         finished: int = self._inside.told("the end", lambda: self._board.finished)
@@ -275,7 +282,6 @@ class ReplicaRun:
     def _finish(self, until: int) -> None:
         if self._run.step >= until and self._inside.ranks.is_first:
             self._board.finished = max(self._run.step, self._board.finished)
-        self._run._is_done = True
 
     def _register(self, replica: int, gradients: Gradients) -> Member:
         """Get a number for this start of the replica. Collective."""
@@ -334,6 +340,7 @@ class ReplicaStep(Step):
 
     def mean_loss(self) -> float:
         """The mean loss over the samples of all replicas that took part. No communication."""
+        self._check_losses()
         if self._mean is None:
             raise RuntimeError("mean_loss() is known after the loop over the micro-batches")
         return self._mean
