@@ -21,7 +21,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["WIRE", "Switch", "address", "die_with_parent", "holder", "new_switch", "run", "why_not"]
+__all__ = [
+    "WIRE",
+    "Switch",
+    "address",
+    "die_with_parent",
+    "enter",
+    "holder",
+    "new_switch",
+    "run",
+    "why_not",
+]
 
 _PR_SET_PDEATHSIG = 1
 WIRE = "wire"  # the name of a host's interface
@@ -35,19 +45,22 @@ def why_not(*commands: str) -> str | None:
     """
     if sys.platform != "linux":
         return "network namespaces are a thing of Linux"
-    needed = ("ip", "nsenter", "unshare", *commands)
+    needed = ("ip", "nsenter", "unshare", "hostname", *commands)
     missing = [name for name in needed if not shutil.which(name)]
     if missing:
         return f"{', '.join(missing)} not found; on Debian: apt-get install iproute2 util-linux"
-    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    tried = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True)
     return tried.stderr.strip() or None
 
 
 @contextmanager
 def holder() -> Iterator[int]:
-    """Start a process that only keeps a new network namespace alive. Yields its id."""
+    """Start a process that only keeps new namespaces alive, of network and host name.
+
+    Yields its id.
+    """
     with subprocess.Popen(
-        ["unshare", "--net", "cat"],
+        ["unshare", "--net", "--uts", "cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # so that Ctrl+C does not reach it
@@ -63,10 +76,14 @@ def holder() -> Iterator[int]:
             process.kill()
 
 
+def enter(inside: int) -> list[str]:
+    """The beginning of a command that runs in the namespaces of a holder."""
+    return ["nsenter", f"--net=/proc/{inside}/ns/net", f"--uts=/proc/{inside}/ns/uts"]
+
+
 def run(inside: int, command: str) -> None:
-    """Run a command in the namespace of a holder."""
-    call = ["nsenter", f"--net=/proc/{inside}/ns/net", *command.split()]
-    subprocess.run(call, check=True)
+    """Run a command in the namespaces of a holder."""
+    subprocess.run([*enter(inside), *command.split()], check=True)
 
 
 def address(number: int) -> str:
@@ -92,6 +109,7 @@ class Switch:
         run(host, "ip link set lo up")
         run(host, f"ip link set {WIRE} addrgenmode none up")
         run(host, f"ip address add {address(number)}/16 dev {WIRE}")
+        run(host, f"hostname {address(number)}")  # as others reach it
         return port
 
     def cut(self, port: str) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import signal
@@ -23,8 +24,8 @@ from benchmarks import namespaces
 
 from . import demo, report
 from .faults import FAULTS, Fault
-from .hosts import IN_PROCESS, RESTARTED, own_mounts
-from .runner import Report, run_all
+from .hosts import IN_PROCESS, RESTARTED, TORCHFT, own_mounts
+from .runner import Report, reference_script, run_all
 from .trial import reference
 
 
@@ -49,12 +50,15 @@ def main() -> int:
     parser.add_argument("--without-network", action="store_true", help="as if not root")
     parser.add_argument("--page", action="store_true", help="only write it again")
     parser.add_argument("--stock", action="store_true", help="only stock torch")
+    parser.add_argument("--torchft", action="store_true", help="only torchft, if it is installed")
     parser.add_argument("--in-process", action="store_true", help="survivors keep their processes")
     parser.add_argument("--folder", type=Path, help="of the trainings")
     parser.add_argument(
         "--picture", type=Path, default=Path(".dev/elastic.svg"), help="of the demo"
     )
     args = parser.parse_args()
+    if args.torchft and not importlib.util.find_spec("torchft"):
+        parser.error("--torchft needs torchft: pip install torchft==0.2.0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so hosts end
     if args.page:
         report.write_again()
@@ -65,12 +69,12 @@ def main() -> int:
         own_mounts()
     else:
         print(f"hosts without namespaces, faults of the network are left out: {reason}")
-    how = IN_PROCESS if args.in_process else RESTARTED
+    how = IN_PROCESS if args.in_process else TORCHFT if args.torchft else RESTARTED
     folder = args.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     folder.mkdir(exist_ok=True)
     if not args.faults and not args.only:
         return demo.run(folder, args.picture.resolve(), how=how, with_network=with_network)
-    script = "stock.py" if args.stock else "train.py"
+    script = "stock.py" if args.stock else "peers.py" if args.torchft else "train.py"
     kind = report.STOCK if args.stock else how
     begin, at_once = time.monotonic(), args.at_once
     facts = report.facts_now(args.faults, args.seed, at_once, with_network=with_network)
@@ -80,7 +84,7 @@ def main() -> int:
         """The share of one of the trainings side by side, with a seed of its own."""
         seed, count = args.seed + place, len(range(place, args.faults, at_once))
         faults = chosen(count, args.only, seed, with_network=with_network)
-        if args.stock:
+        if args.stock or args.torchft:
             faults = [each for each in faults if each.is_for_stock]
 
         def save(found: Report) -> None:  # also after a part, so that a stop loses little
@@ -97,7 +101,7 @@ def main() -> int:
             until_s=60 * args.minutes, how=how, script=script, after=save,
         )  # fmt: skip
 
-    reference(folder, args.steps, script)  # before several need it
+    reference(folder, args.steps, reference_script(how, script))  # before several need it
     threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in range(at_once)]
     for each in threads:
         each.start()

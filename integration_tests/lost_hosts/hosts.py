@@ -31,8 +31,10 @@ from benchmarks import namespaces
 
 RANKS = 2  # of a host
 MEMORY_BYTES, LEFT_BYTES = 256 << 20, 64 << 10  # of a host; when it is full
-# How ranks find out who is there, as docs/elastic.md says: by torchrun; by themselves, in a folder.
-RESTARTED, IN_PROCESS = "restarted", "in process"
+# How ranks find out who is there, as docs/elastic.md says: by torchrun; by themselves, in a folder;
+# by torchft's lighthouse.
+RESTARTED, IN_PROCESS, TORCHFT = "restarted", "in process", "torchft"
+_LIGHTHOUSE_PORT = 29_510
 RENDEZVOUS = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
@@ -82,6 +84,7 @@ class Host:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
             "HOST_NAME": self.name,
+            "HOST_ADDRESS": self._address,
             "GLOO_SOCKET_IFNAME": namespaces.WIRE if self._inside is not None else "lo",
         }
         launch = [
@@ -92,9 +95,12 @@ class Host:
         if self._how == IN_PROCESS:
             own |= {"VESCALE_FSDP_MEETING": str(self._root / "rounds"), "VESCALE_FSDP_HOSTS": "1:2"}
             launch = ["--standalone"]
+        if self._how == TORCHFT:  # others reach the store by this address
+            launch = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._address}:29400"]
+            launch += ["--rdzv-conf", "is_host=1", "--local-addr", self._address]
         enter = []
         if self._inside is not None:
-            enter = ["nsenter", f"--net=/proc/{self._inside}/ns/net"]
+            enter = namespaces.enter(self._inside)
         with open(self.log, "a") as stream:
             self.agent = subprocess.Popen(
                 [
@@ -282,11 +288,38 @@ def new_hosts(
     """
     with ExitStack() as stack:
         switch = stack.enter_context(namespaces.new_switch()) if with_network else None
+        if how == TORCHFT:
+            environ["TORCHFT_LIGHTHOUSE"] = stack.enter_context(_lighthouse(root, switch))
         hosts = Hosts(root, switch, how, arguments, **environ)
         try:
             yield hosts
         finally:
             hosts.close()
+
+
+@contextmanager
+def _lighthouse(root: Path, switch: namespaces.Switch | None) -> Iterator[str]:
+    """Torchft's server, on a host of its own that does not die. Yields its address."""
+    with ExitStack() as stack:
+        address, enter = "127.0.0.1", []
+        if switch is not None:
+            inside, number = stack.enter_context(namespaces.holder()), 250
+            switch.connect(number, inside)
+            address = namespaces.address(number)
+            enter = namespaces.enter(inside)
+        log = stack.enter_context(open(root / "log-lighthouse", "w"))
+        script = (
+            "import time; from torchft.coordination import LighthouseServer; server = "
+            f"LighthouseServer(bind='{address}:{_LIGHTHOUSE_PORT}', min_replicas=1, "
+            "join_timeout_ms=3000, heartbeat_timeout_ms=5000); time.sleep(1e6)"
+        )
+        process = subprocess.Popen(
+            [*enter, sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            preexec_fn=namespaces.die_with_parent,
+        )  # fmt: skip
+        stack.callback(process.kill)
+        yield f"http://{address}:{_LIGHTHOUSE_PORT}"
 
 
 def own_mounts() -> None:

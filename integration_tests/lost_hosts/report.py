@@ -18,7 +18,7 @@ from typing import Any
 from integration_tests.faults.report import commit
 
 from .faults import FAULTS, judged
-from .hosts import IN_PROCESS, RANKS, RENDEZVOUS, RESTARTED
+from .hosts import IN_PROCESS, RANKS, RENDEZVOUS, RESTARTED, TORCHFT
 from .runner import TIMEOUT_S, Report
 from .trial import EVERY, EVERY_ON_DISK, STEP_S, TOLERANCE, Outcome
 from .watch import Parts
@@ -102,7 +102,7 @@ def _write(runs: Mapping[str, Run]) -> None:
     }  # fmt: skip
     parts = [FRAME.read_text().format(**numbers)]
     parts += [_section(kind, runs[kind]) for kind in SECTIONS if kind in runs]
-    if STOCK in runs:
+    if STOCK in runs or TORCHFT in runs:
         parts.append(_beside(runs))
     PAGE.write_text("\n".join(parts))
     raw = {
@@ -187,19 +187,23 @@ NAMES = {
     IN_PROCESS: "same processes",
     RESTARTED: "started again",
     STOCK: "stock",
+    TORCHFT: "torchft",
 }
 
 
 def _beside(runs: Mapping[str, Run]) -> str:
-    """The faults that stock torch had, with ours."""
-    facts, report = runs[STOCK].facts, runs[STOCK].report
-    text = (
-        f"Measured on {facts['date']} at commit {facts['commit']}, with {facts['versions']}"
-        f"{facts.get('load', '')}; largest difference of a loss from the undisturbed run "
-        f"{report.farthest_loss:.1e}.\n"
-    )
-    text += "".join(f"Wrong: {each}.\n" for each in report.wrong)
-    return f"## Stock torchrun with FSDP2 and DCP\n\n{text}\n{beside_table(runs)}"
+    """The faults that others had, with ours."""
+    text = "## Beside stock torch and torchft\n\n"
+    for kind in (STOCK, TORCHFT):
+        if kind in runs:
+            facts, report = runs[kind].facts, runs[kind].report
+            text += (
+                f"*{NAMES[kind]}*: measured on {facts['date']} at commit {facts['commit']}, with "
+                f"{facts['versions']}{facts.get('load', '')}; largest difference of a loss from "
+                f"the undisturbed run {report.farthest_loss:.1e}.\n"
+            )
+            text += "".join(f"  Wrong: {each}.\n" for each in report.wrong) + "\n"
+    return text + beside_table(runs)
 
 
 def beside_table(runs: Mapping[str, Run]) -> str:
@@ -214,7 +218,7 @@ def beside_table(runs: Mapping[str, Run]) -> str:
             kind: [each for each in run.report.outcomes if each.name == fault.name]
             for kind, run in runs.items()
         }
-        if not found.get(STOCK):
+        if not (found.get(STOCK) or found.get(TORCHFT)):
             continue
         shown = fault.name
         for kind, name in NAMES.items():

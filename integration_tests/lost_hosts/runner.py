@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .faults import Fault, happen
-from .hosts import RANKS, RESTARTED, new_hosts
+from .hosts import RANKS, RESTARTED, TORCHFT, new_hosts
 from .trial import (
     EVERY,
     EVERY_ON_DISK,
@@ -68,6 +68,11 @@ class Report:
         self.seconds += other.seconds
 
 
+def reference_script(how: str, script: str) -> str:
+    """The script that can train in one process without faults."""
+    return "stock.py" if how == TORCHFT else script
+
+
 def run_all(
     faults: Sequence[Fault],
     until: int,
@@ -88,7 +93,7 @@ def run_all(
         with_network: whether hosts are namespaces.
         until_s: no training is begun after this time.
         how: ranks find out who is there.
-        script: ``train.py``, or ``stock.py``.
+        script: ``train.py``, ``stock.py`` or ``peers.py``.
         after: called after each training, with the report so far.
     """
     report, left, start = Report(), list(faults), time.monotonic()
@@ -114,7 +119,7 @@ def run_training(
     script: str = "train.py",
 ) -> Report:
     """One training with the first of these faults: as many as there is room for."""
-    quiet = reference(folder, until, script)
+    quiet = reference(folder, until, reference_script(how, script))
     root = folder / f"training-{seed}"
     shutil.rmtree(root, ignore_errors=True)
     (root / "events").mkdir(parents=True)

@@ -47,9 +47,10 @@ def main(folder: Path, until: int, step_s: float, events: Events) -> None:
     if rank == 0 and (found := last_checkpoint(folder / "run")) is not None:
         told = [(found[0], str(found[1]))]
     dist.broadcast_object_list(told, 0)
-    state, optimizer_state = get_state_dict(model, optimizer)
     if told[0] is not None:
         step, source = told[0][0], "disk"
+        # Not without a checkpoint: it makes a step of the optimizer, which Adam counts.
+        state, optimizer_state = get_state_dict(model, optimizer)
         whole = {"model": state, "optimizer": optimizer_state, "schedule": schedule.state_dict()}
         dcp.load(whole, checkpoint_id=told[0][1])
         set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
