@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import RankMismatchError, elastic, fully_shard
+from vescale_fsdp import RankMismatchError, checkpoint, elastic, fully_shard
 from vescale_fsdp.elastic.hsdp.lanes import Lane, LaneError
 from vescale_fsdp.elastic.order import Order, parts
 from vescale_fsdp.testing import run_ranks
@@ -287,6 +288,35 @@ def told_to_end(root: Path) -> int:
 
 def test_a_process_that_waits_for_others_ends_when_it_is_told_to(tmp_path: Path) -> None:
     assert run_ranks(told_to_end, 1, tmp_path) == [143]
+
+
+def told_in_a_step(root: Path) -> list[bool]:
+    """Whether the replica has said that it has ended, when it saves after a signal."""
+    model, optimizer = make_sharded(0)
+    has_left, save = list[bool](), checkpoint.save
+    with (
+        contextlib.suppress(SystemExit),
+        elastic.replicas(
+            root / "run", model, optimizer, replica=0, num_replicas=1, every_on_disk=None,
+            memory_directory=root / "memory",
+        ) as run,
+    ):  # fmt: skip
+
+        def observed(*args: Any, **options: Any) -> None:
+            has_left.append(run._board.has_left(run.member))
+            save(*args, **options)
+
+        with mock.patch.object(checkpoint, "save", observed):
+            for _ in run.steps(until=3):
+                model(torch.ones(1, WIDTH)).sum().backward()
+                run.reduce_gradients()
+                optimizer.step()
+                os.kill(os.getpid(), signal.SIGTERM)
+    return has_left
+
+
+def test_the_others_do_not_wait_until_a_stopped_replica_has_saved(tmp_path: Path) -> None:
+    assert run_ranks(told_in_a_step, 1, tmp_path) == [[True]]
 
 
 def own_data(root: Path) -> tuple[str, list[float]]:

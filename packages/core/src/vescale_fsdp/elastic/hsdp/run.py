@@ -82,7 +82,8 @@ def replicas(
             process dies and another rank of its replica lives, this is noticed at once.
         stall_s: a replica whose ranks live, but which others have to wait for for so long, counts
             as lost too.
-        wait_s: at the start, how long to wait for all replicas before those that are here begin.
+        wait_s: at the start, how long to wait for all replicas before those that are here begin;
+            ten times as long if none of them was in the last quorum.
         options: of `training`. Its ``replicas`` (copies on other hosts of this replica) is 0 here.
 
     Cost: two buffers of a rank's gradient shards in host memory. Each step sends and receives about
@@ -92,7 +93,9 @@ def replicas(
 
     Raises:
         RankMismatchError: the model is sharded in another way than that of the others. In the loop:
-            a rank of this replica has died, or the others have gone on without this replica.
+            a rank of this replica has died, the others have gone on without this replica, they
+            train other parameters or with another global batch, or it was started twice.
+        ConnectionError: other replicas see the same folder, and cannot be connected to.
         ValueError: a number is out of range.
     """
     if not 0 <= replica < num_replicas:
