@@ -180,7 +180,7 @@ class Batches:
                 f"global_batch is {global_batch} and micro_batch {micro_batch}; both must be at "
                 "least 1"
             )
-        num_samples = len(data)
+        num_samples = len(data)  # type: ignore[arg-type]
         if not num_samples:
             raise ValueError("the data has no samples")
         self.global_batch = global_batch

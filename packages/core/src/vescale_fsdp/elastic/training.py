@@ -179,6 +179,7 @@ class Run:
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
+        self.before_leaving: Callable[[], None] | None = None  # when all save and end
         self._take(attempt)
 
     def _take(self, attempt: Attempt) -> None:
@@ -454,6 +455,8 @@ class Run:
         can go on in their process, only those end that have got the signal.
         """
         assert self._stop is not None, "it has received the signal"
+        if self.before_leaving is not None:
+            self.before_leaving()
         self._keeper.finish()
         is_in_memory = self._keeper.newest == Age(self.attempt, self.step)  # it may be full
         if self._stop.signal is not None or is_due or not is_in_memory:

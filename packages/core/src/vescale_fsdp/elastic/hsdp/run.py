@@ -164,13 +164,7 @@ class ReplicaRun:
             stall_s=stall_s,
         )  # fmt: skip
         self._source = ""
-        leave = run._leave
-
-        def leave_others_first(is_due: bool) -> None:
-            self._board.leave(self.member)  # they do not wait until the state is saved
-            leave(is_due)
-
-        run._leave = leave_others_first  # type: ignore[method-assign]
+        run.before_leaving = self._say_gone  # the others do not wait until the state is saved
         age = Age(int(run.marks.get(_KEY, 0)), run.step)
         self._exchange = Exchange(self._links, self.member, age)
 
@@ -349,12 +343,14 @@ class ReplicaRun:
 
     def _leave(self) -> None:
         self._pulse.stop()
+        self._say_gone()
+        self._links.close()
+
+    def _say_gone(self) -> None:
         try:
             self._board.leave(self.member)
         except OSError as error:  # it must not hide the error that ends the loop
             _log.warning("the folder of the replicas cannot be used: %s", error)
-        finally:
-            self._links.close()
 
 
 class ReplicaStep(Step):
