@@ -368,8 +368,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
 
         If an elastic training goes on without this process, they are started in the next main one.
         """
-        self.tracker_arguments = (project_name, config, init_kwargs)
-        super().init_trackers(project_name, config, init_kwargs)
+        self.tracker_arguments = (project_name, config, init_kwargs or {})
+        super().init_trackers(*self.tracker_arguments)
 
     # Checkpoints
 
