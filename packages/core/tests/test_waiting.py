@@ -60,8 +60,8 @@ def waits_alone(limit: str, as_exchange: bool) -> float:
 def test_the_shorter_of_the_limit_and_the_timeout_of_the_group_holds(
     limit: str, seconds: float, as_exchange: bool
 ) -> None:
-    waited, _ = run_ranks(waits_alone, 2, limit, as_exchange, timeout_s=30)
-    assert seconds <= waited < seconds + 3
+    waited, _ = run_ranks(waits_alone, 2, limit, as_exchange, timeout_s=60)
+    assert seconds <= waited < seconds + 15
 
 
 def messages_of_other_sizes() -> str:

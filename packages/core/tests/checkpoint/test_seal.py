@@ -374,7 +374,7 @@ def die_somewhere(root: Path, where: str, victim: int) -> None:
     start = time.monotonic()
     with pytest.raises(CheckpointIncompleteError, match=f"rank {victim} did not answer"):
         checkpoint.save(root / "step-2", model)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def rank_0_waits_for_one_that_never_comes() -> float:
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    assert 0.4 < run_ranks(rank_0_waits_for_one_that_never_comes, 2)[0] < 5.0
+    assert 0.4 < run_ranks(rank_0_waits_for_one_that_never_comes, 2)[0] < 15.0
 
 
 def test_one_process_needs_no_process_group() -> None:

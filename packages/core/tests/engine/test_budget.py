@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.costs import Candidate, Link, Machine, Prediction
 from vescale_fsdp.engine.budget.apply import apply
+from vescale_fsdp.engine.budget.blocks import Bench, Times
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import RankError, run_ranks
 
@@ -37,6 +39,7 @@ from .budget_models import LM, VOCAB, batch
 SLOW = Machine(  # collectives take long, so that units are joined and stay unsharded
     "slow", "gloo", 1 << 30, 2, Link(1e8, 1e-3), Link(1e8, 1e-3), 1e10, 1e9, 1e-4, 1e-4, 1e-5, 1e-9
 )
+FAST = Times(1e-4, 2e-4)  # of a block, far less than a collective takes
 
 
 def train(model: nn.Module, num_steps: int = 3) -> list[float]:
@@ -165,9 +168,15 @@ def test_the_output_dtype_is_that_of_the_model() -> None:
 # Choice
 
 
-def chosen_and_trained(memory: str | int, more: dict[str, Any]) -> Prediction:
+def chosen_and_trained(
+    memory: str | int, more: dict[str, Any], times: Times | None = FAST
+) -> Prediction:
+    """Choose and train. The times of the blocks are these, or measured."""
     model = made()
-    fully_shard(model, budget=budget(memory, **more))
+    with contextlib.ExitStack() as stack:
+        if times is not None:
+            stack.enter_context(mock.patch.object(Bench, "_time", lambda *_: times))
+        fully_shard(model, budget=budget(memory, **more))
     tuning = tuning_of(model)
     assert tuning is not None
     assert train(model) == train(by_hand(tuning.chosen.candidate))
@@ -188,7 +197,7 @@ def test_less_memory_is_slower() -> None:
 
 
 def test_the_machine_is_measured() -> None:
-    one, other = run_ranks(chosen_and_trained, 2, "1GiB", {"machine": None})
+    one, other = run_ranks(chosen_and_trained, 2, "1GiB", {"machine": None}, None)
     assert one == other
     assert {"compute", "optimizer"} <= set(one.seconds)
 

