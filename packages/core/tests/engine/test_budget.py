@@ -175,7 +175,7 @@ def chosen_and_trained(
     model = made()
     with contextlib.ExitStack() as stack:
         if times is not None:
-            stack.enter_context(mock.patch.object(Bench, "_time", lambda *_: times))
+            stack.enter_context(mock.patch.object(Bench, "_time", return_value=times))
         fully_shard(model, budget=budget(memory, **more))
     tuning = tuning_of(model)
     assert tuning is not None
