@@ -24,7 +24,7 @@ PYTHON = DEV / "venv" / "bin" / "python"
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels"]
-TESTED += ["deepspeed", *CLIENTS]
+TESTED += ["deepspeed", "clients"]
 NEWEST = "2.14.1"  # of torch; constraints.txt has the oldest that is supported
 # What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.
 NEWEST_PART = [
@@ -46,7 +46,7 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   core-newest
           the core's tests on torch {NEWEST}, an environment of 5.5 GB
   nightly what "test" leaves out (tests marked nightly: stock FSDP2's faults, more random models),
-          core-newest, fuzz and faults (2 hours)
+          torchtune's recipes, core-newest, fuzz and faults (2 hours)
   gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
@@ -133,7 +133,8 @@ def nightly() -> int:
         run_environment(name, ["-m", "nightly"]) for name in ("core", "integration", "deepspeed")
     ]
     codes.append(core_newest([]) or 0)
-    return max(*codes, *(run_environment(name, []) for name in ("fuzz", "faults")))
+    others = ("clients-torchtune", "fuzz", "faults")
+    return max(*codes, *(run_environment(name, []) for name in others))
 
 
 def release(arguments: list[str]) -> int:

@@ -147,6 +147,7 @@ def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: li
     assert not list((tmp_path / "memory-b").glob("run-*")), "it is deleted at the end"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_random_ranks_are_killed_at_random_times(tmp_path: Path) -> None:
     """With a memory checkpoint after every step, so that most kills are in the middle of one."""

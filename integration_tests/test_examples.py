@@ -87,6 +87,7 @@ def test_memory_example_has_one_loss_with_all_options(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.nightly  # 100 s; the adapters' tests of budgets run at each change
 @pytest.mark.timeout(400)
 def test_budget_example_writes_a_choice_and_uses_it(tmp_path: Path) -> None:
     script, losses = ["within_budget.py", "--steps", "2", *SMALL], []

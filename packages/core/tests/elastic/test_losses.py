@@ -228,6 +228,22 @@ def test_the_log_says_on_one_line_what_was_chosen_and_why(tmp_path: Path) -> Non
     )
 
 
+def test_the_log_says_which_steps_are_dropped(tmp_path: Path) -> None:
+    """Host 0 has step 8. Host 1 has lost its files, and has begun alone, from the disk."""
+    run(tmp_path, 9, every_on_disk=4)
+    (tmp_path / "host0").rename(tmp_path / "away")
+    shutil.rmtree(tmp_path / "host1")
+    shutil.rmtree(next((tmp_path / "run").glob("step-8-*")))
+    assert min(run(tmp_path, 7, ranks=2, hosts=["host1"])[0]) == 4
+    (tmp_path / "away").rename(tmp_path / "host0")
+    (line,) = run_ranks(logged, 4, tmp_path, 12, 7)[0]
+    assert line == (
+        "attempt 3 begins on 4 ranks of 2 hosts with step 6, from memory (step 8 of attempt 1 is "
+        "in memory and is dropped: a later attempt has begun without the hosts that have it "
+        "(--nnodes of torchrun says with how few hosts it may begin))"
+    )
+
+
 def full_for_a_while(root: Path) -> tuple[list[str], int]:
     """Steps 4 to 6: a file of rank 1 may have 1,000 bytes at most, which stands for full memory."""
     ages: list[int] = []

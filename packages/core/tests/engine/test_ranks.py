@@ -48,7 +48,9 @@ def test_ranks_that_once_hung_do_not(scenario: Scenario) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, NUM_PARTS))]
+)
 def test_ranks_issue_the_same_wait_in_no_circle_and_leave_nothing(part: int) -> None:
     @seed(part)
     @settings(

@@ -121,6 +121,7 @@ class Restoring:
         self._place, self._directory, self._replicas = place, directory, replicas
         self._notes: list[str] = []  # why generations were not chosen; on rank 0
         self._candidates: list[Candidate] = []  # newest first; on rank 0
+        self._whole: list[Age] = []  # generations without a lost file, older ones too; on rank 0
         self._path = place.folder  # where the generation is that is loaded
         self._not_copied: list[Age] = []  # whole on other hosts; on all ranks
         self._disk = contextlib.ExitStack()  # deletes the folders on the local disk
@@ -147,17 +148,17 @@ class Restoring:
         found = self._load(ages, model, optimizer, stateful)
         if found is not None:
             age, extra = found
-            return self._begin(Restored(attempt, "memory", extra, age, self._reason()))
+            return self._begin(attempt, "memory", extra, age)
         if disk is not None:
             extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
-            return self._begin(Restored(attempt, "disk", extra, None, self._reason()))
+            return self._begin(attempt, "disk", extra)
         if self._not_copied:  # to begin at the beginning would lose it
             reason = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
             raise CheckpointWriteError(
                 f"a state is whole in the memory of the hosts, and could not be loaded: {reason}. "
                 f"Free memory there, or set {memory.VARIABLE} to a folder with more"
             )
-        return self._begin(Restored(attempt, "start", {}, None, self._reason()))
+        return self._begin(attempt, "start", {})
 
     def load_received(
         self, model: nn.Module, optimizer: Optimizers, stateful: Mapping[str, Stateful]
@@ -236,9 +237,9 @@ class Restoring:
             disk, on_disk = told[0][1]
             found = [_found(generations) for generations, _ in told]
             last = max([on_disk[0], *(each.age.attempt for one in found for each in one)])
-            self._candidates = [
-                each for each in candidates(found) if disk is None or each.age >= Age(*on_disk)
-            ]
+            known = candidates(found)
+            self._whole = [each.age for each in known if not each.lost]
+            self._candidates = [each for each in known if disk is None or each.age >= Age(*on_disk)]
             if not any(found):
                 self._notes.append("no host has a state in memory")
             elif not self._candidates:
@@ -258,7 +259,7 @@ class Restoring:
         if path is None:
             return [None, [0, 0]]
         extra = checkpoint.read_extra(path)
-        return [str(path), [extra.get(KEY, {}).get("attempt", 0), extra.get("step", 0)]]
+        return [str(path), _age_in(extra)]
 
     def _bring(self, number: int, age: Age, targets: tuple[nn.Module, Optimizers] | None) -> bool:
         """Bring a generation into the memory of each host. Collective.
@@ -363,8 +364,23 @@ class Restoring:
         if len(memory.whole(folder, manifest, files)) < len(files):
             raise CheckpointCorruptError(f"a copy in {folder} was damaged on its way")
 
-    def _begin(self, restored: Restored) -> Restored:
+    def _begin(
+        self,
+        attempt: int,
+        source: str,
+        extra: dict[str, Any],
+        age: Age | None = None,
+    ) -> Restored:
         """Delete what is not needed any more on every host. Collective."""
+        own = Age(*_age_in(extra))
+        further = [each for each in self._whole if each < own and each.step > own.step]
+        for each in sorted(further, key=lambda each: each.step)[-1:]:
+            self._notes.append(
+                f"step {each.step} of attempt {each.attempt} is in memory and is dropped: a later "
+                "attempt has begun without the hosts that have it (--nnodes of torchrun says with "
+                "how few hosts it may begin)"
+            )
+        restored = Restored(attempt, source, extra, age, self._reason())
 
         def clear() -> None:
             if self._hosts.is_leader(self._ranks.rank):
@@ -385,6 +401,11 @@ class Restoring:
                 restored.attempt, self._ranks.size, len(self._hosts), where, restored.reason,
             )  # fmt: skip
         return restored
+
+
+def _age_in(extra: Mapping[str, Any]) -> list[int]:
+    """Return the age of a checkpoint with these extra values, as JSON."""
+    return [extra.get(KEY, {}).get("attempt", 0), extra.get("step", 0)]
 
 
 def _found(report: list[Any]) -> list[Found]:
