@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import vescale_fsdp
 from vescale_fsdp import fully_shard
+from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import run_ranks
 
 MOMENTUM, STEPS, BATCH = 0.9, 5, 4
@@ -183,6 +185,55 @@ def check_two_models(kept: bool) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_forward_uses_data_that_was_assigned(kept: bool) -> None:
     run_ranks(check_two_models, 2, kept)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero1": {"sharding": "zero1"},
+    "ddp": {"sharding": "ddp"},
+    "unsharded after forward": {"reshard_after_forward": False},
+}
+
+
+def check_swaps(flattens: bool) -> None:
+    """The weights of an average are used for an evaluation, as most classes for it do."""
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    for name, options in ROWS.items():
+        outputs = []
+        for shards in (False, True):
+            torch.manual_seed(1)
+            model, found = encoder(), list[Tensor]()
+            if shards:
+                for module in model:
+                    if isinstance(module, nn.Linear):
+                        fully_shard(module, **options)
+                fully_shard(model, **options)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+            if shards and flattens:
+                flatten_(optimizer)
+            average = [p.detach().clone() for p in model.parameters()]
+            for step in range(4):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for each, p in zip(average, model.parameters(), strict=True):
+                        each.lerp_(p, 0.1)
+                backup = [p.data for p in model.parameters()]
+                for each, p in zip(average, model.parameters(), strict=True):
+                    p.data = each
+                if step % 2:
+                    with torch.no_grad():
+                        found.append(model(x))
+                for each, p in zip(backup, model.parameters(), strict=True):
+                    p.data = each
+            outputs.append([*found, model(x)])
+        torch.testing.assert_close(*outputs, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_a_backup_of_the_data_brings_the_weights_back(flattens: bool) -> None:
+    run_ranks(check_swaps, 2, flattens)
 
 
 WRITES: dict[str, Callable[[nn.Module], object]] = {

@@ -47,9 +47,9 @@ def check_assignment() -> None:
     for a, b in product(cuts(), cuts()):
         for given in (RaggedTensor.distribute(new, mesh, [b]), *others):
             p = nn.Parameter(RaggedTensor.distribute(random(), mesh, [a]))
-            local = p._local_tensor
+            place = p._local_tensor.data_ptr()
             p.data = given
-            assert p._local_tensor is local  # the memory is the same, as of a shard
+            assert p._local_tensor.data_ptr() == place  # in the shard
             torch.testing.assert_close(p.full_tensor(), expected)
             given.mul_(2)  # the values were copied
             torch.testing.assert_close(p.full_tensor(), expected)
@@ -72,6 +72,25 @@ def check_same_placements() -> None:
 
 def test_nothing_is_sent_where_the_placements_are_the_same() -> None:
     run_ranks(check_same_placements, 2)
+
+
+def check_former() -> None:
+    for x, y in distributed(random(), random(seed=1)):
+        p, q = nn.Parameter(x), nn.Parameter(y)
+        former, detached, flat = p.data, p.detach(), p.detach().view(-1)
+        p.data = y
+        assert_holds(former, random(), like=x)
+        assert_holds(detached, random(), like=x)
+        torch.testing.assert_close(flat.full_tensor(), random().view(-1))
+        p.data.add_(1)  # not in the memory of any of these
+        assert_holds(former, random(), like=x)
+        p.data, q.data = q.data, former
+        assert_holds(p.detach(), random(seed=1), like=x)
+        assert_holds(q.detach(), random(), like=x)
+
+
+def test_what_data_gave_before_keeps_the_former_values() -> None:
+    run_ranks(check_former, 2)
 
 
 def check_dtype() -> None:

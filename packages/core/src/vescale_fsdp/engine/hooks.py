@@ -41,7 +41,7 @@ from vescale_fsdp.engine.ownership import refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.program.residency import Lease
-from vescale_fsdp.ragged.tensor import NAME
+from vescale_fsdp.ragged.assignment import NAME
 
 
 def register_hooks(module: nn.Module) -> None:

@@ -49,6 +49,8 @@ class MovableParameters(Parameters):
             param is slot.sharded and same_memory(param, view)
             for param, slot, view in zip(current, self.slots, views, strict=True)
         ):
+            for slot in self.slots:  # an assignment of data has wrapped the memory anew
+                slot.local = local_of(slot.sharded)
             return
         dtypes = {param.dtype for param in current}
         kinds = {param.device.type for param in current}

@@ -32,7 +32,8 @@ from vescale_fsdp.engine.placement import (
     spec_at_rest,
 )
 from vescale_fsdp.ragged import wrap_replicated
-from vescale_fsdp.ragged.tensor import NAME, wrap_local
+from vescale_fsdp.ragged.assignment import NAME
+from vescale_fsdp.ragged.tensor import wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 

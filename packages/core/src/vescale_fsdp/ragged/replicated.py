@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.recuts import respecified_as
 
 aten = torch.ops.aten
 # One tensor of the same shape, from one tensor.
 _LIKE = {
     aten.clone.default,
-    aten.detach.default,
     aten.empty_like.default,
     aten.full_like.default,
     aten.ones_like.default,
@@ -31,7 +31,7 @@ _LIKE = {
 }
 
 
-class ReplicatedTensor(DTensor):
+class ReplicatedTensor(AssignableData):
     """A DTensor with ``Replicate`` on each axis of the mesh. It is pickled as a plain DTensor.
 
     Operators that only write to lists of tensors (``_fused_adamw_``, ``_foreach_add_`` ...) run on
@@ -46,6 +46,8 @@ class ReplicatedTensor(DTensor):
         if any(issubclass(each, DTensor) and each not in (cls, DTensor) for each in types):
             return NotImplemented  # a ragged one, which torch's DTensor would take for replicated
         kwargs = kwargs or {}
+        if func is aten.detach.default and type(args[0]) is ReplicatedTensor:
+            return wrap_replicated(args[0]._local_tensor, args[0]._spec)
         if func in _LIKE and type(args[0]) is ReplicatedTensor:
             spec, made = args[0]._spec, func(args[0]._local_tensor, *args[1:], **kwargs)
             same = made.dtype == args[0].dtype and made.device == args[0].device

@@ -27,12 +27,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import (
-    TENSOR_DATA,
     AsyncCollectiveTensor,
     DTensorSpec,
     NormPartial,
     TensorMeta,
 )
+from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.holdings import (
     Box,
     check_placements,
@@ -44,7 +44,6 @@ from vescale_fsdp.ragged.placement import RaggedShard, _rebuild_placement
 from vescale_fsdp.ragged.recuts import coordinate_of, held_here, range_here, respecified_as
 from vescale_fsdp.ragged.redistribute import PendingTensor, move, respecified, scatter
 
-NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
@@ -54,7 +53,7 @@ WAYS_OUT = (  # for errors
 )
 
 
-class RaggedTensor(DTensor):
+class RaggedTensor(AssignableData):
     """A DTensor of which this rank holds a flat range, given by its ``RaggedShard``.
 
     Invariants: exactly one RaggedShard among the placements; the local tensor is 1-D and has the
@@ -112,46 +111,6 @@ class RaggedTensor(DTensor):
         spec = _spec_for(full_tensor, device_mesh, placements)
         local = full_tensor.new_empty(held_here(spec).local_shape)
         return fill(wrap_local(local, spec, False), full_tensor)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The same memory without autograd. An assignment copies the values.
-
-        ``x.data = new`` copies the values of a DTensor of the same shape and mesh into the memory
-        of this one. If its placements differ, it is redistributed first, which is collective.
-        Only a change of the dtype or of the device replaces the local tensor.
-
-        Raises:
-            ValueError: on assignment of a plain tensor, or of another shape or mesh.
-        """
-        return cast(torch.Tensor, TENSOR_DATA.__get__(self))
-
-    @data.setter
-    def data(self, new: torch.Tensor) -> None:
-        # Torch's own setter would change what autograd sees, and no element.
-        mesh = self.device_mesh
-        if not isinstance(new, DTensor) or (new.device_mesh, new.shape) != (mesh, self.shape):
-            name = getattr(self, NAME, None)
-            what = "the data of " + (f"parameter {name!r}" if name else "a sharded tensor")
-            found = f"{type(new).__name__} of shape {tuple(new.shape)}"
-            found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
-            raise ValueError(
-                f"{what} cannot be replaced by a {found}; expected a DTensor of shape "
-                f"{tuple(self.shape)} on {mesh}. Use `distribute_tensor(new, "
-                "p.device_mesh, p.placements)`, compute it from `p.full_tensor()`, or write to the "
-                "full parameter inside of `with unsharded(module, writeback=True)`"
-            )
-        with torch.no_grad():
-            plain = cast(DTensor, new.detach())
-            moved: Any = plain.redistribute(placements=self.placements)
-            own, local = self._local_tensor, moved._local_tensor
-            if local is own:  # ``x.data += y`` assigns what it has written to
-                return
-            if (local.dtype, local.device) == (own.dtype, own.device):
-                own.copy_(local)
-            else:
-                TENSOR_DATA.__set__(self, moved)
-                self._local_tensor, self._spec = local, moved._spec
 
     def data_ptr(self) -> int:
         """0, as of all DTensors: only the local part has memory.

@@ -1,0 +1,73 @@
+"""``x.data`` of a sharded or replicated tensor, and ``x.data = new``.
+
+With plain tensors an assignment lets ``x`` have the memory of ``new``, and what ``x.data`` gave
+before keeps the former memory, with the former values::
+
+    backup = x.data        # weights of training
+    x.data = average       # to evaluate
+    x.data = backup        # and back
+
+Here the memory of ``x`` is a part of a buffer that is communicated, so ``x`` keeps its memory and
+takes the values of ``new``. The former values move to other memory, where ``backup`` has them.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.compat import TENSOR_DATA
+
+NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
+
+
+class AssignableData(DTensor):
+    """A DTensor whose data can be assigned to. Those made by ``detach()`` share its local tensor."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory without autograd. An assignment copies the values.
+
+        ``x.data = new`` copies the values of a DTensor of the same shape and mesh into the memory
+        of this one. If its placements differ, it is redistributed first, which is collective. What
+        ``x.data`` and ``x.detach()`` have returned before keeps the former values. Only a change of
+        the dtype or of the device replaces the memory of this one.
+
+        Cost: a second copy of this rank's part; it stays while the former values are in use.
+
+        Raises:
+            ValueError: on assignment of a plain tensor, or of another shape or mesh.
+        """
+        return cast(torch.Tensor, TENSOR_DATA.__get__(self))
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        # Torch's own setter would change what autograd sees, and no element.
+        mesh = self.device_mesh
+        if not isinstance(new, DTensor) or (new.device_mesh, new.shape) != (mesh, self.shape):
+            name = getattr(self, NAME, None)
+            what = "the data of " + (f"parameter {name!r}" if name else "a sharded tensor")
+            found = f"{type(new).__name__} of shape {tuple(new.shape)}"
+            found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
+            raise ValueError(
+                f"{what} cannot be replaced by a {found}; expected a DTensor of shape "
+                f"{tuple(self.shape)} on {mesh}. Use `distribute_tensor(new, "
+                "p.device_mesh, p.placements)`, compute it from `p.full_tensor()`, or write to the "
+                "full parameter inside of `with unsharded(module, writeback=True)`"
+            )
+        with torch.no_grad():
+            plain = cast(DTensor, new.detach())
+            moved = plain.redistribute(placements=self.placements)
+            own, local = self._local_tensor, moved._local_tensor
+            if local is own:  # ``x.data += y`` assigns what it has written to
+                return
+            if (local.dtype, local.device) == (own.dtype, own.device):
+                former, fresh = own.clone(), own.detach()
+                fresh.copy_(local)
+                TENSOR_DATA.__set__(own, former)
+                self._local_tensor = fresh
+            else:
+                TENSOR_DATA.__set__(self, moved)
+                self._local_tensor, self._spec = local, moved._spec
