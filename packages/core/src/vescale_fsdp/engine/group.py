@@ -26,12 +26,9 @@ from vescale_fsdp.dbuffer import (
     Comm,
     ThenCopy,
 )
+from vescale_fsdp.engine.lent import show_gathered, show_sharded
 from vescale_fsdp.engine.moving import MovableParameters
-from vescale_fsdp.engine.slot import (
-    Slot,
-    flags_of,
-    register,
-)
+from vescale_fsdp.engine.slot import Slot, flags_of
 from vescale_fsdp.program.residency import State
 
 
@@ -147,10 +144,9 @@ class Group(MovableParameters):
         if self.state is State.UNSHARDING:
             with compat.recorded("wait_for_unshard", [self.unit_name]):
                 self._wait()
-            gathered = self._gathered_params()
-            register(self.slots, gathered)
-            self._guard.open(gathered)
+            self._guard.open(self._gathered_params())
             self.state = State.UNSHARDED
+        self.has_lent = show_gathered(self.slots)
         self.follow_flags()
         self._users.add()
 
@@ -200,7 +196,7 @@ class Group(MovableParameters):
         if self.is_gathered:
             self._keep_writes()
         self._guard.close()
-        self._show_sharded()
+        show_sharded(self.slots)
         with self.pool.lane.entered():
             self._users.end()
             self._release()
@@ -221,11 +217,8 @@ class Group(MovableParameters):
         """
         if self.is_gathered:
             self._keep_writes()
-            self._show_sharded()
+            show_sharded(self.slots)
             self.state = State.UNSHARDING
-
-    def _show_sharded(self) -> None:
-        register(self.slots, [slot.sharded for slot in self.slots])
 
     def take_by_hand(self) -> None:
         """Record that the user has unsharded it. Writes are then dropped, as in FSDP2.

@@ -37,6 +37,7 @@ from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
+from vescale_fsdp.engine.lent import gather_lent, put_back
 from vescale_fsdp.engine.ownership import refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
@@ -202,6 +203,7 @@ def pre_forward(
         if unit.is_stale:  # an optimizer has stepped, or somebody has written to the shards
             unit.refresh()
         unit.unshard()
+        _use_lent(unit)
         unit.leases.add(Lease.FORWARD)
         return _cast_inputs(unit, (args, kwargs))
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
@@ -211,6 +213,7 @@ def pre_forward(
             running.aside = aside()
             running.aside.__enter__()
         unit.unshard()
+        _use_lent(unit)
         return _cast_inputs(unit, (args, kwargs))
     wants_gradients = torch.is_grad_enabled()
     if unit.broadcasts_buffers and unit.is_root:
@@ -221,6 +224,7 @@ def pre_forward(
         return _cast_inputs(unit, (args, kwargs))  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
+    _use_lent(unit)
     running.has_begun = True
     unit.leases.discard(Lease.USER)
     unit.leases.add(Lease.FORWARD)
@@ -245,6 +249,9 @@ def post_forward(unit: Unit, output: Any) -> Any:
     running.depth = max(running.depth - 1, 0)
     if running.depth:
         return _cast_output(unit, output)
+    for group in unit.groups:
+        if group.has_lent:
+            put_back(group.slots)
     if running.range is not None:
         running.range.__exit__(None, None, None)
         running.range = None
@@ -277,6 +284,13 @@ def post_forward(unit: Unit, output: Any) -> Any:
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
+
+
+def _use_lent(unit: Unit) -> None:
+    """Gather what `functional_call` has put in the place of parameters, in the user's grad mode."""
+    for group in unit.groups:
+        if group.has_lent:
+            gather_lent(group.slots)
 
 
 def send_buffers(root: Unit, module: nn.Module) -> None:

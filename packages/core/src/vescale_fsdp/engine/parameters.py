@@ -103,6 +103,7 @@ class Parameters(ABC):
         # Whether code that is not of the unit's own forward may have seen the gathered parameters;
         # and whether the user has gathered them, to look at or change until they are resharded.
         self.is_exposed = self.is_by_hand = False
+        self.has_lent = False  # other tensors are registered in place of parameters (see `lent`)
         self._work: Waitable | None = None
         self.unit_name = ""
         self.custom_gather: Any = None  # that the user supplies

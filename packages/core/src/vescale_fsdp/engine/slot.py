@@ -105,16 +105,30 @@ class Slot:
 
     def register(self, param: nn.Parameter) -> None:
         """Register ``param`` in the modules."""
-        register([self], [param])
+        for module_ref, name in self.sites:
+            if (module := module_ref()) is not None:
+                module._parameters[name] = param
 
     def registered(self) -> nn.Parameter:
-        """The parameter that is registered in the modules now."""
+        """The parameter that is registered in the modules now.
+
+        A tensor that is no parameter stands in for one during a call (see `lent`).
+
+        Raises:
+            RuntimeError: none is registered by its name any more.
+        """
         if not self.sites:  # of a copy of a part of the unit
             return self.sharded
         module_ref, name = self.sites[0]
         module = module_ref()
+        if module is not None and name not in module._parameters:
+            raise RuntimeError(
+                f"the parameter {self.fqn!r} is no longer registered in its module: after "
+                "fully_shard it was removed, or replaced by a parametrization (torch.nn.utils."
+                "parametrize, parametrizations or prune). Do that before fully_shard"
+            )
         param = None if module is None else module._parameters[name]
-        return self.sharded if param is None else param
+        return param if isinstance(param, nn.Parameter) else self.sharded
 
 
 @dataclass(frozen=True)
@@ -146,14 +160,6 @@ class ParamToShard:
         """This rank's data to shard, in the order of the buffer."""
         data = local_data(self.param)
         return data.movedim(self.dim, 0) if self.dim else data
-
-
-def register(slots: Sequence[Slot], params: Sequence[nn.Parameter]) -> None:
-    """Register each of ``params`` in its modules."""
-    for slot, param in zip(slots, params, strict=True):
-        for module_ref, name in slot.sites:
-            if (module := module_ref()) is not None:
-                module._parameters[name] = param
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:

@@ -24,7 +24,7 @@ NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
 
 class AssignableData(DTensor):
-    """A DTensor whose data can be assigned to. Those made by ``detach()`` share its local tensor."""
+    """A DTensor with data to assign to. Results of ``detach()`` must share its local tensor."""
 
     @property
     def data(self) -> torch.Tensor:

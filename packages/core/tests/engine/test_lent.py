@@ -1,0 +1,167 @@
+"""Tensors in place of parameters: `torch.func.functional_call`, and replaced parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+
+from vescale_fsdp import fully_shard
+from vescale_fsdp.testing import run_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero1": {"sharding": "zero1"},
+    "ddp": {"sharding": "ddp"},
+    "unsharded after forward": {"reshard_after_forward": False},
+}
+
+
+class Siamese(nn.Module):
+    """A tied weight, and a unit that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(self.first(x).tanh())
+        return self.last(self.body(y.tanh()))  # type: ignore[no-any-return]
+
+
+def make(*, shards: bool, **options: Any) -> Siamese:
+    torch.manual_seed(0)
+    model = Siamese()
+    if shards:
+        fully_shard(model.body, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def batch(seed: int, rank: int | None = None) -> Tensor:
+    """The whole batch, or the part of a rank."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    return x if rank is None else x.chunk(dist.get_world_size())[rank]
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def scaled(model: nn.Module, factor: float = 0.5) -> dict[str, Tensor]:
+    return {name: p.detach() * factor for name, p in model.named_parameters()}
+
+
+def whole_scaled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.detach()) * 0.5 for name, p in model.named_parameters()}
+
+
+def evaluates(model: nn.Module, rank: int | None, values: Callable[..., Any]) -> list[Tensor]:
+    """With other values before the first forward, between steps, and then the model's own."""
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    for step in range(3):
+        with torch.no_grad():
+            found += [functional_call(model, values(model), (batch(9),)) for _ in range(2)]
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, model(batch(9)).detach(), *(whole(p.detach()) for p in model.parameters())]
+
+
+def adapts(model: nn.Module, rank: int | None) -> list[Tensor]:
+    """Steps with the gradient at weights that have made a step already (MAML of first order)."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        adapted = {
+            name: (p.detach() - 0.3 * p.grad).requires_grad_()  # type: ignore[operator]
+            for name, p in model.named_parameters()
+        }
+        functional_call(model, adapted, (2 * batch(step, rank),)).square().mean().backward()
+        for name, p in model.named_parameters():
+            p.grad = adapted[name].grad
+        optimizer.step()
+    return [whole(p.detach()) for p in model.parameters()]
+
+
+def differentiates_values(model: nn.Module, rank: int | None) -> list[Tensor]:
+    """Of a part of the parameters, by the name that the model has for them."""
+    value = model.body.weight * 0.5  # type: ignore[operator]
+    output = functional_call(model, {"body.weight": value}, (batch(0, rank),))
+    output.square().mean().backward()
+    return [whole(p.grad) for p in model.parameters()]
+
+
+RUNS: dict[str, Callable[..., list[Tensor]]] = {
+    "evaluates": lambda model, rank: evaluates(model, rank, scaled),
+    "evaluates with plain tensors": lambda model, rank: evaluates(model, rank, whole_scaled),
+    "adapts": adapts,
+    "differentiates values": differentiates_values,
+}
+
+
+def compared(options: dict[str, Any]) -> None:
+    for name, run in RUNS.items():
+        expected = run(make(shards=False), None)
+        found = run(make(shards=True, **options), dist.get_rank())
+        torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_tensors_of_a_functional_call_are_used(options: dict[str, Any]) -> None:
+    run_ranks(compared, 2, options)
+
+
+def handed_back() -> None:
+    model = make(shards=True)
+    before = list(model.parameters())
+    values = {name: each.requires_grad_() for name, each in scaled(model).items()}
+    given = copy.copy(values)
+    functional_call(model, values, (batch(0),)).sum().backward()
+    assert all(values[name] is each and each.is_leaf for name, each in given.items())
+    model(batch(0)).sum().backward()
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_the_callers_tensors_and_the_parameters_are_as_before() -> None:
+    run_ranks(handed_back, 2)
+
+
+def replaced() -> None:
+    model = make(shards=True)
+    model(batch(0))
+    model.reshard()  # type: ignore[operator]
+    model.body.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"'body.weight' was replaced by a plain nn.Parameter"):
+        model(batch(0))
+
+
+def test_a_plain_parameter_in_place_of_a_sharded_one_is_refused() -> None:
+    run_ranks(replaced, 2)
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def parametrized() -> None:
+    model = make(shards=True)
+    parametrize.register_parametrization(model.body, "weight", Double())
+    with pytest.raises(RuntimeError, match=r"'weight' is no longer registered .* before fully_sh"):
+        model(batch(0))
+
+
+def test_a_parametrization_comes_before_sharding() -> None:
+    run_ranks(parametrized, 2)
