@@ -147,7 +147,7 @@ def export_dcp(
 
     After an error there are no new files.
     """
-    writing = Writing(Path(path), f"the export to {path}")
+    writing = Writing(Path(path).absolute(), f"the export to {path}")
     check_last = finish_saves()  # a save uses the same process group
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}

@@ -89,7 +89,8 @@ def gathered(tree: Any, *, keep: bool) -> Any:
             return value
         if id(value) not in made:
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            is_new = isinstance(value, DTensor) and full.device.type == "cpu"
+            own = compat.local_tensor(value)  # a replicated tensor is full already
+            is_new = compat.storages_of(full).isdisjoint(compat.storages_of(own))
             made[id(value)] = full.detach().to("cpu", copy=not is_new) if keep else None
         return made[id(value)]
 

@@ -11,6 +11,7 @@ A parameter that never had a gradient has no states and is not in "state".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -179,7 +180,8 @@ def _step_of_zeros(optimizer: Optimizer, wanted: dict[int, str]) -> dict[str, St
                 lr = group["lr"]
                 group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
         try:
-            type(optimizer).step(optimizer)  # schedulers replace optimizer.step; do not call theirs
+            with compat.without_step_hooks(optimizer, functools.partial(_is_own, optimizer)):
+                type(optimizer).step(optimizer)  # schedulers replace `step`; do not call theirs
         except TypeError as error:
             raise CheckpointMismatchError(
                 f"{type(optimizer).__name__} lacks states that were saved, and cannot make them "
@@ -192,6 +194,13 @@ def _step_of_zeros(optimizer: Optimizer, wanted: dict[int, str]) -> dict[str, St
         for group, options in zip(optimizer.param_groups, before, strict=True):
             group.clear()
             group.update(options)
+
+
+def _is_own(optimizer: Optimizer, hook: Any) -> bool:
+    """Whether a hook is a part of the optimizer. Users' hooks know the real parameters only."""
+    module = getattr(hook, "__module__", None) or ""
+    is_ours = module == type(optimizer).__module__ or module.startswith("vescale_fsdp.optim.")
+    return is_ours or getattr(hook, "__self__", None) is optimizer
 
 
 def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:

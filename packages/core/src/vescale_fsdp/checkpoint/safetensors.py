@@ -86,7 +86,7 @@ def save_safetensors(
         raise ValueError(f"max_file_bytes is {max_file_bytes}, expected at least 1")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}, expected one of floating point")
-    target, ties = Path(directory), encoding.ties_of(model)
+    target, ties = Path(directory).absolute(), encoding.ties_of(model)
     texts = {"format": "pt", **ties, **(metadata or {})}
     writing = Writing(target, f"the export to {target}", into=True)
     files: list[File] = []  # on rank 0

@@ -167,7 +167,7 @@ def save(
     if keep_last is not None and keep_last < FEWEST:
         raise ValueError(f"keep_last is {keep_last}; at least {FEWEST} checkpoints are kept")
     check_last = finish_saves()
-    target = Path(path)
+    target = Path(path).absolute()  # the process may change its directory before all is written
     writing = Writing(target, f"the save of {target}")
 
     def collected() -> Contents:

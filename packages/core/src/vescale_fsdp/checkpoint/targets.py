@@ -166,7 +166,7 @@ class ModelTarget(Target):
         self.names: set[str] = set()
         lacking = []
         ties = encoding.ties_of(model)
-        filled: set[str] = set()  # a tensor with several names is filled once
+        filled: dict[str, torch.Tensor] = {}  # a tensor with several names is filled once
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
             # The result of get_extra_state() may have another form before the first step.
@@ -182,10 +182,11 @@ class ModelTarget(Target):
             if name in saved.manifest.tensors:
                 saved.check_shape(name, value)
                 if ties.get(fqn, fqn) not in filled:
-                    self.live[name] = value
-                filled.add(ties.get(fqn, fqn))
+                    self.live[name] = filled[ties.get(fqn, fqn)] = value
             else:
                 lacking.append(fqn)
+        for fqn in {*ties, *ties.values()} & self._state.keys():  # hooks may copy for each name
+            self._state[fqn] = filled.get(ties.get(fqn, fqn), self._state[fqn])
         self.lacking = [f"model.{fqn}" for fqn in lacking if ties.get(fqn, fqn) not in filled]
         if self.lacking and saved.strict:
             raise saved.lacks(self.lacking)
@@ -310,8 +311,9 @@ class OptimizerTarget(Target):
                 if self._saved.strict:
                     raise CheckpointMismatchError(
                         f"the checkpoint {self._saved.place} has {name!r}, a state that this "
-                        f"{type(self._named.optimizer).__name__} does not make; load it into the "
-                        "kind of optimizer it was saved from, with the same options"
+                        f"{type(self._named.optimizer).__name__} does not make in its first step; "
+                        "load it into the kind of optimizer it was saved from, with the same "
+                        "options, or take as many steps with it before the load"
                     )
                 return self._new(name)
             if name not in self._saved.manifest.tensors:

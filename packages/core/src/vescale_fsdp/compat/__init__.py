@@ -58,6 +58,7 @@ from vescale_fsdp.compat.patches import (
     route_state_creation,
     set_fsdp2_state,
     support_foreach,
+    without_step_hooks,
 )
 from vescale_fsdp.compat.versions import (
     TENSOR_DATA,
@@ -107,5 +108,5 @@ __all__ = [
     "route_from_local", "route_numbers", "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
     "support_foreach", "symmetric_memory", "takes_functional_gradient", "uses_symmetric_memory",
-    "wish_of_backward", "without_torch_function",
+    "wish_of_backward", "without_step_hooks", "without_torch_function",
 ]  # fmt: skip

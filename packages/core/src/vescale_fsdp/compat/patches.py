@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -183,6 +186,28 @@ def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> 
 def has_other_init_group(optimizer: Optimizer) -> bool:
     """Whether `replace_init_group` was called for it."""
     return "_init_group" in vars(optimizer)
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer, keeps: Callable[[Any], bool]) -> Iterator[None]:
+    """A context in which a step runs only those of the optimizer's hooks that ``keeps`` is true of.
+
+    Hooks of all optimizers do not run.
+    """
+    names = ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]
+    names_of_all = ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]
+    places: list[tuple[Any, str]] = [(optimizer, name) for name in names]
+    of_all = sys.modules[Optimizer.__module__]  # torch.optim has deleted its name for it
+    places += [(of_all, name) for name in names_of_all]
+    before = [getattr(place, name) for place, name in places]
+    try:
+        for (place, name), hooks in zip(places, before, strict=True):
+            kept = hooks.items() if place is optimizer else ()
+            setattr(place, name, OrderedDict((key, each) for key, each in kept if keeps(each)))
+        yield
+    finally:
+        for (place, name), hooks in zip(places, before, strict=True):
+            setattr(place, name, hooks)
 
 
 def register_first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> None:

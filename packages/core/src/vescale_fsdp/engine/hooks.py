@@ -252,6 +252,7 @@ def post_forward(unit: Unit, output: Any) -> Any:
     for group in unit.groups:
         if group.has_lent:
             put_back(group.slots)
+    torch.clear_autocast_cache()  # it has casts of parameters that may be freed now
     if running.range is not None:
         running.range.__exit__(None, None, None)
         running.range = None

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from vescale_fsdp.dbuffer import checked_block
 from vescale_fsdp.engine.axes import Axes
@@ -25,6 +27,7 @@ from vescale_fsdp.engine.placement import local_data, placement_of
 from vescale_fsdp.engine.quantized import Choice
 from vescale_fsdp.engine.slot import ParamToShard, Site
 from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor
 
 _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
@@ -132,6 +135,34 @@ def mark_taken(params: Sequence[ParamToShard], unit: Unit) -> None:
     """Store on the original parameters which unit has taken them."""
     for item in params:
         setattr(item.param, _OWNER, weakref.ref(unit))
+
+
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # they have made a step
+
+
+def _warn_of_former(optimizer: Optimizer, *_: Any) -> None:
+    """Warn after its first step if an optimizer has parameters that sharded ones have replaced."""
+    if optimizer in _known:
+        return
+    _known.add(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    former = [param for param in params if param.grad is None and _is_replaced(param)]
+    if former:
+        warn_user(
+            f"{type(optimizer).__name__} was made before fully_shard: {len(former)} of its "
+            f"{len(params)} parameters are not those of the model any more, and are not trained. "
+            "Make the optimizer after fully_shard"
+        )
+
+
+def _is_replaced(param: torch.Tensor) -> bool:
+    owner = getattr(param, _OWNER, None)
+    unit = None if owner is None else owner()
+    slots = [] if unit is None else unit.slots()
+    return any(slot.original() is param and slot.sharded is not param for slot in slots)
+
+
+register_optimizer_step_post_hook(_warn_of_former)
 
 
 def own_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
