@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import fully_shard, unsharded
 from vescale_fsdp.testing import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,6 +138,77 @@ def handed_back() -> None:
 
 def test_the_callers_tensors_and_the_parameters_are_as_before() -> None:
     run_ranks(handed_back, 2)
+
+
+def parameters_of_another_first() -> None:
+    """The first call of a model has parameters of another one, which must stay what they are."""
+    model, other, plain = make(shards=True), make(shards=True), make(shards=False)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    values = dict(other.named_parameters())
+    given = copy.copy(values)
+    before = list(model.parameters())
+    for _ in range(2):
+        found = functional_call(model, values, (batch(0),))
+        whole_values = {name: 2 * p.detach() for name, p in plain.named_parameters()}
+        torch.testing.assert_close(found, functional_call(plain, whole_values, (batch(0),)))
+        assert all(values[name] is each for name, each in given.items())
+        torch.testing.assert_close(model(batch(0)), plain(batch(0)))
+        with unsharded(model):
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_parameters_of_another_model_in_the_first_call() -> None:
+    run_ranks(parameters_of_another_first, 2)
+
+
+class Nested(Siamese):
+    """Calls itself with other values."""
+
+    values: dict[str, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, self.values = self.values, None
+        y = super().forward(x)
+        return y if values is None else y + functional_call(self, values, (x,))
+
+
+def nested_and_pinned() -> None:
+    outputs = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = Nested()
+        if shards:
+            fully_shard(model.body)
+            fully_shard(model)
+        values = {name: each.requires_grad_() for name, each in scaled(model).items()}
+        model.values, given = values, copy.copy(values)
+        found = [model(batch(0))]
+        found[0].square().mean().backward()
+        assert all(values[name] is each for name, each in given.items())
+        found += [whole(each.grad) for each in values.values()]
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with unsharded(model) if shards else contextlib.nullcontext(), context:
+                found.append(functional_call(model, values, (batch(1),)).detach())
+        outputs.append([*found, *(whole(p.grad) for p in model.parameters())])
+    torch.testing.assert_close(*outputs)
+
+
+def test_calls_within_a_forward_and_within_unsharded() -> None:
+    run_ranks(nested_and_pinned, 2)
+
+
+def in_two_dtypes() -> None:
+    model = make(shards=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    expected = model(batch(0))
+    for values in (scaled(model, 1.0), {n: whole(p) for n, p in model.named_parameters()}):
+        assert torch.equal(functional_call(model, values, (batch(0),)), expected)
+
+
+def test_values_are_cast_as_parameters_are() -> None:
+    run_ranks(in_two_dtypes, 2)
 
 
 def replaced() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import vescale_fsdp
 from vescale_fsdp import fully_shard
@@ -246,14 +248,15 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def check_kept_weights() -> None:
-    for name, write in WRITES.items():
+    cases = product(WRITES.items(), ({"reshard_after_forward": False}, {"sharding": "ddp"}))
+    for (name, write), options in cases:
         torch.manual_seed(1)
-        single = encoder()
+        single = encoder().bfloat16()
         torch.manual_seed(1)
-        model = fully_shard(encoder(), reshard_after_forward=False)
+        model = fully_shard(encoder(), mp_policy=MixedPrecisionPolicy(torch.bfloat16), **options)
         x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
         for _ in range(2):
-            outputs = [each(x) for each in (single, model)]
+            outputs = [single(x.bfloat16()), model(x)]
             torch.testing.assert_close(outputs[1], outputs[0], msg=lambda m, name=name: name + m)
             with torch.no_grad():
                 write(single)

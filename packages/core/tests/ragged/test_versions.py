@@ -117,6 +117,19 @@ def test_writes_are_counted_where_the_memory_is_and_reads_are_not() -> None:
     run_ranks(check_writes, 2)
 
 
+def check_former() -> None:
+    x = nn.Parameter(_ragged())
+    former = x.data
+    x.data = x.data * 2
+    before = x._local_tensor._version
+    former.mul_(2)
+    assert x._local_tensor._version == before
+
+
+def test_writes_to_former_data_are_not_counted() -> None:
+    run_ranks(check_former, 2)
+
+
 def check_optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         params = [nn.Parameter(_ragged()), nn.Parameter(_ragged()[0:4])]

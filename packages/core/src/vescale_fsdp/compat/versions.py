@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _C: Any = torch._C
@@ -48,6 +49,14 @@ def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters of tensors, by which autograd notices in-place writes."""
     _C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def in_functional_call() -> bool:
+    """Whether a ``torch.func.functional_call`` runs in this thread, by the frames of its stack."""
+    code, frame = _functional_call.__code__, sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def is_transforming() -> bool:

@@ -37,7 +37,7 @@ from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
-from vescale_fsdp.engine.lent import gather_lent, put_back
+from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
@@ -221,6 +221,9 @@ def pre_forward(
         unit.buffers_are_due = wants_gradients and unit.requires_gradient_sync
     if not wants_gradients and not engine.is_running and _is_pinned(unit, module):
         running.modules_left.clear()
+        for group in unit.groups:
+            group.has_lent = show_gathered(group.slots)
+        _use_lent(unit)
         return _cast_inputs(unit, (args, kwargs))  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
@@ -246,12 +249,10 @@ def pre_forward(
 def post_forward(unit: Unit, output: Any) -> Any:
     """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
+    put_back(running.lent.pop(running.depth, ()))
     running.depth = max(running.depth - 1, 0)
     if running.depth:
         return _cast_output(unit, output)
-    for group in unit.groups:
-        if group.has_lent:
-            put_back(group.slots)
     torch.clear_autocast_cache()  # it has casts of parameters that may be freed now
     if running.range is not None:
         running.range.__exit__(None, None, None)
@@ -289,9 +290,11 @@ def post_forward(unit: Unit, output: Any) -> Any:
 
 def _use_lent(unit: Unit) -> None:
     """Gather what `functional_call` has put in the place of parameters, in the user's grad mode."""
-    for group in unit.groups:
-        if group.has_lent:
-            gather_lent(group.slots)
+    places = [
+        place for group in unit.groups if group.has_lent for place in gather_lent(group.slots)
+    ]
+    if places:
+        unit.running.lent[unit.running.depth] = places
 
 
 def send_buffers(root: Unit, module: nn.Module) -> None:
@@ -348,13 +351,14 @@ def make_root(unit: Unit) -> Engine:
                 "FSDP requires running forward through the root module first"
             )
     names = {id(param): name for name, param in module.named_parameters()}
+    has_lent = compat.in_functional_call()  # then what is registered is not to be kept
     for name, below in units.items():
         below.fqn = name
         for slot in below.slots():
-            slot.fqn = names.get(id(slot.registered()), slot.fqn)
+            slot.fqn = names.get(id(slot.sharded if has_lent else slot.registered()), slot.fqn)
         check_materialized(below.modules(), below.slots())
         for group in below.groups:
-            if group.is_sharded:
+            if group.is_sharded and not has_lent:
                 group.rebind()
             for slot in group.slots:
                 setattr(slot.sharded, NAME, slot.fqn)

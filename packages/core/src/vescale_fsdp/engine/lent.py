@@ -15,14 +15,23 @@ An ``nn.Parameter`` that replaces one of a model that has run is such a tensor t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from vescale_fsdp import compat
 from vescale_fsdp.engine.slot import Slot
 
-_LENT = "_vescale_fsdp_lent"  # on a gathered tensor: the sharded one that it comes from
+
+class Place(NamedTuple):
+    """Where a tensor of other code is registered, and what was made of it for a forward."""
+
+    module: nn.Module
+    name: str
+    lent: torch.Tensor
+    made: torch.Tensor
 
 
 def show_sharded(slots: Sequence[Slot]) -> None:
@@ -52,8 +61,10 @@ def show_gathered(slots: Sequence[Slot]) -> bool:
     return has_others
 
 
-def gather_lent(slots: Sequence[Slot]) -> None:
+def gather_lent(slots: Sequence[Slot]) -> list[Place]:
     """Gather the sharded tensors that stand in for unsharded parameters. Differentiable.
+
+    Returns where it has registered what it has made, for `put_back`.
 
     Collective: `full_tensor` of each. Its gradient is the mean over the ranks, as of a parameter.
 
@@ -62,46 +73,48 @@ def gather_lent(slots: Sequence[Slot]) -> None:
             a sharded tensor stands in for a parameter that is also sharded by an inner parallelism.
     """
     made: dict[int, torch.Tensor] = {}  # of tied parameters one
+    places = []
     for slot in slots:
         for module_ref, name in slot.sites:
             module = module_ref()
             now = None if module is None else module._parameters.get(name)
-            if now is None or now is slot.gathered or hasattr(now, _LENT):
+            if module is None or now is None or now is slot.gathered:
                 continue
             if id(now) not in made:
                 made[id(now)] = _gathered(now, slot)
-            module._parameters[name] = made[id(now)]  # type: ignore[union-attr, assignment]
+            if made[id(now)] is not now:
+                module._parameters[name] = made[id(now)]  # type: ignore[assignment]
+                places.append(Place(module, name, now, made[id(now)]))
+    return places
 
 
-def put_back(slots: Sequence[Slot]) -> None:
-    """Register the sharded tensors again that `gather_lent` has gathered: they are other code's."""
-    for slot in slots:
-        for module_ref, name in slot.sites:
-            if (module := module_ref()) is not None:
-                lent = getattr(module._parameters.get(name), _LENT, None)
-                if lent is not None:
-                    module._parameters[name] = lent
+def put_back(places: Sequence[Place]) -> None:
+    """Register the tensors of other code again, where `gather_lent` has made others of them."""
+    for each in places:
+        if each.module._parameters.get(each.name) is each.made:
+            each.module._parameters[each.name] = each.lent  # type: ignore[assignment]
 
 
 def _gathered(lent: torch.Tensor, slot: Slot) -> torch.Tensor:
-    if isinstance(lent, DTensor):
-        if slot.given is not None:
-            raise ValueError(
-                f"a sharded tensor was registered in place of the parameter {slot.fqn!r}, which "
-                "is sharded by an inner parallelism too; pass a plain tensor to functional_call, "
-                "or write to the parameter"
-            )
-        mean = [Partial("avg")] * lent.device_mesh.ndim
-        full = lent.full_tensor(grad_placements=mean if lent.requires_grad else None)
-        assert slot.gathered is not None, "the unit is unsharded"
-        full = full.to(slot.gathered.dtype)
-        setattr(full, _LENT, lent)
-        return full
-    if isinstance(lent, nn.Parameter) and lent.requires_grad and torch.is_grad_enabled():
+    """Return the whole tensor, on the device and in the dtype of the unsharded parameter."""
+    if isinstance(lent, DTensor) and slot.given is not None:
+        raise ValueError(
+            f"a sharded tensor was registered in place of the parameter {slot.fqn!r}, which is "
+            "sharded by an inner parallelism too; pass a plain tensor to functional_call, or write "
+            "to the parameter"
+        )
+    is_trained = lent.requires_grad and torch.is_grad_enabled()
+    is_plain = isinstance(lent, nn.Parameter) and not isinstance(lent, DTensor)
+    if is_plain and is_trained and not compat.in_functional_call():
         raise ValueError(
             f"the parameter {slot.fqn!r} was replaced by a plain nn.Parameter after the first "
             "forward: each rank would train its own. Write the values into the parameter "
             "(`p.data = distribute_tensor(new, p.device_mesh, p.placements)`), or replace it "
             "before `fully_shard`"
         )
-    return lent
+    full = lent
+    if isinstance(lent, DTensor):
+        mean = [Partial("avg")] * lent.device_mesh.ndim
+        full = lent.full_tensor(grad_placements=mean if lent.requires_grad else None)
+    assert slot.gathered is not None, "the unit is unsharded"
+    return full.to(slot.gathered.device, slot.gathered.dtype)

@@ -20,6 +20,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.group import Fetched, Group, together
+from vescale_fsdp.engine.lent import Place
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program.residency import Lease, Residency
@@ -62,6 +63,7 @@ class Running:
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
         aside: a context around one that a checkpoint runs again (`activations.aside`).
         modules_left: ids of modules of the unit that are still to run in this pass.
+        lent: what each has made of tensors that stand in for parameters, by depth (see `lent`).
     """
 
     depth: int = 0
@@ -71,6 +73,7 @@ class Running:
     call: Any = None
     aside: Any = None
     modules_left: set[int] = field(default_factory=set)
+    lent: dict[int, list[Place]] = field(default_factory=dict)
 
 
 class Unit(Residency):
@@ -368,6 +371,7 @@ class Unit(Residency):
     def forget_running(self) -> None:
         """Discard the state of a forward that KeyboardInterrupt has ended, which no hook sees."""
         self.running.depth, self.running.handled = 0, None
+        self.running.lent.clear()
         if self.running.call is not None and self.running.call.kept is not None:
             self.running.call.kept.leave()
 

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.compat import TENSOR_DATA
+from vescale_fsdp.compat import TENSOR_DATA, set_versions
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
@@ -32,10 +32,12 @@ class AssignableData(DTensor):
 
         ``x.data = new`` copies the values of a DTensor of the same shape and mesh into the memory
         of this one. If its placements differ, it is redistributed first, which is collective. What
-        ``x.data`` and ``x.detach()`` have returned before keeps the former values. Only a change of
-        the dtype or of the device replaces the memory of this one.
+        ``x.data`` and ``x.detach()`` have returned before keeps the former values; slices of it,
+        and what `to_local` has returned, do not. Only a change of the dtype or of the device
+        replaces the memory of this one.
 
-        Cost: a second copy of this rank's part; it stays while the former values are in use.
+        Cost: a second copy of this rank's part, until the next forward or as long as the former
+        values are in use.
 
         Raises:
             ValueError: on assignment of a plain tensor, or of another shape or mesh.
@@ -64,8 +66,11 @@ class AssignableData(DTensor):
             if local is own:  # ``x.data += y`` assigns what it has written to
                 return
             if (local.dtype, local.device) == (own.dtype, own.device):
-                former, fresh = own.clone(), own.detach()
+                former = own.clone()
+                # Not `detach()`: writes to what has the former values are no writes to this.
+                fresh = own.new_empty(0).set_(own)  # type: ignore[call-overload]
                 fresh.copy_(local)
+                set_versions((fresh,), (own._version + 1,))
                 TENSOR_DATA.__set__(own, former)
                 self._local_tensor = fresh
             else:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.recuts import respecified_as
 
@@ -37,7 +37,7 @@ class ReplicatedTensor(AssignableData):
 
     Operators that only write to lists of tensors (``_fused_adamw_``, ``_foreach_add_`` ...) run on
     the local tensors, if all operands are replicated on one mesh or are single numbers. No
-    communication.
+    communication. Views are replicated tensors too, so that writes to them are counted.
     """
 
     @classmethod
@@ -53,6 +53,12 @@ class ReplicatedTensor(AssignableData):
             spec, made = args[0]._spec, func(args[0]._local_tensor, *args[1:], **kwargs)
             same = made.dtype == args[0].dtype and made.device == args[0].device
             return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
+        if _is_view(func) and type(args[0]) is ReplicatedTensor:
+            # Below autograd a view would count the writes to it apart.
+            with torch.no_grad(), torch.overrides.enable_reentrant_dispatch():
+                part, spec = func(args[0]._local_tensor, *args[1:], **kwargs), args[0]._spec
+            meta = TensorMeta(part.shape, part.stride(), part.dtype)
+            return wrap_replicated(part, DTensorSpec(spec.mesh, spec.placements, meta))
         written = args[0] if _updates_lists(func) else ()
         first = next((each for each in written if isinstance(each, DTensor)), None)
         if first is not None:
@@ -64,7 +70,11 @@ class ReplicatedTensor(AssignableData):
                 torch.autograd.graph.increment_version(local_args[0])
                 return None
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return args[0] if _writes_to_first(func) else result
+        if not _writes_to_first(func):
+            return result
+        # Torch counts a write to ``p.data`` on that alone; a forward asks the local tensor.
+        torch.autograd.graph.increment_version(args[0]._local_tensor)
+        return args[0]
 
     def data_ptr(self) -> int:
         """0, as of all DTensors: else it would be the offset of the local part in its buffer."""
@@ -147,6 +157,14 @@ def _updates_lists(func: Any) -> bool:
     is_written = first is not None and first.alias_info is not None and first.alias_info.is_write
     is_list = schema.name.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd"))
     return is_list and is_written and not schema.returns
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the operator returns one tensor, with the memory of its first argument."""
+    returns = func._schema.returns
+    alias = returns[0].alias_info if len(returns) == 1 else None
+    return alias is not None and not alias.is_write and str(returns[0].type) == "Tensor"
 
 
 @cache
