@@ -146,6 +146,39 @@ def test_a_load_runs_no_hooks_of_steps(tmp_path: Path) -> None:
     run_ranks(hooks_of_steps, 2, tmp_path)
 
 
+class Outer(torch.optim.Optimizer):
+    """An optimizer by type only, as Accelerate makes of each: it has no hooks of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def wrapped(root: Path) -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    step(model, optimizer)
+    checkpoint.save(root / "saved", model, optimizer)
+    fresh = torch.optim.AdamW(model.parameters(), 0.1)
+    checkpoint.load(root / "saved", model, Outer(fresh))
+    for param in model.parameters():
+        found, expected = (whole(each.state[param]) for each in (fresh, optimizer))
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_load_into_an_optimizer_that_wraps_another(tmp_path: Path) -> None:
+    run_ranks(wrapped, 2, tmp_path)
+
+
 def saves_and_leaves(root: Path) -> None:
     before = os.getcwd()
     os.chdir(root)

@@ -196,7 +196,8 @@ def without_step_hooks(optimizer: Optimizer, keeps: Callable[[Any], bool]) -> It
     """
     names = ["_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"]
     names_of_all = ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]
-    places: list[tuple[Any, str]] = [(optimizer, name) for name in names]
+    # A wrapper that is an Optimizer by type only has none.
+    places: list[tuple[Any, str]] = [(optimizer, name) for name in names if name in vars(optimizer)]
     of_all = sys.modules[Optimizer.__module__]  # torch.optim has deleted its name for it
     places += [(of_all, name) for name in names_of_all]
     before = [getattr(place, name) for place, name in places]

@@ -1,4 +1,4 @@
-"""``x.data`` of a sharded or replicated tensor, and ``x.data = new``.
+"""``x.data`` of a sharded or replicated tensor, ``x.data = new``, and copies.
 
 With plain tensors an assignment lets ``x`` have the memory of ``new``, and what ``x.data`` gave
 before keeps the former memory, with the former values::
@@ -13,7 +13,8 @@ takes the values of ``new``. The former values move to other memory, where ``bac
 
 from __future__ import annotations
 
-from typing import cast
+import copy
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,32 @@ NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
 
 class AssignableData(DTensor):
-    """A DTensor with data to assign to. Results of ``detach()`` must share its local tensor."""
+    """A DTensor with data to assign to. Results of ``detach()`` must share its local tensor.
+
+    The local tensor is a view of a buffer. A copy has memory of its own.
+    """
+
+    def _copied(self) -> AssignableData:
+        """Return a tensor with the same elements in other memory, without autograd."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AssignableData:
+        copied = self._copied()
+        copied.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True  # how torch marks subclasses
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
+
+    def data_ptr(self) -> int:
+        """0, as of all DTensors: only the local part has memory.
+
+        Without this it would be the offset of the local part in its buffer, and torch takes
+        another number than 0 for a tensor that has a storage.
+        """
+        return 0
 
     @property
     def data(self) -> torch.Tensor:

@@ -8,7 +8,6 @@ torch's, and give plain DTensors.
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any, cast
 
@@ -76,23 +75,12 @@ class ReplicatedTensor(AssignableData):
         torch.autograd.graph.increment_version(args[0]._local_tensor)
         return args[0]
 
-    def data_ptr(self) -> int:
-        """0, as of all DTensors: else it would be the offset of the local part in its buffer."""
-        return 0
-
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """A copy on every rank, as of sharded tensors: it stays as it is in later steps."""
         return super().full_tensor(grad_placements=grad_placements).clone()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedTensor:
-        copied = wrap_replicated(self._local_tensor.detach().clone(), self._spec)
-        copied.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # how torch marks subclasses
-        if self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = copied
-        return copied
+    def _copied(self) -> ReplicatedTensor:
+        return wrap_replicated(self._local_tensor.detach().clone(), self._spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The parts of one buffer share memory: without the copy each would be saved with all.

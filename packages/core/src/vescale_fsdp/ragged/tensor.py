@@ -10,7 +10,6 @@ placement as replicated. This subclass has its own ``__torch_dispatch__`` (file 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -112,14 +111,6 @@ class RaggedTensor(AssignableData):
         local = full_tensor.new_empty(held_here(spec).local_shape)
         return fill(wrap_local(local, spec, False), full_tensor)
 
-    def data_ptr(self) -> int:
-        """0, as of all DTensors: only the local part has memory.
-
-        Without this it would be the offset of the local part in its buffer, and torch takes
-        another number than 0 for a tensor that has a storage.
-        """
-        return 0
-
     @property
     def ragged_axis(self) -> int:
         """The mesh axis that carries the RaggedShard."""
@@ -211,14 +202,8 @@ class RaggedTensor(AssignableData):
         )
         return moved
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
-        copied = wrap_local(self._arrived().clone(), self._spec, self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # how torch marks subclasses
-        if self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = copied
-        return copied
+    def _copied(self) -> RaggedTensor:
+        return wrap_local(self._arrived().clone(), self._spec, False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The parts of one shard share memory: without the copy each would be saved with all.
