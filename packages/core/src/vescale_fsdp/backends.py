@@ -8,12 +8,17 @@ it. The group itself knows its backends, by device type.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp import devices
+
+# By device type, because to ask takes longer than to start a short collective. A backend that has
+# no name yet, or none at all, is asked for again.
+_NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> Any:
@@ -39,8 +44,13 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device | str) ->
     """
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
-    kind, backend = torch.device(device).type, backend_of(group, device)
-    name = _name_of(backend) or _configured(group).get(kind, "")
+    kind = torch.device(device).type
+    known = _NAMES.setdefault(group, {})
+    if kind in known:
+        return known[kind]
+    name = _name_of(backend_of(group, device)) or _configured(group).get(kind, "")
+    if name:
+        known[kind] = name
     if name or _device_types(group):
         return name
     return _name_of(group)  # a bare backend, which takes tensors of any device
