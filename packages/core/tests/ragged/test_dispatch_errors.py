@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
@@ -73,7 +73,6 @@ def test_different_shapes_are_refused() -> None:
 
 def check_plain_partners() -> None:
     whole = random()
-    replicated = DTensor.from_local(whole, make_mesh(), [Replicate()], run_check=False)
     for (x,) in distributed(whole):
         attempts: list[tuple[str, Callable[[RaggedTensor], object]]] = [
             ("a plain tensor", lambda x: x + whole),
@@ -81,7 +80,6 @@ def check_plain_partners() -> None:
             ("a plain tensor", lambda x: torch.where(x > 0, x, whole)),
             ("a plain tensor", lambda x: whole.clone().copy_(x)),
             ("a plain tensor", lambda x: torch._foreach_add([x], [whole])),
-            ("Replicate", lambda x: replicated.clone().add_(x)),
         ]
         for found, attempt in attempts:
             with pytest.raises(ValueError, match="full_tensor") as caught:

@@ -246,7 +246,7 @@ def check_replicated_operands() -> None:
                 grads.append((data.grad, other.grad))
             (data_grad, other_grad), expected = grads
             assert type(data_grad) is RaggedTensor
-            assert type(other_grad) is DTensor
+            assert isinstance(other_grad, DTensor)
             assert other_grad.placements[0] in (Replicate(), Partial())
             same(data_grad, expected[0], rtol=1e-5)
             same(other_grad, expected[1], shape, rtol=1e-5)

@@ -214,9 +214,7 @@ def check_refused() -> None:
         ("another mesh", lambda: x + other_mesh),
         ("enlarge", lambda: x + larger),
         ("would add a dimension", lambda: x + torch.ones(1, 1, 1)),
-        ("would write", lambda: replicated(whole, mesh).add_(x)),
         ("would write", lambda: whole.clone().copy_(x)),
-        ("would write", lambda: torch._foreach_add_([replicated(whole, mesh)], [x])),
         ("one number for all", lambda: torch._foreach_mul([x], x.view(12)[0])),
     ]
     for message, attempt in refused:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import distributed, make_mesh, random
@@ -31,7 +32,7 @@ def check_norms() -> None:
         expected = torch.linalg.vector_norm(whole, order)
         for (x,) in distributed(whole):
             norm = torch.linalg.vector_norm(x, order)
-            assert type(norm) is DTensor
+            assert type(norm) is ReducedTensor
             assert norm.shape == ()
             close(norm.full_tensor(), expected)
             (norm,) = torch._foreach_norm([x], order)

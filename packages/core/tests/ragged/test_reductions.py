@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random
@@ -90,7 +91,7 @@ def check_all() -> None:
         for x in layouts_of(whole):
             for name, reduce in ALL.items():
                 result = reduce(x)
-                assert type(result) is DTensor, name
+                assert type(result) is ReducedTensor, name
                 results.add(result, reduce(whole), (name, x.placements))
     results.check()
 
@@ -182,11 +183,15 @@ def check_layouts() -> None:
         ]
     assert collectives == []
     for result, shape in sums:
-        assert (type(result), result.shape, result.placements) == (DTensor, shape, (Partial(),))
+        assert (type(result), result.shape, result.placements) == (
+            ReducedTensor,
+            shape,
+            (Partial(),),
+        )
     assert rows.prod().placements == (Partial("product"),)
     with counted_collectives() as collectives:
         for result in (rows.amax(0), cells.amin(1), cells.max(), cells.isnan().any()):
-            assert (type(result), result.placements) == (DTensor, (Replicate(),))
+            assert (type(result), result.placements) == (ReducedTensor, (Replicate(),))
     assert collectives == ["all_reduce"] * 4
     same(largest, random((6, 4)).max(1).values)
     assert torch.equal(whole_of(indices), random((6, 4)).max(1).indices)

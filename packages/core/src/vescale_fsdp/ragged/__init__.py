@@ -20,6 +20,7 @@ from vescale_fsdp.ragged.holdings import (
 )
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
+from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap, wrap_local
@@ -31,6 +32,7 @@ __all__ = [
     "PendingTensor",
     "RaggedShard",
     "RaggedTensor",
+    "ReducedTensor",
     "Region",
     "ReplicatedTensor",
     "as_bytes",

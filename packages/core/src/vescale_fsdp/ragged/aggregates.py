@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -154,6 +154,38 @@ def _logical(which: str, func: Any, x: RaggedTensor, dims: Any = None, *keepdim:
     return reduce(func, x, Kind(local, join, which == "min", dtype, which), dims, *keepdim)
 
 
+def _variance(
+    what: Callable[[torch.Tensor, torch.Tensor], Any],
+    func: Any,
+    x: RaggedTensor,
+    dims: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """``var``, ``std`` and with the mean: the mean square of the differences from the mean.
+
+    Cost: as of a mean and a sum. The mean is reduced where it is partial, to compute differences.
+    """
+    refuse_partial(func, x._spec)
+    _refuse_gradient(func, x, "use `(x - x.mean()).square().mean()`, or `.full_tensor()`")
+    if not x.dtype.is_floating_point:
+        raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
+    count = math.prod(x.shape[d] for d in _dims(x, dims))
+    with torch.no_grad():
+        working = cast(RaggedTensor, _as_dtype(x, torch.float32 if x.dtype in _HALF else x.dtype))
+        over = sorted(_dims(x, dims))
+        mean = working.mean(over, keepdim=True)
+        total = (working - mean).square_().sum(over, keepdim=keepdim)
+        variance = total / max(count - (1 if correction is None else correction), 0)
+        mean = mean if keepdim else working.mean(over)
+        return what(_as_dtype(variance, x.dtype), _as_dtype(mean, x.dtype))
+
+
+def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
+
+
 def _norm(
     func: Any, x: RaggedTensor, order: float = 2, *over: Any, dtype: torch.dtype | None = None
 ) -> DTensor:
@@ -286,5 +318,9 @@ AGGREGATES: dict[Any, Callable[..., Any]] = {
     aten.prod.dim_int: _prod,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
+    aten.std.correction: partial(_variance, lambda variance, mean: variance.sqrt()),
+    aten.std_mean.correction: partial(_variance, lambda variance, mean: (variance.sqrt(), mean)),
+    aten.var.correction: partial(_variance, lambda variance, mean: variance),
+    aten.var_mean.correction: partial(_variance, lambda variance, mean: (variance, mean)),
     aten._foreach_norm.Scalar: _foreach_norm,
 }

@@ -5,7 +5,8 @@ where all give each rank the same elements.
 Ragged arguments that are split differently are redistributed first: to the layout of what is
 written, else of the first of them. File `mixing` says what else may stand beside them. Lists
 (``foreach``, ``fused``) are matched position by position, and a position without a ragged tensor
-goes to torch's own dispatch.
+goes to torch's own dispatch. A write to a tensor that all ranks have (a state of
+``grad.new_zeros(rows, 1)``) gathers the ragged arguments.
 
 Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
 matched by its identity.
@@ -13,6 +14,7 @@ matched by its identity.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from functools import cache
@@ -34,6 +36,7 @@ from vescale_fsdp.ragged.mixing import (
 )
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.redistribute import InFlight
+from vescale_fsdp.ragged.reduced import is_unsharded, reduced
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 _NUMBERS = (float, int, bool)
@@ -84,8 +87,12 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # It describes the global tensor, and means nothing for a flat local part.
     kwargs.pop("memory_format", None)
     operands = _Operands(func, signature, args, kwargs)
-    if any(spec is None for spec in operands.positions):
-        return _split(func, signature, args, kwargs, operands.positions)
+    written = _written_to(signature, args, kwargs)
+    positions = operands.but_outside(written)
+    if any(spec is None for spec in positions):
+        return _split(func, signature, args, kwargs, positions)
+    if operands.single is not None and _are_outside(written, operands.single):
+        return _run_on_whole(func, args, kwargs)
     operands.check(args, kwargs)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
@@ -95,6 +102,43 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if signature.written:
         return _written(signature, args, kwargs)
     return operands.wrap(result)
+
+
+def _are_outside(written: Sequence[Any], spec: DTensorSpec) -> bool:
+    """Whether all ranks have what is written to; or it is plain, and takes a single element."""
+    takes_number = math.prod(spec.shape) == 1
+    are_outside = [
+        _is_outside(each) or (takes_number and isinstance(each, torch.Tensor) and _is_plain(each))
+        for each in written
+    ]
+    return bool(written) and all(are_outside)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor)
+
+
+def _is_outside(tensor: Any) -> bool:
+    is_ragged = isinstance(tensor, RaggedTensor)
+    return isinstance(tensor, DTensor) and not is_ragged and is_unsharded(tensor)
+
+
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to tensors that are not ragged: on all elements of the others.
+
+    Cost: an all-gather of each ragged argument.
+    """
+    with torch.no_grad():  # autograd has been here
+        return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
+
+
+def _whole(arg: Any) -> Any:
+    if isinstance(arg, list | tuple):
+        return [*map(_whole, arg)]
+    if not isinstance(arg, RaggedTensor):
+        return arg
+    gathered = arg.redistribute(placements=[Replicate()] * len(arg.placements))
+    return reduced(gathered._local_tensor, gathered._spec)
 
 
 def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -144,11 +188,16 @@ def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, 
             torch.autograd.graph.increment_version((arg,) if isinstance(arg, torch.Tensor) else arg)
 
 
+def _written_to(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in signature.written]
+
+
 def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an in-place or out= operator returns: the very arguments that it wrote to."""
     if not signature.num_returns:
         return None
-    written = [args[i] if i < len(args) else kwargs[name] for i, name in signature.written]
+    written = _written_to(signature, args, kwargs)
     return written[0] if signature.num_returns == 1 else tuple(written)
 
 
@@ -212,6 +261,15 @@ class _Operands:
         if both is None:
             raise cut_differently(self.func, known, new)
         return both
+
+    def but_outside(self, written: Sequence[Any]) -> Sequence[DTensorSpec | None]:
+        """The positions, None where a tensor is written to that all ranks have."""
+        positions = self.positions
+        for arg in written:
+            if _is_tensor_list(arg) and not self._is_alike(arg):
+                pairs = zip(arg, positions, strict=True)
+                positions = [None if _is_outside(item) else spec for item, spec in pairs]
+        return positions
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises if the operator may not run on tensors of these layouts."""
@@ -328,8 +386,7 @@ def _split(
         if indices is ragged:
             results = run_elementwise(func, part_args, part_kwargs)
         else:
-            with torch.no_grad():  # autograd has been here: it records the operator as a whole
-                results = func(*part_args, **part_kwargs)
+            results = _run_on_whole(func, part_args, part_kwargs)
         for i, result in zip(indices, results or (), strict=False):
             merged[i] = result
     return _written(signature, args, kwargs) if signature.written else merged

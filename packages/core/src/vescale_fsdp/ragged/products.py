@@ -1,4 +1,4 @@
-"""Matrix products and permutations, which mix elements of all ranks: the whole is gathered first.
+"""Matrix products, decompositions and permutations: of the whole, which is gathered first.
 
 Adapters and losses call them outside of a forward: ``lora_b @ lora_a`` of DoRA, ``p @ p.T`` of an
 orthogonality penalty. Cost of each call: an all-gather of the ragged tensor, so all ranks must
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.holdings import contiguous_strides
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
+from vescale_fsdp.ragged.reduced import reduced
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 
 aten = torch.ops.aten
@@ -82,13 +83,14 @@ def _whole(func: Any, x: RaggedTensor) -> DTensor:
     refuse_partial(func, x._spec)
     keep_layout(x)
     detached = cast(RaggedTensor, x.detach())
-    return detached.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    whole = detached.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return reduced(whole._local_tensor, whole._spec)
 
 
 def _gathered(value: Any) -> Any:
     if not isinstance(value, Permuted):
         return value
-    return DTensor(value._local_tensor, value._spec, requires_grad=False)
+    return reduced(value._local_tensor, value._spec)
 
 
 def _check_beside(func: Any, args: Any) -> None:
@@ -110,6 +112,9 @@ PRODUCTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
         aten.dot.default,
         aten.mm.default,
         aten.mv.default,
+        aten._linalg_svd.default,
+        aten.linalg_qr.default,
+        aten._linalg_eigh.default,
     ),
     _product,
 )

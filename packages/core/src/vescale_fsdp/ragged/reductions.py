@@ -39,6 +39,7 @@ from vescale_fsdp.ragged.recuts import (
     respecified_as,
     sizes_here,
 )
+from vescale_fsdp.ragged.reduced import reduced
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
 
@@ -94,7 +95,7 @@ def _wrapped(value: torch.Tensor, spec: DTensorSpec, kind: Kind) -> DTensor:
         for axis in _cut_axes(spec):
             placements[axis] = kind.across
     result = respecified_as(spec, value.shape, placements, value.dtype)
-    return DTensor(value, result, requires_grad=False)
+    return reduced(value, result)
 
 
 def reduce(

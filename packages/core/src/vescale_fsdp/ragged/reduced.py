@@ -1,0 +1,105 @@
+"""ReducedTensor: what a reduction of a sharded tensor gives, to write to and to read out.
+
+A DTensor with ``Partial`` is reduced at its first use, so the norms of many tensors can share one
+all-reduce. Torch raises an error if this use writes, or reads into a plain tensor. Optimizers of
+other libraries (LAMB, AdamP, NovoGrad, Prodigy, StableAdamW) do both::
+
+    norm = grad.norm()      each rank has that of its part
+    norm.clamp_(max=1.0)    torch: "in-place operations that require placement changes"
+    total.add_(norm)        torch: an AssertionError, if ``total`` is a plain tensor
+
+Here the first reduces ``norm`` and then writes, and the second adds the value of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp.compat import DTensorSpec, pytree
+from vescale_fsdp.ragged.whole import access_of, run_locally, writes_to_plain
+
+
+class ReducedTensor(DTensor):
+    """A DTensor with ``Partial`` or ``Replicate`` on each axis of the mesh.
+
+    It is pickled as a plain DTensor. Results of operators are reduced tensors too, unless they are
+    sharded.
+
+    Cost: one all-reduce of the tensor for each partial axis, at a write to it, a view of it, in a
+    ``foreach`` operator, or when it is read into a plain tensor; else what a DTensor costs.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) and each not in (cls, DTensor) for each in types):
+            return NotImplemented  # a ragged or replicated one knows what to do with this one
+        kwargs, access = kwargs or {}, access_of(func)
+        if writes_to_plain(access, args, kwargs):
+            return read_out(func, args, kwargs)
+        # What is written later has to be seen through a view.
+        to_reduce = args if _takes_lists(func) else args[:1] if access.is_view else ()
+        for each in pytree.tree_leaves((to_reduce, access.written(args, kwargs))):
+            _reduce_in_place(each)
+        result = run_locally(func, args, kwargs, reduced)
+        if result is not NotImplemented:
+            return result
+        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return result if access.writes else as_reduced(result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+def reduced(local: torch.Tensor, spec: DTensorSpec) -> ReducedTensor:
+    """A ReducedTensor around ``local``, unchecked: no placement may be a shard."""
+    made = ReducedTensor.__new__(ReducedTensor, local, spec, requires_grad=False)
+    return cast(ReducedTensor, made)
+
+
+def as_reduced(result: Any) -> Any:
+    """Make reduced tensors of the plain DTensors among the results that are not sharded."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(as_reduced, result))
+    if type(result) is not DTensor or not is_unsharded(result):
+        return result
+    return reduced(result._local_tensor, result._spec)
+
+
+def is_unsharded(tensor: DTensor) -> bool:
+    """Whether each placement is ``Partial`` or ``Replicate``."""
+    return all(p.is_replicate() or p.is_partial() for p in tensor.placements)
+
+
+def read_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to plain tensors, with the values of all ranks of the others.
+
+    Cost: one all-reduce for each that is partial. Sharded DTensors are left to torch, which raises.
+    """
+    args, kwargs = pytree.tree_map(_value, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _takes_lists(func: Any) -> bool:
+    return bool(func._schema.name.startswith("aten::_foreach_"))
+
+
+def _reduce_in_place(tensor: Any) -> None:
+    if isinstance(tensor, ReducedTensor) and any(p.is_partial() for p in tensor.placements):
+        whole = _replicated(tensor)
+        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+
+
+def _value(arg: Any) -> Any:
+    is_number = isinstance(arg, DTensor) and is_unsharded(arg)
+    return _replicated(arg)._local_tensor if is_number else arg
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    with torch.no_grad():
+        return cast(DTensor, tensor.redistribute(placements=[Replicate()] * len(tensor.placements)))
