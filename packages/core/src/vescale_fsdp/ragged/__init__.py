@@ -4,7 +4,7 @@ One file per concept. Layouts: `placement` (which rank holds which units), `hold
 mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
 their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass);
 `replicated` for one that each rank has whole.
-Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `products`,
+Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `gathered`,
 `reductions` with `aggregates`, `random`.
 """
 

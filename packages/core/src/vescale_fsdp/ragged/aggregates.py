@@ -137,6 +137,15 @@ def _extreme_with_indices(
     )
 
 
+def _both_extremes(
+    func: Any, x: RaggedTensor, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[DTensor, DTensor]:
+    """``aminmax``: two reductions."""
+    dims = None if dim is None else [dim]
+    low, high = (_extreme(which, func, x, dims, keepdim) for which in ("min", "max"))
+    return low, high
+
+
 def _logical(which: str, func: Any, x: RaggedTensor, dims: Any = None, *keepdim: bool) -> DTensor:
     """``any`` is the largest of truth values, ``all`` the smallest."""
     refuse_partial(func, x._spec)
@@ -177,7 +186,9 @@ def _variance(
         over = sorted(_dims(x, dims))
         mean = working.mean(over, keepdim=True)
         total = (working - mean).square_().sum(over, keepdim=keepdim)
-        variance = total / max(count - (1 if correction is None else correction), 0)
+        divisor = max(count - (1 if correction is None else correction), 0)
+        # By zero only when it is whole: a rank without elements would divide zero.
+        variance = total / divisor if divisor else total.div_(divisor)
         mean = mean if keepdim else working.mean(over)
         return what(_as_dtype(variance, x.dtype), _as_dtype(mean, x.dtype))
 
@@ -301,6 +312,7 @@ AGGREGATES: dict[Any, Callable[..., Any]] = {
     aten.allclose.default: _equal,
     aten.amax.default: partial(_extreme, "max"),
     aten.amin.default: partial(_extreme, "min"),
+    aten.aminmax.default: _both_extremes,
     aten.any.default: partial(_logical, "max"),
     aten.any.dim: partial(_logical, "max"),
     aten.any.dims: partial(_logical, "max"),

@@ -8,11 +8,13 @@
 | reduction, each slice on one rank | ``sum``, ``mean``, ``amax``, ``any``, norms ... | ragged |
 | sums elsewhere | ``sum``, ``mean``, ``prod``, ``count_nonzero``, finite norms | DTensor, partial |
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
+| writes to a mask | ``x[mask] = number`` | in place |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
-| products | ``mm``, ``addmm``, ``bmm``, ``mv``, permutations | of the whole: an all-gather |
-| all else | | error that names ``full_tensor()`` |
+| all else that returns new tensors | ``mm``, ``cat``, ``sort`` ... | of the whole: an all-gather |
+| other views | ``x.T``, ``x[:, 1]`` | to read: gathered when it is used |
+| other writes, and random operators | | error that names ``full_tensor()`` |
 
 Other operands may be ragged tensors with any shards, numbers, one-element plain tensors and
 replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
@@ -32,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
-from vescale_fsdp.ragged.products import PRODUCTS
+from vescale_fsdp.ragged.gathered import is_functional, run_gathered
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
@@ -63,9 +65,31 @@ def _unscale(
         compat.all_reduce(found_inf, group, dist.ReduceOp.MAX).wait()
 
 
+def _index_put(
+    func: Any,
+    x: RaggedTensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> Any:
+    """``x[mask] = number``."""
+    mask, number = indices[0] if len(indices) == 1 else None, values.reshape(-1)[:1]
+    if mask is not None and x.shape == (1,) and not isinstance(mask, DTensor):
+        # What torch makes of a mask without dimensions: places in ``x.view(1)``, one or none.
+        return run_elementwise(aten.copy_.default, (x, number), {}) if mask.numel() else x
+    is_mask = isinstance(mask, RaggedTensor) and mask.dtype == torch.bool and mask.shape == x.shape
+    if not is_mask or values.numel() != 1 or accumulate:
+        raise NotImplementedError(
+            f"{func} runs on a RaggedTensor with a mask of its shape that is ragged too, and one "
+            f"number as the value. {WAYS_OUT}"
+        )
+    return run_elementwise(aten.masked_fill_.Tensor, (x, mask, number.view(())), {})
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._local_scalar_dense.default: lambda _, x: number(x),
+    aten.index_put_.default: _index_put,
     aten.item.default: lambda _, x: number(x),
     aten.new_empty.default: run_new,
     aten.new_empty_strided.default: run_new,
@@ -73,7 +97,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.new_ones.default: run_new,
     aten.new_zeros.default: run_new,
     **AGGREGATES,
-    **PRODUCTS,
     **RANDOM,
     **VIEWS,
 }
@@ -117,6 +140,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return handler(func, *args, **kwargs)
     if _is_elementwise(func):
         return run_elementwise(func, args, kwargs)
+    if is_functional(func):
+        return run_gathered(func, args, kwargs)
     raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
 
 

@@ -36,7 +36,7 @@ from vescale_fsdp.ragged.mixing import (
 )
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.redistribute import InFlight
-from vescale_fsdp.ragged.reduced import is_unsharded, reduced
+from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded, reduced
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 _NUMBERS = (float, int, bool)
@@ -98,10 +98,32 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if signature.written:
         _count_writes(signature, local_args, local_kwargs)
+    if signature.has_out and not any(isinstance(arg, RaggedTensor) for arg in args):
+        return _write_number(func, args, kwargs, local_args, local_kwargs)
     result = func(*local_args, **local_kwargs)
     if signature.written:
         return _written(signature, args, kwargs)
     return operands.wrap(result)
+
+
+def _write_number(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any
+) -> Any:
+    """Run ``torch.mul(x, y, out=ragged)``, where x and y are single numbers.
+
+    Torch changes the shape of what it writes to: also of a part without elements.
+    """
+    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    shape, out = torch.broadcast_shapes(*shapes), kwargs["out"]
+    if shape != out.shape:
+        raise ValueError(
+            f"{func} would change the shape of a RaggedTensor from {tuple(out.shape)} to "
+            f"{tuple(shape)}: `out` has to have the shape of the result"
+        )
+    local = local_kwargs["out"]
+    number = func(*local_args, **{**local_kwargs, "out": local.new_empty(0)})
+    local.copy_(number.expand_as(local))
+    return out
 
 
 def _are_outside(written: Sequence[Any], spec: DTensorSpec) -> bool:
@@ -169,7 +191,7 @@ def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwarg
     if tuple(size) != tuple(x.shape):
         whole = func(local, size, *args, **kwargs)
         replicated = [Replicate()] * x.device_mesh.ndim
-        return DTensor.from_local(whole, x.device_mesh, replicated, run_check=False)
+        return as_reduced(DTensor.from_local(whole, x.device_mesh, replicated, run_check=False))
     if func is torch.ops.aten.new_empty_strided.default:  # a ragged tensor is always row-major
         args = ((1,), *args[1:])
     made = func(local, local.shape, *args, **kwargs)

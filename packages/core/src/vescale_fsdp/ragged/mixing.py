@@ -344,6 +344,11 @@ def remember_layout(tensor: RaggedTensor) -> None:
         node.metadata[_SPEC, tensor.output_nr] = tensor._spec
 
 
+# The nodes that join the gradients of parts, by ``cat`` and ``stack``. For parts that were not used
+# autograd has plain zeros.
+PARTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
+
+
 def running_node() -> str:
     """The name of the autograd node that runs now; empty outside of a backward."""
     node = compat.current_node()

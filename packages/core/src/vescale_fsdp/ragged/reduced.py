@@ -13,13 +13,17 @@ Here the first reduces ``norm`` and then writes, and the second adds the value o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.compat import DTensorSpec, pytree
+from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.mixing import PARTING, running_node
 from vescale_fsdp.ragged.whole import access_of, run_locally, writes_to_plain
+
+_JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 
 
 class ReducedTensor(DTensor):
@@ -39,12 +43,16 @@ class ReducedTensor(DTensor):
         if any(issubclass(each, DTensor) and each not in (cls, DTensor) for each in types):
             return NotImplemented  # a ragged or replicated one knows what to do with this one
         kwargs, access = kwargs or {}, access_of(func)
+        if func in _JOINS and running_node() in PARTING:
+            args = (_with_zeros(args[0]), *args[1:])
         if writes_to_plain(access, args, kwargs):
             return read_out(func, args, kwargs)
         # What is written later has to be seen through a view.
         to_reduce = args if _takes_lists(func) else args[:1] if access.is_view else ()
         for each in pytree.tree_leaves((to_reduce, access.written(args, kwargs))):
             _reduce_in_place(each)
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], cls):
+            return _reshape_in_place(func, *args)
         result = run_locally(func, args, kwargs, reduced)
         if result is not NotImplemented:
             return result
@@ -85,6 +93,18 @@ def read_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _with_zeros(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of parts, with reduced tensors in place of plain zeros."""
+    spec = next(part._spec for part in parts if isinstance(part, DTensor))
+    whole = (Replicate(),) * spec.mesh.ndim
+    found: list[torch.Tensor] = []
+    for part in parts:
+        meta = TensorMeta(part.shape, part.stride(), part.dtype)
+        is_plain = not isinstance(part, DTensor)
+        found.append(reduced(part, DTensorSpec(spec.mesh, whole, meta)) if is_plain else part)
+    return found
+
+
 def _takes_lists(func: Any) -> bool:
     return bool(func._schema.name.startswith("aten::_foreach_"))
 
@@ -93,6 +113,16 @@ def _reduce_in_place(tensor: Any) -> None:
     if isinstance(tensor, ReducedTensor) and any(p.is_partial() for p in tensor.placements):
         whole = _replicated(tensor)
         tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+
+
+def _reshape_in_place(func: Any, tensor: ReducedTensor, *args: Any) -> ReducedTensor:
+    """Run ``squeeze_``, ``t_`` and the like. Torch changes the shape of the local tensor only."""
+    local, spec = tensor._local_tensor, tensor._spec
+    func(local, *args)
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    tensor._spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    TENSOR_DATA.__set__(tensor, reduced(local, tensor._spec))
+    return tensor
 
 
 def _value(arg: Any) -> Any:

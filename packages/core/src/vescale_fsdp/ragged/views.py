@@ -9,8 +9,7 @@ rows lie outside of the part holds nothing.
 | ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze`` | as `reshaped` |
 | ``x[a:b]``, ``x[i]``, ``narrow``, ``split``, ``chunk``, ``unbind`` | dimension 0, step 1 |
 | ``expand`` | along unsharded dimensions; this one is a copy |
-| ``t``, ``transpose``, ``permute`` | else a copy of the whole, see `products` |
-| slices of other dimensions | if nothing changes |
+| ``t``, ``transpose``, ``permute``, and parts of other dimensions | else see `gathered` |
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.gathered import gathered_view, run_gathered
 from vescale_fsdp.ragged.mixing import (
+    PARTING,
     expanded_spec,
-    keep_layout,
     layout_of_whole,
     local_expanded,
     remember_layout,
     running_node,
 )
-from vescale_fsdp.ragged.products import permuted
 from vescale_fsdp.ragged.recuts import (
     range_here,
     reshaped,
@@ -119,8 +118,7 @@ def _permute(func: Any, x: RaggedTensor, dims: Sequence[int]) -> DTensor:
     order = [dim_of(dim, x.dim()) for dim in dims]
     moved = [dim for dim in order if x.shape[dim] != 1]
     if moved != sorted(moved):
-        keep_layout(x)
-        return permuted(x, order)
+        return gathered_view(aten.permute.default, x, order)
     return _in_shape(func, x, [x.shape[dim] for dim in order])
 
 
@@ -190,32 +188,28 @@ def _slice(
     start: int | None = None,
     stop: int | None = None,
     step: int = 1,
-) -> RaggedTensor:
+) -> DTensor:
     dim = dim_of(dim, x.dim())
     first, last = bounds(start, stop, x.shape[dim])
     if step == 1 and (first, last) == (0, x.shape[dim]):
         return _in_shape(func, x, x.shape)
-    if dim or step != 1:
-        raise NotImplementedError(
-            f"{func} takes dimension {dim} with step {step} of a RaggedTensor, but only dimension "
-            f"0 with step 1 keeps whole runs of the storage. {WAYS_OUT}"
-        )
+    if dim or step != 1:  # no whole runs of the storage
+        return gathered_view(func, x, dim, start, stop, step)
     return _part(func, x, first, last)
 
 
-def _select(func: Any, x: RaggedTensor, dim: int, index: int) -> RaggedTensor:
-    if dim_of(dim, x.dim()) or not x.dim():
-        raise NotImplementedError(
-            f"{func} takes an index of dimension {dim} of a RaggedTensor of {x.dim()} dimensions, "
-            f"but only dimension 0 can be indexed. {WAYS_OUT}"
-        )
+def _select(func: Any, x: RaggedTensor, dim: int, index: int) -> DTensor:
+    if not x.dim():
+        raise IndexError(f"{func}: a tensor without dimensions cannot be indexed by {index}")
+    if dim_of(dim, x.dim()):
+        return gathered_view(func, x, dim, index)
     if not -len(x) <= index < len(x):
         raise IndexError(f"index {index} is out of range for dimension 0 with size {len(x)}")
     index %= len(x)
     return _part(func, x, index, index + 1, drop=True)
 
 
-def _split(func: Any, x: RaggedTensor, size: int, dim: int = 0) -> list[RaggedTensor]:
+def _split(func: Any, x: RaggedTensor, size: int, dim: int = 0) -> list[DTensor]:
     length = x.shape[dim_of(dim, x.dim())]
     count = -(-length // size) if size else 1
     sizes = [min(size, length - i * size) for i in range(max(count, 1))]
@@ -224,26 +218,21 @@ def _split(func: Any, x: RaggedTensor, size: int, dim: int = 0) -> list[RaggedTe
 
 def _split_with_sizes(
     func: Any, x: RaggedTensor, sizes: Sequence[int], dim: int = 0
-) -> list[RaggedTensor]:
+) -> list[DTensor]:
     dim = dim_of(dim, x.dim())
     if sum(sizes) != x.shape[dim]:
         raise RuntimeError(
             f"{func}: sizes {list(sizes)} do not sum to dimension {dim} of a RaggedTensor of shape "
             f"{tuple(x.shape)}"
         )
-    if dim and len(sizes) > 1:
-        raise NotImplementedError(
-            f"{func} would split dimension {dim} of a RaggedTensor, but only dimension 0 can be "
-            f"split. {WAYS_OUT}"
-        )
-    if dim:
-        return [_in_shape(func, x, x.shape)]
     ends = list(accumulate(sizes, initial=0))
-    return [_part(func, x, start, stop) for start, stop in pairwise(ends)]
+    return [_slice(aten.slice.Tensor, x, dim, *range_) for range_ in pairwise(ends)]
 
 
-def _unbind(func: Any, x: RaggedTensor, dim: int = 0) -> list[RaggedTensor]:
-    return [_select(func, x, dim, index) for index in range(x.shape[dim_of(dim, x.dim())])]
+def _unbind(func: Any, x: RaggedTensor, dim: int = 0) -> list[DTensor]:
+    return [
+        _select(aten.select.int, x, dim, index) for index in range(x.shape[dim_of(dim, x.dim())])
+    ]
 
 
 # --- gradients of parts ---------------------------------------------------------------------------
@@ -298,19 +287,17 @@ def _select_backward(
     return _whole_of(func, shape, [(grad, index, index + 1)], drop=True)
 
 
-def _joined(func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> RaggedTensor:
-    """The gradient of ``split`` and ``unbind``, which autograd makes by ``cat`` and ``stack``."""
+def _joined(func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> DTensor:
+    """``cat`` and ``stack``: of the whole, or the gradient of ``split`` and of ``unbind``."""
     stacks = func is aten.stack.default
-    if running_node() not in _PARTING or dim:
-        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
+    if running_node() not in PARTING or dim:
+        return run_gathered(func, (parts, dim), {})
     lengths = [1 if stacks else part.shape[0] for part in parts]
     ends = list(accumulate(lengths, initial=0))
     inner = parts[0].shape if stacks else parts[0].shape[1:]
     places = zip(parts, ends[:-1], ends[1:], strict=True)
     return _whole_of(func, (ends[-1], *inner), places, drop=stacks)
 
-
-_PARTING = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 
 VIEWS: dict[Any, Callable[..., Any]] = {
     aten._reshape_alias.default: _view,

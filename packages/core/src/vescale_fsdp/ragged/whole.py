@@ -121,7 +121,7 @@ class _Operands:
         if not isinstance(arg, torch.Tensor):
             return arg
         if not isinstance(arg, DTensor):
-            self.has_others |= arg.numel() != 1 or arg.dim() > 0
+            self.has_others |= arg.numel() > 1
             return arg
         if self.spec is None:
             self.spec = arg._spec

@@ -23,8 +23,61 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "permute": lambda x, y: x.permute(1, 0) * 2 + y.t(),
     "transpose": lambda x, y: (x.transpose(0, 1) + 1).sum(0) + y.sum(),
     "beside a sharded one": lambda x, y: x.view(4, 6) * y.t() + y.t(),
+    "cat": lambda x, y: torch.cat([x.flatten(), y.flatten(), x.sum()[None]]) * 2,
+    "stack": lambda x, y: torch.stack([x, y], 1).cumsum(0),
+    "softmax": lambda x, y: x.softmax(-1) * y.log_softmax(0),
+    "sort": lambda x, y: x.sort(0).values + y.flip(0),
+    "topk": lambda x, y: x.topk(2).values.sum(1) * y.median(),
+    "quantile": lambda x, y: torch.quantile(x, 0.3) + y.kthvalue(3, 0).values.sum(),
+    "triangle": lambda x, y: x.tril() + y.triu(1),
+    "repeated": lambda x, y: x.repeat(2, 1) + F.pad(y, (0, 0, 0, 6)),
+    "losses": lambda x, y: F.mse_loss(x, y) + F.kl_div(x, y, reduction="sum", log_target=True),
+    "column": lambda x, y: x[:, 1] + y[:, -1:].squeeze(1),
+    "columns": lambda x, y: x[:, 1:3] * y.split(2, 1)[1] + x[..., 0, None],
+    "every other row": lambda x, y: x[::2] * y[1::2],
+    "a row of the transposed": lambda x, y: x.T[1] * y.unbind(1)[2],
+    "select": lambda x, y: x[1] * y.select(1, 0).sum(),
     "addmm": lambda x, y: torch.addmm(x @ x.T, x, y.T, beta=0.5),
 }
+
+
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda x: x.argmax(),
+    "argsort": lambda x: x.argsort(1),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "masked": lambda x: x[x > 0],
+    "unique": lambda x: x.round().unique(),
+    "histc": lambda x: torch.histc(x, 5),
+    "foreach max": lambda x: torch.stack(torch._foreach_max([x, x * 2])),
+    "distance": lambda x: torch.dist(x, x * 2),
+    "isin": lambda x: torch.isin(x.round(), 1.0),
+}
+
+
+def check_statistics() -> None:
+    one = random((6, 4)).double()
+    for x in layouts_of(one):
+        for name, statistic in STATISTICS.items():
+            expected = statistic(one)
+            torch.testing.assert_close(
+                whole(statistic(x)), expected, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_statistics_are_those_of_the_whole() -> None:
+    run_ranks(check_statistics, 2)
+
+
+def check_initialisation() -> None:
+    for shape in ((6, 4), (4, 4)):
+        for x in layouts_of(torch.zeros(shape)):
+            nn.init.orthogonal_(x)
+            product = whole(x).T @ whole(x)
+            torch.testing.assert_close(product, torch.eye(4), atol=1e-5, rtol=0)
+
+
+def test_orthogonal_initialisation() -> None:
+    run_ranks(check_initialisation, 2)
 
 
 def whole(value: Tensor) -> Tensor:
