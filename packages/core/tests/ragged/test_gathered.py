@@ -36,6 +36,11 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "columns": lambda x, y: x[:, 1:3] * y.split(2, 1)[1] + x[..., 0, None],
     "every other row": lambda x, y: x[::2] * y[1::2],
     "a row of the transposed": lambda x, y: x.T[1] * y.unbind(1)[2],
+    # Local parts that would broadcast, and wrongly: half of the matrix, half of the row.
+    "a row beside": lambda x, y: (x + y[0]) * y[:1],
+    "a column beside": lambda x, y: x * y[:, :1] / (1 + y.square().mean(1, keepdim=True)),
+    "a column times a row": lambda x, y: x.mean(1, keepdim=True) * y.square().mean(0),
+    "a row is written beside": lambda x, y: (x * 1).mul_(y[2]).addcmul_(y, y[1], value=0.5),
     "select": lambda x, y: x[1] * y.select(1, 0).sum(),
     "addmm": lambda x, y: torch.addmm(x @ x.T, x, y.T, beta=0.5),
 }

@@ -117,6 +117,9 @@ PATTERNS: dict[str, Callable[[Tensor], Tensor]] = {
     "lists": _foreach,
     "rows and columns": _rows,
     "lists of rows": _rows_foreach,
+    "a column times a row, out": lambda x: torch.mul(
+        x.square().mean(1, keepdim=True), x.mean(0), out=torch.empty_like(x)
+    ),
     "a mask": _mask,
     "a mask without dimensions": _mask_without_dimensions,
     "singular values": lambda x: torch.linalg.svdvals(x),

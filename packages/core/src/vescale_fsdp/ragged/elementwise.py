@@ -3,10 +3,10 @@
 Element i of each result depends on element i of each argument only, so nothing is communicated
 where all give each rank the same elements.
 Ragged arguments that are split differently are redistributed first: to the layout of what is
-written, else of the first of them. File `mixing` says what else may stand beside them. Lists
-(``foreach``, ``fused``) are matched position by position, and a position without a ragged tensor
-goes to torch's own dispatch. A write to a tensor that all ranks have (a state of
-``grad.new_zeros(rows, 1)``) gathers the ragged arguments.
+written, else of the first of them; those of another shape are gathered. File `mixing` says what
+else may stand beside them. Lists (``foreach``, ``fused``) are matched position by position, and a
+position without a ragged tensor goes to torch's own dispatch. A write to a tensor that all ranks
+have (a state of ``grad.new_zeros(rows, 1)``) gathers the ragged arguments.
 
 Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
 matched by its identity.
@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.compat import DTensorSpec, pytree
+from vescale_fsdp.ragged.gathered import run_gathered, whole
 from vescale_fsdp.ragged.mixing import (
+    CutDifferentlyError,
+    broadcasts_to,
     check_linear,
     cut_differently,
     keep_layout,
@@ -36,7 +39,7 @@ from vescale_fsdp.ragged.mixing import (
 )
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.redistribute import InFlight
-from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded, reduced
+from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 
 _NUMBERS = (float, int, bool)
@@ -86,7 +89,15 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return args[0]
     # It describes the global tensor, and means nothing for a flat local part.
     kwargs.pop("memory_format", None)
-    operands = _Operands(func, signature, args, kwargs)
+    try:
+        operands = _Operands(func, signature, args, kwargs)
+    except CutDifferentlyError:  # known before anything is sent, on all ranks
+        written = _written_to(signature, args, kwargs)
+        if signature.has_lists or any(each.shape != _shape_of(args) for each in written):
+            raise
+        return _run_beside_whole(func, args, kwargs)
+    if operands.single is not None and not signature.written and _enlarges(args, operands.single):
+        return run_gathered(func, args, kwargs)
     written = _written_to(signature, args, kwargs)
     positions = operands.but_outside(written)
     if any(spec is None for spec in positions):
@@ -104,6 +115,41 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if signature.written:
         return _written(signature, args, kwargs)
     return operands.wrap(result)
+
+
+def _enlarges(args: Sequence[Any], spec: DTensorSpec) -> bool:
+    """Whether the result has more elements than the ragged arguments, because of another one."""
+    return any(
+        isinstance(arg, DTensor)
+        and not isinstance(arg, RaggedTensor)
+        and is_unsharded(arg)
+        and arg.numel() > 1
+        and not broadcasts_to(arg.shape, spec.shape)
+        for arg in args
+    )
+
+
+def _shape_of(args: Sequence[Any]) -> torch.Size:
+    """The shape of the result of an element-wise operator."""
+    return torch.broadcast_shapes(*[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
+
+
+def _run_beside_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on ragged tensors of several shapes: smaller ones are gathered.
+
+    Where the result is larger than each of them (a column times a row), all are.
+    """
+    kept = _shape_of(args)
+    operands = (*args, *kwargs.values())
+    if not any(isinstance(arg, RaggedTensor) and arg.shape == kept for arg in operands):
+        return run_gathered(func, args, kwargs)
+
+    def beside(arg: Any) -> Any:
+        is_smaller = isinstance(arg, RaggedTensor) and arg.shape != kept
+        return whole(func, arg) if is_smaller else arg
+
+    others = {key: beside(value) for key, value in kwargs.items()}
+    return run_elementwise(func, tuple(map(beside, args)), others)
 
 
 def _write_number(
@@ -151,16 +197,8 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Cost: an all-gather of each ragged argument.
     """
     with torch.no_grad():  # autograd has been here
-        return func(*map(_whole, args), **{key: _whole(value) for key, value in kwargs.items()})
-
-
-def _whole(arg: Any) -> Any:
-    if isinstance(arg, list | tuple):
-        return [*map(_whole, arg)]
-    if not isinstance(arg, RaggedTensor):
-        return arg
-    gathered = arg.redistribute(placements=[Replicate()] * len(arg.placements))
-    return reduced(gathered._local_tensor, gathered._spec)
+        args, kwargs = pytree.tree_map(lambda arg: whole(func, arg), (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:

@@ -96,18 +96,19 @@ def run_gathered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: a plain tensor stands beside, or an operand is partial.
     """
     _check_beside(func, (args, kwargs))
-    args, kwargs = pytree.tree_map(lambda arg: _whole(func, arg), (args, kwargs))
+    args, kwargs = pytree.tree_map(lambda arg: whole(func, arg), (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _whole(func: Any, x: Any) -> Any:
+def whole(func: Any, x: Any) -> Any:
+    """Return a ragged operand of ``func`` replicated; all else as it is. Cost: one all-gather."""
     if not isinstance(x, RaggedTensor):
         return x
     refuse_partial(func, x._spec)
     keep_layout(x)
     detached = cast(RaggedTensor, x.detach())
-    whole = detached.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-    return reduced(whole._local_tensor, whole._spec)
+    gathered = detached.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    return reduced(gathered._local_tensor, gathered._spec)
 
 
 def _gathered(value: Any) -> Any:

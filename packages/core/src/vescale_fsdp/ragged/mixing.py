@@ -230,9 +230,13 @@ def start_move(func: Any, tensor: RaggedTensor, spec: DTensorSpec) -> InFlight:
     return move(tensor._arrived(), tensor._spec, respecified_as(spec, dtype=tensor.dtype))
 
 
-def cut_differently(func: Any, one: DTensorSpec, other: DTensorSpec) -> ValueError:
+class CutDifferentlyError(ValueError):
+    """Operands do not go together, each on its shards."""
+
+
+def cut_differently(func: Any, one: DTensorSpec, other: DTensorSpec) -> CutDifferentlyError:
     """What to raise for operands that do not go together."""
-    return ValueError(
+    return CutDifferentlyError(
         f"{func} got tensors that are sharded differently: shape {tuple(one.shape)} with "
         f"{one.placements} and shape {tuple(other.shape)} with {other.placements}. "
         "Redistribute one to the placements of the other, or use `.full_tensor()`"

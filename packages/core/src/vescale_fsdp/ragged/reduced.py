@@ -132,4 +132,4 @@ def _value(arg: Any) -> Any:
 
 def _replicated(tensor: DTensor) -> DTensor:
     with torch.no_grad():
-        return cast(DTensor, tensor.redistribute(placements=[Replicate()] * len(tensor.placements)))
+        return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))

@@ -291,7 +291,8 @@ def _joined(func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> DTensor:
     """``cat`` and ``stack``: of the whole, or the gradient of ``split`` and of ``unbind``."""
     stacks = func is aten.stack.default
     if running_node() not in PARTING or dim:
-        return run_gathered(func, (parts, dim), {})
+        joined: DTensor = run_gathered(func, (parts, dim), {})
+        return joined
     lengths = [1 if stacks else part.shape[0] for part in parts]
     ends = list(accumulate(lengths, initial=0))
     inner = parts[0].shape if stacks else parts[0].shape[1:]
