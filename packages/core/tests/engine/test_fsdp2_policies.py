@@ -304,6 +304,27 @@ def test_both_compute_the_same(outcomes: Outcomes, observe: Observe) -> None:
         assert ours == pytest.approx(numbers, rel=ALIKE[observe])
 
 
+def check_smaller_sums() -> None:
+    """Gradients are rounded before they are sent, in one backward and in several."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for num_backwards in (1, 3):
+        found = []
+        for shard in (vescale_fsdp.fully_shard, torch.distributed.fsdp.fully_shard):
+            torch.manual_seed(0)
+            model: Any = torch.nn.Linear(8, 8, bias=False)
+            shard(model, mp_policy=policy)
+            random = torch.Generator().manual_seed(dist.get_rank())
+            for number in range(1, num_backwards + 1):
+                model.set_requires_gradient_sync(number == num_backwards)
+                model(torch.randn(4, 8, generator=random)).square().sum().backward()
+            found.append(model.weight.grad.full_tensor())
+        assert torch.equal(*found)
+
+
+def test_gradients_in_a_smaller_dtype_are_rounded_as_by_fsdp2() -> None:
+    run_ranks(check_smaller_sums, 2)
+
+
 @pytest.mark.parametrize(
     "name",
     ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"],

@@ -263,7 +263,7 @@ def traffic_of(units: Sequence[UnitCosts], step: Step, settings: Settings) -> Tr
         if group.reduce_message is not None:
             return others * group.reduce_message
         is_narrow = settings.backend == "gloo" and not is_summed
-        dtype = group.compute_dtype if is_narrow else group.reduce_dtype
+        dtype = group.copied_dtype if is_narrow else group.reduce_dtype
         return others * group.inner_elements * dtype.itemsize
 
     def replicated(group: GroupCosts) -> int:

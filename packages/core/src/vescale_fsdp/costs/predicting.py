@@ -263,7 +263,7 @@ class Predictor:
             dtype.itemsize for dtype in (group.shard_dtype, group.compute_dtype, group.reduce_dtype)
         )
         gather_bytes = (num_shards - 1) * group.gathered_message
-        narrow = wide if has_streams else compute
+        narrow = wide if has_streams else group.copied_dtype.itemsize
         reduce_bytes = (num_shards - 1) * inner * narrow
         wide_bytes = (num_shards - 1) * inner * wide
         copied, summed = group.elements * (compute + narrow), 0
@@ -276,7 +276,7 @@ class Predictor:
             copied += group.full_elements * (narrow + 1)
             summed = num_shards * group.reduce_message + 4 * num_shards * inner
         elif not has_streams and num_shards > 1:
-            summed = num_shards * inner * (compute + wide)
+            summed = num_shards * inner * (narrow + wide)
         if shard != wide:
             summed += group.shard_elements * (shard + wide)
         cast_s, host_s = cast / rate, 0.0

@@ -423,7 +423,7 @@ class _Search:
         found = 0
         for group in unit.groups:
             if group.trainable:
-                local = group.reduce_dtype if has_streams else group.compute_dtype
+                local = group.reduce_dtype if has_streams else group.copied_dtype
                 made = group.elements * group.compute_dtype.itemsize
                 copied = group.full_elements * local.itemsize
                 found = max(found, made + max(_full_bytes(group, candidate), copied))

@@ -147,9 +147,9 @@ class SimulatedGroup(Reduction):
         self._waits = False  # for gradients of later micro-batches
         self._has_sums = self._has_gradient = self._is_used = False
         self._ends = 0.0
-        size = group.inner_elements * group.compute_dtype.itemsize
+        size = group.inner_elements * group.copied_dtype.itemsize
         if not model.has_streams and group.num_shards > 1 and 0 < size <= model.how.small_bytes:
-            self.parcel = Parcel(size, (group.compute_dtype, group.reduce_dtype))
+            self.parcel = Parcel(size, (group.copied_dtype, group.reduce_dtype))
 
     def settle(self, *, waits: bool) -> None:
         """A backward begins."""
@@ -187,12 +187,12 @@ class SimulatedGroup(Reduction):
         group, account, times = self.of, self._account, self.of.seconds
         seconds = times.wide_reduce_s if self._has_sums else times.reduce_s
         if not self._has_sums:
-            dtype = group.reduce_dtype if self._model.has_streams else group.compute_dtype
+            dtype = group.reduce_dtype if self._model.has_streams else group.copied_dtype
             self._local_bytes = group.full_elements * dtype.itemsize
             self._take_local()
             self._model.clock.spend(COPIES, times.copy_s)
         if group.num_shards == 1 and not self._model.has_streams:
-            filled = group.reduce_dtype if self._has_sums else group.compute_dtype
+            filled = group.reduce_dtype if self._has_sums else group.copied_dtype
             self._lasts = filled == group.reduce_dtype == group.shard_dtype
             self._hands_over = self._lasts
         account.drop(MADE, self._made_bytes)

@@ -76,6 +76,12 @@ class GroupCosts:
         return self.inner_elements * self.compute_dtype.itemsize
 
     @property
+    def copied_dtype(self) -> Dtype:
+        """The dtype in which a backward's gradients are copied and sent on the CPU."""
+        is_narrower = self.reduce_dtype.itemsize < self.compute_dtype.itemsize
+        return self.reduce_dtype if is_narrower else self.compute_dtype
+
+    @property
     def elements(self) -> int:
         """Elements of its tensors, without padding."""
         return sum(self.tensors)

@@ -9,7 +9,8 @@ There are two ways to reduce, with the same results:
 * ``all_to_all``: each rank sends every other rank its part, then sums what it received in rank
   order. gloo's reduce-scatter is an all-reduce internally and sends 2 (with 2 ranks) to 6 (with 4)
   times the buffer; this sends (m-1)/m of it. Messages have the dtype of the gradients (bf16) and
-  are summed in the reduce dtype (fp32). A cast before or after sending gives the same sum.
+  are summed in the reduce dtype (fp32). If the sum is wider, a cast before or after sending
+  gives the same; to a narrower one gradients are cast before.
 
 ``VESCALE_FSDP_REDUCE=auto|native|all_to_all`` chooses; ``auto`` is all_to_all on gloo. There
 gathers and all-to-alls of 8 KiB a part or more are sends and receives of their own (`Exchange`),

@@ -193,10 +193,15 @@ class Gradients:
 
     @property
     def _filling_dtype(self) -> torch.dtype:
-        """The dtype of the gradients; if several are summed here, the reduce dtype."""
+        """The dtype of the gradients; if several are summed here, the reduce dtype.
+
+        Also if that is narrower: it is what is sent then, as by FSDP2.
+        """
+        full, wanted = self._buffer.full_dtype, self.sum_dtype
+        is_narrower = wanted.itemsize < full.itemsize and not any(self.codings)
         # The same on every rank, also on one that had no gradient in the backwards before.
-        is_wide = self._has_accumulated or self.casts_first
-        return self.sum_dtype if is_wide else self._buffer.full_dtype
+        is_cast = self._has_accumulated or self.casts_first or is_narrower
+        return wanted if is_cast else full
 
     def _new_buffer(self) -> GradientBuffer:
         dtype = self._filling_dtype
