@@ -216,7 +216,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             )
         if not any(each is model for each in self._models):
             self._models.append(model)
-        if isinstance(model, FSDPModule) or getattr(model, "_is_accelerate_prepared", False):
+        is_sharded = isinstance(model, FSDPModule)
+        if not is_sharded and getattr(model, "_is_accelerate_prepared", False):
             return model
         last = weak_parameters(model)
         optimizers = self._known_optimizers()
@@ -224,6 +225,11 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.fsdp_plugin
         by_name = granularity_for(plugin.optimizer, plugin.optimizer_args or {})
         needs += [] if by_name is None else [by_name]
+        if is_sharded:
+            for _ in self._sharder.shard_late(model, needs):
+                self._switch.record(model, last)
+                self._switch.move(optimizers)
+            return model
         budget = budget_for(
             plugin.budget,
             model,

@@ -29,6 +29,7 @@ from vescale_fsdp import (
     QuantizedReduce,
     combine,
     fully_shard,
+    late_modules,
     repeated_blocks,
 )
 from vescale_fsdp_accelerate.plans import Meshes, Plans
@@ -117,17 +118,7 @@ class Sharder:
             self._shard_within(model, budget, ignored, needs)
             yield
             return
-        common = {
-            "offload_policy": self._offload_policy(),
-            "ignored_params": ignored,
-            "granularity": self._granularity(needs),
-            **self._codings(),
-            "unused": plugin.unused,
-            "in_flight": plugin.in_flight,
-            "sharding": plugin.sharding,
-            "accumulate": plugin.accumulate,
-            "reshard_after_forward": None if plugin.reshard_after_forward else False,
-        }
+        common = self._common(ignored, needs)
         blocks = [] if parts_are_units else self.blocks(model)
         kept = {"activations": self._activations()}
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
@@ -151,6 +142,40 @@ class Sharder:
                     # An expert's gradient is a sum over the tokens of all batches.
                     unit.set_gradient_divide_factor(meshes.num_batches)
                 yield
+
+    def shard_late(self, model: nn.Module, needs: Iterable[Any] = ()) -> Iterator[None]:
+        """Shard the modules that were added to a sharded model. Yields after each unit. Collective.
+
+        For example another adapter, or a new head for a second training.
+
+        Raises:
+            ValueError: a parameter was added to a module that is sharded already.
+        """
+        ignored = self._ignored(model)
+        policy = self.plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        for modules in late_modules(model):
+            for module in modules:
+                if self.plugin.mixed_precision_policy is not None:
+                    upcast(module)
+                self._sync(module, model, ignored)
+            common = self._common(ignored, needs)
+            fully_shard(modules, mesh=self.meshes.data, mp_policy=policy, **common)
+            yield
+
+    def _common(self, ignored: set[nn.Parameter], needs: Iterable[Any]) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard`` that all units have."""
+        plugin = self.plugin
+        return {
+            "offload_policy": self._offload_policy(),
+            "ignored_params": ignored,
+            "granularity": self._granularity(needs),
+            **self._codings(),
+            "unused": plugin.unused,
+            "in_flight": plugin.in_flight,
+            "sharding": plugin.sharding,
+            "accumulate": plugin.accumulate,
+            "reshard_after_forward": None if plugin.reshard_after_forward else False,
+        }
 
     def _shard_within(
         self,

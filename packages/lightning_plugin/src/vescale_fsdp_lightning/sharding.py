@@ -25,6 +25,7 @@ from vescale_fsdp import (
     Granularity,
     MixedPrecisionPolicy,
     fully_shard,
+    late_modules,
     register_fsdp_forward_method,
     tuning_of,
 )
@@ -286,10 +287,26 @@ class Sharding(Processes):
                 if not isinstance(block, FSDPModule):  # the user may wrap experts, too
                     arguments = common | kept | heads.get(id(block), {})
                     fully_shard(block, mesh=mesh, mp_policy=policy, **arguments)
-        if not isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule):  # an earlier stage of a trainer, or the user
+            self._shard_late(module, precision)
+        else:
             policy = self._policy(precision, is_root=True)
             own = {"broadcast_buffers": options.broadcast_buffers, **({} if blocks else kept)}
             fully_shard(module, mesh=mesh, mp_policy=policy, **own, **common)
+
+    def _shard_late(self, module: nn.Module, precision: str) -> None:
+        """Shard the modules that were added to a sharded model: a new head, another adapter.
+
+        Raises:
+            ValueError: a parameter was added to a module that is sharded already.
+        """
+        common = {
+            **self.options.engine_options(),
+            "offload_policy": self.options.offload_policy(self.root_device.type),
+        }
+        policy = self._policy(precision, is_root=False)
+        for modules in late_modules(module):
+            fully_shard(modules, mesh=data_mesh(self.device_mesh), mp_policy=policy, **common)
 
     def _shard_within(self, module: nn.Module, precision: str, *, roots: bool) -> None:
         """Shard the model with the settings that its budget chooses.
@@ -302,7 +319,8 @@ class Sharding(Processes):
                 "VeScaleFSDPStrategy(budget=...) is for automatic optimization: with manual "
                 "optimization each child of the module is a unit; leave budget out"
             )
-        if isinstance(module, FSDPModule):  # an earlier stage of the trainer has done it
+        if isinstance(module, FSDPModule):  # an earlier stage of a trainer has done it
+            self._shard_late(module, precision)
             return
         options = self.options
         budget = options.budget_for(module)

@@ -17,7 +17,7 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
   collectives), `settling` (of a step).
-- `remesh` moves all of it to another number of ranks.
+- `remesh` moves all of it to another number of ranks; `late` takes in modules that were added.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
   `buckets`), `profiling`.
 """
@@ -59,6 +59,7 @@ from vescale_fsdp.engine.granularity import (
     repeated_blocks,
 )
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
+from vescale_fsdp.engine.late import late_modules
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
 from vescale_fsdp.engine.profiling import profile
 from vescale_fsdp.engine.quantized import (
@@ -107,6 +108,7 @@ __all__ = [
     "generating",
     "init_process_group",
     "is_matrix",
+    "late_modules",
     "map_tensors",
     "mark_blank",
     "may_be_hidden",

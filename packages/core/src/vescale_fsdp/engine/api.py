@@ -28,6 +28,7 @@ from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
+from vescale_fsdp.engine.late import mark_managed
 from vescale_fsdp.engine.methods import register_state, state_of, swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
 from vescale_fsdp.engine.quantized import (
@@ -244,21 +245,11 @@ def fully_shard(
         register_hooks(each)
         swap_class(each)
         register_state(each, unit)
-        for below in each.modules():  # Dynamo reads these attributes
-            if _is_left_alone(below, ignored):
-                continue
-            below.__dict__["_is_fsdp_managed_module"] = True
-            below.__dict__["_fsdp_use_orig_params"] = True
+    mark_managed(modules, ignored)
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
-
-
-def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
-    """Whether all parameters of a module are ignored, and it has no buffers."""
-    has_buffers = next(module.buffers(), None) is not None
-    return bool(ignored) and ignored.issuperset(module.parameters()) and not has_buffers
 
 
 def _default_mesh() -> DeviceMesh:

@@ -94,6 +94,7 @@ class Engine(Executor):
         self.activations = Offload()
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self._num_backwards = 0
+        self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
         axes = [*self._axes.values()]

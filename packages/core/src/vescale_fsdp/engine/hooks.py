@@ -37,6 +37,7 @@ from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
+from vescale_fsdp.engine.late import num_calls, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
@@ -186,6 +187,8 @@ def pre_forward(
     if running.depth == 1:
         running.handled = sys.exception()
     engine = engine_of(unit)
+    if engine is not None and running.depth == 1 and engine.num_calls != num_calls():
+        engine = with_late_units(unit, engine)
     if engine is None:  # who is called first becomes the root
         with plain_tensors():
             engine = make_root(unit)
@@ -364,7 +367,7 @@ def make_root(unit: Unit) -> Engine:
                 setattr(slot.sharded, NAME, slot.fqn)
     warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
-    unit.is_root = True
+    unit.is_root, engine.num_calls = True, num_calls()
     for below in units.values():
         below.engine = engine
     return engine

@@ -131,7 +131,8 @@ def _enlarges(args: Sequence[Any], spec: DTensorSpec) -> bool:
 
 def _shape_of(args: Sequence[Any]) -> torch.Size:
     """The shape of the result of an element-wise operator."""
-    return torch.broadcast_shapes(*[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
+    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    return torch.Size(torch.broadcast_shapes(*shapes))
 
 
 def _run_beside_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

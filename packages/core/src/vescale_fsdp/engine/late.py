@@ -1,0 +1,120 @@
+"""Modules that are added to a model after ``fully_shard``: a new head, another adapter.
+
+Their parameters are plain, so each rank would train its own, without an error. DDP would take them
+in when the model is wrapped again. `late_modules` finds them for whoever prepares a model, and
+``fully_shard`` may be called on them::
+
+    fully_shard(model); train(model)
+    model.head = nn.Linear(...)        plain
+    fully_shard(model.head)            a unit
+    train(model)                       the next forward of the root makes its engine anew, with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.engine.engine import Engine
+from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+
+_IGNORED = "_vescale_fsdp_ignored"  # on a parameter: a call of ``fully_shard`` was told to
+_MANAGED = "_is_fsdp_managed_module"  # on a module: its parameters belong to a unit
+_num_calls = 0
+
+
+def mark_managed(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Mark the modules of a unit, also for Dynamo, which reads these attributes."""
+    global _num_calls
+    _num_calls += 1
+    for param in ignored:
+        setattr(param, _IGNORED, True)
+    for module in modules:
+        for below in module.modules():
+            if not _is_left_alone(below, ignored):
+                below.__dict__[_MANAGED] = True
+                below.__dict__["_fsdp_use_orig_params"] = True
+
+
+def num_calls() -> int:
+    """Return how often ``fully_shard`` was called. It tells an engine that there may be units."""
+    return _num_calls
+
+
+def late_modules(root: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules that were added below a sharded one, in a list for each unit around them.
+
+    Args:
+        root: a model, between passes.
+
+    Raises:
+        ValueError: a parameter was added to a module that is sharded already.
+    """
+    late: dict[int, list[nn.Module]] = {}
+    strays: list[str] = []
+    _find(root, "", None, late, strays)
+    if strays:
+        raise ValueError(
+            f"the parameters {strays} were added to modules that are sharded already, and each "
+            "rank would train its own. Put them in a module of their own (nn.ParameterList, for "
+            "example), or add them before the model is sharded"
+        )
+    return list(late.values())
+
+
+def with_late_units(root: Unit, engine: Engine) -> Engine | None:
+    """Return the engine of a root before a pass. None: it has to be made again, with more units.
+
+    The same on all ranks, which call ``fully_shard`` alike.
+    """
+    if not root.is_root or engine.is_running:
+        return engine
+    engine.num_calls = _num_calls
+    (module,) = root.modules()
+    if all(unit.engine is engine for unit in units_in(module).values()):
+        return engine
+    for unit in engine.units():
+        unit.rest()
+        unit.forget_calls()
+        unit.engine, unit.is_root = None, False
+    return None
+
+
+def _find(
+    module: nn.Module,
+    name: str,
+    around: Unit | None,
+    late: dict[int, list[nn.Module]],
+    strays: list[str],
+) -> None:
+    unit = unit_of(module) or around
+    if unit is not None:
+        if _is_late(module):
+            late.setdefault(id(unit), []).append(module)
+            return
+        known = {id(slot.gathered) for slot in unit.slots()}  # of one that stays unsharded
+        strays += [
+            f"{name}.{key}" if name else key
+            for key, param in module._parameters.items()
+            if param is not None and _is_plain(param) and id(param) not in known
+        ]
+    for key, child in module.named_children():
+        _find(child, f"{name}.{key}" if name else key, unit, late, strays)
+
+
+def _is_late(module: nn.Module) -> bool:
+    """Whether a module is new, with all that it contains, and has parameters to shard."""
+    is_new = not any(_MANAGED in below.__dict__ for below in module.modules())
+    return is_new and any(_is_plain(param) for param in module.parameters())
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    return not isinstance(param, DTensor) and not hasattr(param, _IGNORED)
+
+
+def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    """Whether all parameters of a module are ignored, and it has no buffers."""
+    has_buffers = next(module.buffers(), None) is not None
+    return bool(ignored) and ignored.issuperset(module.parameters()) and not has_buffers
