@@ -27,6 +27,7 @@ from vescale_fsdp import (
     OffloadPolicy,
     QuantizedGather,
     QuantizedReduce,
+    RaggedTensor,
     combine,
     fully_shard,
     late_modules,
@@ -104,6 +105,7 @@ class Sharder:
                 parallelism.
         """
         refuse_other_engines(model)
+        _refuse_without_root(model)
         plugin, meshes = self.plugin, self.meshes
         parts_are_units = bool(units_of(model))
         plans = None
@@ -398,6 +400,27 @@ def refuse_other_engines(model: nn.Module) -> None:
                 "fsdp_engine: vescale use vescale_fsdp.fully_shard, which takes the same "
                 "arguments, or leave it to accelerator.prepare"
             )
+
+
+def _refuse_without_root(model: nn.Module) -> None:
+    """Raise if a part of a sharded model is passed in its place.
+
+    Raises:
+        ValueError: names the parameters that the module around has sharded.
+    """
+    of_units = {id(param) for unit in units_of(model) for param in unit.parameters()}  # type: ignore[attr-defined]
+    found = [
+        name
+        for name, param in model.named_parameters()
+        if isinstance(param, RaggedTensor) and id(param) not in of_units
+    ]
+    if found:
+        raise ValueError(
+            f"prepare got a {type(model).__name__} that is a part of a model that was prepared "
+            f"before: {found[:3]} are sharded already, by the module around it. Prepare that one. "
+            "If it was taken off (merge_and_unload of peft), save the merged model with "
+            "Accelerator.save_model, and train it in a script of its own"
+        )
 
 
 def weak_parameters(model: nn.Module) -> dict[str, Any]:

@@ -93,7 +93,10 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         operands = _Operands(func, signature, args, kwargs)
     except CutDifferentlyError:  # known before anything is sent, on all ranks
         written = _written_to(signature, args, kwargs)
-        if signature.has_lists or any(each.shape != _shape_of(args) for each in written):
+        shards = [each for each in (*args, *kwargs.values()) if isinstance(each, RaggedTensor)]
+        are_alike = len({each.shape for each in shards}) == 1  # but partial, or on other meshes
+        is_enlarged = any(each.shape != _shape_of(args) for each in written)
+        if signature.has_lists or are_alike or is_enlarged:
             raise
         return _run_beside_whole(func, args, kwargs)
     if operands.single is not None and not signature.written and _enlarges(args, operands.single):
