@@ -343,15 +343,16 @@ def transpose(weight: Tensor) -> Tensor:
     return weight.t() + torch.ones(4, 4)
 
 
-def factorize(weight: Tensor) -> Tensor:
-    return torch.linalg.svdvals(weight)
-
-
 def sort(weight: Tensor) -> Tensor:
-    return weight.sort().values
+    return torch.sort(weight, out=(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.int64)))[0]
 
 
-@pytest.mark.parametrize("operator", [multiply_matrices, transpose, factorize, sort])
+def cumulate(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return weight.cumsum_(0)
+
+
+@pytest.mark.parametrize("operator", [multiply_matrices, transpose, sort, cumulate])
 def test_operator_without_a_meaning_on_shards_names_the_way_out(
     operator: Callable[[Tensor], Any],
 ) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -313,3 +315,37 @@ def check_fused_optimizers() -> None:
 
 def test_fused_optimizers() -> None:
     run_ranks(check_fused_optimizers, 2)
+
+
+def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy) -> None:
+    """A script without a seed: DistributedDataParallel sends the first rank's parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    kinds = {"sharding": sharding} | ({} if sharding == "ddp" else {"mesh": mesh})
+    torch.manual_seed(dist.get_rank())
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[1].requires_grad_(False)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy, **kinds)
+    fully_shard(model, mp_policy=policy, **kinds)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in model.parameters():
+            everywhere = [torch.empty_like(param.full_tensor()) for _ in range(4)]
+            dist.all_gather(everywhere, param.full_tensor().contiguous())
+            assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+    if sharding == "ddp":
+        torch.manual_seed(0)
+        first = nn.Linear(4, 6)
+        assert not torch.equal(first.weight, model[0].weight.full_tensor())  # it has trained
+        assert (first.weight - model[0].weight.full_tensor()).abs().max() < 1
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), CASTS], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sharding", ["ddp", "hsdp", "hsdp_zero1"])
+def test_replicas_begin_with_the_parameters_of_the_first(
+    sharding: str, policy: MixedPrecisionPolicy
+) -> None:
+    run_ranks(check_other_seeds, 4, sharding, policy)

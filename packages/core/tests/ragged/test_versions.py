@@ -52,6 +52,7 @@ WRITES: dict[str, Callable[[RaggedTensor], object]] = {
     "foreach zero_": lambda x: torch._foreach_zero_([x]),
     "foreach of data": lambda x: torch._foreach_mul_([x.data], 2),
     "foreach with a plain one": lambda x: torch._foreach_mul_([torch.ones(2), x], 2),
+    "mask": lambda x: x.__setitem__(x > 0, 3.0),
     "unscale": lambda x: torch._amp_foreach_non_finite_check_and_unscale_(
         [x], torch.zeros(1), torch.ones(1)
     ),
@@ -157,5 +158,5 @@ def test_a_new_handler_that_writes_must_count() -> None:
     writing = {func._schema.name for func in _HANDLERS if func._schema.is_mutable}
     drawn = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal")
     drawn = (*drawn, "random", "uniform")
-    unscale = "aten::_amp_foreach_non_finite_check_and_unscale_"
-    assert writing == {f"aten::{name}_" for name in drawn} | {unscale}
+    others = {"aten::_amp_foreach_non_finite_check_and_unscale_", "aten::index_put_"}
+    assert writing == {f"aten::{name}_" for name in drawn} | others
