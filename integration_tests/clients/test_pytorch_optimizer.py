@@ -26,7 +26,7 @@ CHAOTIC = {"kate"}  # its loss rises from 3 to 39: the last bit of a gradient de
 # They keep plain tensors as large as rows, columns or squares of a parameter, which could differ
 # between ranks, or write to transposed parameters. The error says so.
 REFUSED = {
-    *("adafactor", "adalite", "adanorm", "alice", "came", "dash", "emofact", "kron", "racs"),
+    *("adafactor", "adanorm", "alice", "came", "dash", "emofact", "kron", "racs"),
     *("shampoo", "sm3", "soap", "spam", "splus"),
 }
 REFUSED_IF_SHARDED = {"sara", "stablespam"}

@@ -270,7 +270,59 @@ def gather_what_is_sharded() -> tuple[str, list[float], list[float]]:
 
 def test_gather_says_what_to_do_with_what_was_computed_of_sharded_weights() -> None:
     for message, found, expected in run_ranks(gather_what_is_sharded, 2):
-        assert "gather got a sharded tensor (DTensor of shape ())" in message
+        assert "gather got a sharded tensor (ReducedTensor of shape ())" in message
         assert "unsharded(model, recurse=False)" in message
         assert found == pytest.approx(expected)
         assert found[0] != found[1]
+
+
+def train_twice(cls: type[Accelerator], **options: Any) -> Run:
+    """The second time with a block more and a new head, which each process draws for itself."""
+    model: Any = make_model()
+    losses, norms = [], []
+    for stage in range(2):
+        if stage:
+            torch.manual_seed(10 + dist.get_rank())
+            model.blocks.append(nn.Linear(8, 8))
+            model.head = nn.Linear(8, 16)
+        with accelerator(cls, **options) as acc:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            prepared, optimizer, loader = acc.prepare(model, optimizer, make_loader())
+            for (tokens,) in loader:
+                loss = loss_of(prepared, tokens)
+                acc.backward(loss)
+                norms.append(acc.clip_grad_norm_(prepared.parameters(), 0.5).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            model = acc.unwrap_model(prepared)
+    return losses, norms, {name: full(p) for name, p in model.named_parameters()}
+
+
+def train_twice_with_both(ours: dict[str, Any]) -> tuple[Run, Run]:
+    plugin = VeScaleFSDPPlugin(**ours)
+    return train_twice(VeScaleAccelerator, fsdp_plugin=plugin), train_twice(Accelerator)
+
+
+@pytest.mark.parametrize("ours", [{}, {"sharding": "ddp"}], ids=["zero3", "ddp"])
+def test_modules_added_between_trainings_equal_ddp(ours: dict[str, Any]) -> None:
+    for runs in run_ranks(train_twice_with_both, 2, ours):
+        assert_equal_runs(runs)
+
+
+def prepare_what_is_not_whole() -> None:
+    model: Any = make_model()
+    with accelerator() as acc:
+        acc.prepare(model)
+        model.blocks[0].gain = nn.Parameter(torch.ones(()))
+        with pytest.raises(ValueError, match=r"\['blocks.0.gain'\] were added to modules"):
+            acc.prepare(model)
+    around = nn.Sequential(make_model())
+    with accelerator() as acc:
+        acc.prepare(around)
+        with pytest.raises(ValueError, match=r"is a part of a model.*'embed.weight'"):
+            acc.prepare(around[0])  # as merge_and_unload returns it
+
+
+def test_strays_and_parts_of_a_prepared_model_are_refused() -> None:
+    run_ranks(prepare_what_is_not_whole, 2)

@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from vescale_fsdp import FSDPModule, RaggedTensor
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
-from .lit import LitModel, full_parameters, loader, make_model, make_trainer
+from .lit import Block, LitModel, full_parameters, loader, make_model, make_trainer
 
 Run = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -236,3 +237,42 @@ def test_the_string_makes_the_strategy() -> None:
 
     trainer = pl.Trainer(strategy="vescale_fsdp", accelerator="cpu", devices=1, logger=False)
     assert type(trainer.strategy) is VeScaleFSDPStrategy
+
+
+def fit_new_blocks(strategy: str, root: Path, budget: str | None = None) -> Run:
+    """A second training of a model with a new head and one block more."""
+    model = make_model()
+    kind: Any = strategy
+    if strategy == "vescale_fsdp" and budget is not None:
+        kind = VeScaleFSDPStrategy(budget=budget)
+    make_trainer(kind, root, max_steps=3).fit(model, loader(), loader())
+    torch.manual_seed(11)
+    model.blocks.append(Block())
+    model.head = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Linear(12, 23))
+    make_trainer(strategy, root, max_steps=4).fit(model, loader(), loader())
+    return model.losses, full_parameters(model)
+
+
+def fit_new_blocks_with_both(root: Path) -> list[Run]:
+    kinds = [("vescale_fsdp", None), ("vescale_fsdp", "1GiB"), ("ddp", None)]
+    return [fit_new_blocks(kind, root, budget) for kind, budget in kinds]
+
+
+def test_modules_added_between_trainings_equal_ddp(tmp_path: Path) -> None:
+    for ours, in_budget, expected in run_ranks(fit_new_blocks_with_both, 2, tmp_path):
+        for losses, params in (ours, in_budget):
+            assert losses == pytest.approx(expected[0], rel=1e-6)
+            for name, param in expected[1].items():
+                torch.testing.assert_close(params[name], param, rtol=0, atol=1e-6, msg=name)
+
+
+def fit_with_a_stray(root: Path) -> None:
+    model = make_model()
+    make_trainer("vescale_fsdp", root, max_steps=1).fit(model, loader(), loader())
+    model.blocks[0].gain = torch.nn.Parameter(torch.ones(12))
+    with pytest.raises(ValueError, match=r"\['blocks.0.gain'\] were added to modules"):
+        make_trainer("vescale_fsdp", root, max_steps=1).fit(model, loader(), loader())
+
+
+def test_a_parameter_added_to_a_sharded_module_is_named(tmp_path: Path) -> None:
+    run_ranks(fit_with_a_stray, 2, tmp_path)

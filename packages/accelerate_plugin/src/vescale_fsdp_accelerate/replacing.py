@@ -34,7 +34,6 @@ _BITSANDBYTES = "its kernels take plain tensors"
 _FACTORS = "it takes means over the rows and columns of whole matrices"
 _NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
     ("bitsandbytes", None): (_BITSANDBYTES, "adamw8bit", "AdamW8bit"),
-    ("torch", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
     ("transformers", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
     ("torch", "Muon"): ("it orthogonalizes whole matrices", "muon", "Muon"),
 }

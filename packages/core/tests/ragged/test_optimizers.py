@@ -105,6 +105,77 @@ def test_single_foreach_and_fused_are_bit_equal_to_dense(world_size: int, name: 
     run_ranks(check_optimizers, world_size, name)
 
 
+WITH_MORE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "adafactor, foreach": lambda p: torch.optim.Adafactor(p, lr=0.1, foreach=True),
+    "adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "rprop": lambda p: torch.optim.Rprop(p, foreach=False),
+    "rprop, foreach": lambda p: torch.optim.Rprop(p, foreach=True),
+}
+
+
+def check_others() -> None:
+    """Means of rows, masks, directions that depend on all parameters: to rounding."""
+    shapes = SHAPES[:4]
+    for name, make in WITH_MORE.items():
+        wholes = [random(shape, seed=seed) for seed, shape in enumerate(shapes)]
+        dense = [nn.Parameter(whole.clone()) for whole in wholes]
+        ragged = [nn.Parameter(tensor) for tensor in distribute_some(wholes)]
+        optimizers = make(dense), make(ragged)
+        for step in range(4):
+            grads = [random(shape, seed=100 * step + k) for k, shape in enumerate(shapes)]
+            for params, values in ((dense, grads), (ragged, distribute_some(grads))):
+                for parameter, grad in zip(params, values, strict=True):
+                    parameter.grad = grad
+            for optimizer in optimizers:
+                optimizer.step()
+        for expected, found in zip(dense, ragged, strict=True):
+            torch.testing.assert_close(
+                found.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def distribute_some(wholes: list[Tensor]) -> list[RaggedTensor]:
+    mesh, placements = make_mesh(), CUTS[dist.get_world_size()]
+    pairs = zip(wholes, placements, strict=False)
+    return [RaggedTensor.distribute(whole, mesh, [placement]) for whole, placement in pairs]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adafactor_adagrad_and_rprop(world_size: int) -> None:
+    run_ranks(check_others, world_size)
+
+
+def check_lbfgs(search: str | None) -> None:
+    target = random((4, 3))
+    found = []
+    for is_sharded in (False, True):
+        whole = random((4, 3), seed=1)
+        rows = (1, *[0] * (dist.get_world_size() - 2), 3)
+        tensor = RaggedTensor.distribute(whole, make_mesh(), [RaggedShard((0,), rows)])
+        param: Any = nn.Parameter(tensor if is_sharded else whole)
+        optimizer = torch.optim.LBFGS([param], lr=0.3, max_iter=5, line_search_fn=search)
+
+        def closure(param: Any = param, is_sharded: bool = is_sharded) -> Tensor:
+            leaf = (param.full_tensor() if is_sharded else param).detach().requires_grad_()
+            loss = ((leaf - target) ** 4).sum() + leaf.square().sum()
+            (grad,) = torch.autograd.grad(loss, leaf)
+            if is_sharded:
+                grad = RaggedTensor.distribute(grad, make_mesh(), param.placements)
+            param.grad = grad
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+        found.append(param.full_tensor() if is_sharded else param)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs(search: str | None) -> None:
+    run_ranks(check_lbfgs, 2, search)
+
+
 def check_empty_ranks() -> list[bool]:
     """Whether this rank holds nothing, by parameter: the premise of the tests above."""
     wholes = [torch.zeros(shape) for shape in SHAPES]

@@ -156,7 +156,7 @@ def _is_elementwise(func: Any) -> bool:
         return True
     if func._schema.name.startswith("aten::_foreach_"):
         return func._schema.name not in _FOREACH_REDUCTIONS
-    if name.startswith(("_fused_adam", "_fused_sgd")):
+    if name.startswith(("_fused_adagrad", "_fused_adam", "_fused_sgd")):
         return True
     return name.endswith("_") and not name.endswith("__") and _has_pointwise_form(func, name[:-1])
 

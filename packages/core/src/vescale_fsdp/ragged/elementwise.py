@@ -54,6 +54,7 @@ class _Signature(NamedTuple):
     num_returns: int
     has_lists: bool  # a foreach or fused operator
     has_out: bool  # writes to what is passed by name
+    is_fused: bool  # a step of an optimizer
 
 
 @cache
@@ -67,10 +68,11 @@ def _signature(func: Any) -> _Signature:
     has_lists = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
     has_out = any(schema.arguments[i].kwarg_only for i, _ in written)
     # A fused optimizer's first list are the parameters; the versions of its states are not raised.
-    counted = written[:1] if schema.name.startswith("aten::_fused_") else written
+    is_fused = schema.name.startswith("aten::_fused_")
+    counted = written[:1] if is_fused else written
     first = not has_lists and not has_out and [i for i, _ in counted] == [0]
     first &= len(schema.returns) == 1
-    return _Signature(written, counted, first, len(schema.returns), has_lists, has_out)
+    return _Signature(written, counted, first, len(schema.returns), has_lists, has_out, is_fused)
 
 
 def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -355,6 +357,8 @@ class _Operands:
         for tensor, spec in pairs:
             if spec is None:
                 continue
+            if self.signature.is_fused and _is_plain(tensor) and not tensor.dim():
+                continue  # a counter of steps, which each rank has
             if isinstance(tensor, RaggedTensor) and tensor.shape == spec.shape:
                 if self._differ and not same_layout(tensor._spec, spec):
                     raise cut_differently(self.func, spec, tensor._spec)
