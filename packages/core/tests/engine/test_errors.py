@@ -344,7 +344,8 @@ def transpose(weight: Tensor) -> Tensor:
 
 
 def sort(weight: Tensor) -> Tensor:
-    return torch.sort(weight, out=(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.int64)))[0]
+    out = torch.empty(4, 4), torch.empty(4, 4, dtype=torch.int64)
+    return torch.sort(weight.detach(), out=out)[0]
 
 
 def cumulate(weight: Tensor) -> Tensor:

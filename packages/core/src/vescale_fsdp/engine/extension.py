@@ -306,6 +306,9 @@ class ExtensionGroup(Group):
 
     # Gradients
 
+    def equalize_replicas(self) -> None:
+        """Does nothing: only the subclass can tell what of it is data."""
+
     def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         local = super()._in_buffer(slot, gradient)
         if not compat.is_wrapper(local):

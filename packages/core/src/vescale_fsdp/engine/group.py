@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import compat, devices, notes, waiting
+from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import (
     Comm,
     ThenCopy,
@@ -80,6 +81,23 @@ class Group(MovableParameters):
                     first,
                 )
         self._part_in_flight = part
+
+    def equalize_replicas(self) -> None:
+        """Give all replicas the parameters of the first one, as DDP does. Collective.
+
+        Replicas that begin with other values, because their ranks drew other numbers, would stay
+        apart. Cost: one broadcast of the shard.
+        """
+        axes, shard = self.axes, self.buffer.shard
+        if axes.num_replicas == 1 or axes.cuts_outside or self.is_on_meta or not shard.numel():
+            return
+        assert axes.replicate is not None, "there are replicas"
+        replicas = compat.mesh_group(axes.mesh, axes.replicate)
+        sent = shard.to(collective_device(replicas, shard.device))
+        compat.broadcast(sent, axes.replica_ranks[0], replicas).wait()
+        if axes.replica:
+            with torch.no_grad():
+                shard.copy_(sent)
 
     def follow_conversions(self) -> None:
         """Update the shard if a submodule was converted, for example by ``module.to()``."""

@@ -40,11 +40,7 @@ from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.late import num_calls, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import refuse_waiting
-from vescale_fsdp.engine.unfilled import (
-    broadcast_buffers,
-    check_materialized,
-    equalize_replicas,
-)
+from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.ragged.assignment import NAME
@@ -371,7 +367,8 @@ def make_root(unit: Unit) -> Engine:
                 setattr(slot.sharded, NAME, slot.fqn)
     warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
-    equalize_replicas(group for below in units.values() for group in below.groups)
+    for group in (group for below in units.values() for group in below.groups):
+        group.equalize_replicas()
     unit.is_root, engine.num_calls = True, num_calls()
     for below in units.values():
         below.engine = engine

@@ -1,4 +1,4 @@
-"""Values that ranks lack: of tensors on meta, of buffers, and of replicas.
+"""Tensors of a module beside what is sharded: those without values, and buffers to broadcast.
 
 Tensors without values are on the meta device, or were not written to since ``to_empty``.
 
@@ -9,8 +9,6 @@ still uninitialized.
 
 A forward changes some buffers, such as BatchNorm's running statistics. ``DistributedDataParallel``
 broadcasts them from rank 0 at the beginning of a forward. With FSDP2 each rank has its own.
-
-It also broadcasts the parameters when the model is wrapped. Replicas get them in the first forward.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
-from vescale_fsdp.backends import collective_device
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.ragged import RaggedTensor
 
@@ -114,7 +111,6 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.axes import Axes
-    from vescale_fsdp.engine.group import Group
 
 
 def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -127,26 +123,6 @@ def plain_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def equalize_replicas(groups: Iterable[Group]) -> None:
-    """Give all replicas the parameters of the first one, as DDP does. Collective.
-
-    Replicas that begin with other values, because their ranks drew other numbers, would stay apart.
-
-    Cost: one broadcast of a shard for each group with replicas.
-    """
-    for group in groups:
-        axes, shard = group.axes, group.buffer.shard
-        if axes.num_replicas == 1 or axes.cuts_outside or group.is_on_meta or not shard.numel():
-            continue
-        assert axes.replicate is not None, "there are replicas"
-        replicas = compat.mesh_group(axes.mesh, axes.replicate)
-        sent = shard.to(collective_device(replicas, shard.device))
-        compat.broadcast(sent, axes.replica_ranks[0], replicas).wait()
-        if axes.replica:
-            with torch.no_grad():
-                shard.copy_(sent)
-
-
 def broadcast_buffers(module: nn.Module, axes: Iterable[Axes]) -> None:
     """Broadcast the buffers of the first rank. Collective.
 
