@@ -123,6 +123,7 @@ def check_strays() -> None:
     fully_shard(model, ignored_params=set(outside.parameters()))
     model(torch.ones(1, 6))  # stays unsharded
     assert late_modules(model) == []
+    assert late_modules(copy.deepcopy(model)) == []  # its parameters are other objects
     model.blocks[1].scale = nn.Parameter(torch.ones(1))
     model.gain = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"\['gain', 'blocks.1.scale'\] were added to modules"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_fsdp import CPUOffloadPolicy, QuantizedReduce, fully_shard
+from vescale_fsdp import CPUOffloadPolicy, QuantizedReduce, fully_shard, unsharded
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import run_ranks
@@ -317,7 +318,7 @@ def test_fused_optimizers() -> None:
     run_ranks(check_fused_optimizers, 2)
 
 
-def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy) -> None:
+def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy, before: str) -> None:
     """A script without a seed: DistributedDataParallel sends the first rank's parameters."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     kinds = {"sharding": sharding} | ({} if sharding == "ddp" else {"mesh": mesh})
@@ -327,6 +328,15 @@ def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy) -> None:
     for layer in model:
         fully_shard(layer, mp_policy=policy, **kinds)
     fully_shard(model, mp_policy=policy, **kinds)
+    if before == "unshard":
+        model.unshard()
+        model[0].unshard()
+    if before:
+        with unsharded(model, writeback=True) if before == "writeback" else nullcontext():
+            outputs = model(torch.ones(2, 4)).detach().contiguous()
+        everywhere = [torch.empty_like(outputs) for _ in range(4)]
+        dist.all_gather(everywhere, outputs)
+        assert all(torch.equal(each, everywhere[0]) for each in everywhere)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(torch.randn(4, 4)).square().mean().backward()
@@ -344,8 +354,9 @@ def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), CASTS], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("before", ["", "unshard", "writeback"])
 @pytest.mark.parametrize("sharding", ["ddp", "hsdp", "hsdp_zero1"])
 def test_replicas_begin_with_the_parameters_of_the_first(
-    sharding: str, policy: MixedPrecisionPolicy
+    sharding: str, policy: MixedPrecisionPolicy, before: str
 ) -> None:
-    run_ranks(check_other_seeds, 4, sharding, policy)
+    run_ranks(check_other_seeds, 4, sharding, policy, before)

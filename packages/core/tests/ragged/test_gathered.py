@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +43,8 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a column beside": lambda x, y: x * y[:, :1] / (1 + y.square().mean(1, keepdim=True)),
     "a column times a row": lambda x, y: x.mean(1, keepdim=True) * y.square().mean(0),
     "a row is written beside": lambda x, y: (x * 1).mul_(y[2]).addcmul_(y, y[1], value=0.5),
+    "views of views": lambda x, y: x.T.reshape(-1) + y[:, 1:3].flatten()[:1] * y.T[1, 2],
+    "a diagonal": lambda x, y: x.diagonal() * y.unfold(0, 2, 2).sum((0, 2)),
     "select": lambda x, y: x[1] * y.select(1, 0).sum(),
     "addmm": lambda x, y: torch.addmm(x @ x.T, x, y.T, beta=0.5),
 }
@@ -71,6 +75,17 @@ def check_statistics() -> None:
 
 def test_statistics_are_those_of_the_whole() -> None:
     run_ranks(check_statistics, 2)
+
+
+def check_copies_of_views() -> None:
+    for x in layouts_of(random((6, 4))):
+        for copied in (copy.deepcopy(x.T), pickle.loads(pickle.dumps(x.T))):
+            torch.testing.assert_close(whole(copied), whole(x).T)
+        assert x.T[1, 2].item() == whole(x)[2, 1]
+
+
+def test_copies_of_views_are_gathered() -> None:
+    run_ranks(check_copies_of_views, 2)
 
 
 def check_initialisation() -> None:

@@ -303,5 +303,17 @@ def check_refused() -> None:
         assert one.full_tensor().item() == 6
 
 
+def check_shapes_of_out() -> None:
+    for x in sharded(random(SHAPE), make_mesh()):
+        for out in (x.sum().clone(), x.clone()):
+            with pytest.raises((ValueError, RuntimeError), match=r"shape|broadcast"):
+                torch.mul(x.sum(0), 2, out=out)
+            assert whole_of(out).shape == out.shape
+
+
+def test_out_keeps_its_shape() -> None:
+    run_ranks(check_shapes_of_out, 2)
+
+
 def test_what_is_refused() -> None:
     run_ranks(check_refused, 2)

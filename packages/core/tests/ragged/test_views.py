@@ -190,10 +190,8 @@ def check_expand() -> None:
     result = rows.expand(6, 3)
     assert result.placements == rows.placements
     same(result, random((6, 1)).expand(6, 3))
-    with pytest.raises(
-        NotImplementedError, match="only dimensions after the sharded ones may grow"
-    ):
-        rows.expand(2, 6, 1)
+    for shape in ((2, 6, 1), (2, 6, 3)):  # gathered
+        same(rows.expand(shape) * 2, random((6, 1)).expand(shape) * 2)
     owned = RaggedTensor.distribute(random((6, 1)), mesh, [RaggedShard.owner(1, 2)])
     same(owned.expand(2, 6, 3), random((6, 1)).expand(2, 6, 3))
 

@@ -86,18 +86,25 @@ class Group(MovableParameters):
         """Give all replicas the parameters of the first one, as DDP does. Collective.
 
         Replicas that begin with other values, because their ranks drew other numbers, would stay
-        apart. Cost: one broadcast of the shard.
+        apart. Cost: one broadcast of the shard; one more of the full buffer if somebody has
+        unsharded it before, and may have written to it.
         """
-        axes, shard = self.axes, self.buffer.shard
-        if axes.num_replicas == 1 or axes.cuts_outside or self.is_on_meta or not shard.numel():
+        axes, buffer = self.axes, self.buffer
+        if axes.num_replicas == 1 or axes.cuts_outside or self.is_on_meta:
             return
+        flats = [buffer.shard]
+        if not (self.is_sharded or buffer.is_one):
+            self._wait()
+            flats.append(buffer.full.flat)
         assert axes.replicate is not None, "there are replicas"
         replicas = compat.mesh_group(axes.mesh, axes.replicate)
-        sent = shard.to(collective_device(replicas, shard.device))
-        compat.broadcast(sent, axes.replica_ranks[0], replicas).wait()
-        if axes.replica:
-            with torch.no_grad():
-                shard.copy_(sent)
+        for flat in flats:
+            if flat.numel():
+                sent = flat.to(collective_device(replicas, flat.device)).view(torch.uint8)
+                compat.broadcast(sent, axes.replica_ranks[0], replicas).wait()
+                if axes.replica:
+                    with torch.no_grad():
+                        flat.copy_(sent.view(flat.dtype))
 
     def follow_conversions(self) -> None:
         """Update the shard if a submodule was converted, for example by ``module.to()``."""

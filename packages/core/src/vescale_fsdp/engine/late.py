@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.engine.engine import Engine
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
-_IGNORED = "_vescale_fsdp_ignored"  # on a parameter: a call of ``fully_shard`` was told to
+_IGNORED = "_vescale_fsdp_ignored"  # on a module: names of parameters that a call was told to
 _MANAGED = "_is_fsdp_managed_module"  # on a module: its parameters belong to a unit
 _num_calls = 0
 
@@ -29,10 +29,11 @@ def mark_managed(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> No
     """Mark the modules of a unit, also for Dynamo, which reads these attributes."""
     global _num_calls
     _num_calls += 1
-    for param in ignored:
-        setattr(param, _IGNORED, True)
     for module in modules:
         for below in module.modules():
+            names = {name for name, param in below._parameters.items() if param in ignored}
+            if names:
+                below.__dict__[_IGNORED] = names | below.__dict__.get(_IGNORED, set())
             if not _is_left_alone(below, ignored):
                 below.__dict__[_MANAGED] = True
                 below.__dict__["_fsdp_use_orig_params"] = True
@@ -98,7 +99,10 @@ def _find(
         strays += [
             f"{name}.{key}" if name else key
             for key, param in module._parameters.items()
-            if param is not None and _is_plain(param) and id(param) not in known
+            if param is not None
+            and not isinstance(param, DTensor)
+            and id(param) not in known
+            and key not in module.__dict__.get(_IGNORED, ())
         ]
     for key, child in module.named_children():
         _find(child, f"{name}.{key}" if name else key, unit, late, strays)
@@ -106,12 +110,9 @@ def _find(
 
 def _is_late(module: nn.Module) -> bool:
     """Whether a module is new, with all that it contains, and has parameters to shard."""
-    is_new = not any(_MANAGED in below.__dict__ for below in module.modules())
-    return is_new and any(_is_plain(param) for param in module.parameters())
-
-
-def _is_plain(param: nn.Parameter) -> bool:
-    return not isinstance(param, DTensor) and not hasattr(param, _IGNORED)
+    marks = {_MANAGED, _IGNORED}
+    is_new = not any(marks & below.__dict__.keys() for below in module.modules())
+    return is_new and any(not isinstance(param, DTensor) for param in module.parameters())
 
 
 def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
-from vescale_fsdp.ragged.gathered import is_functional, run_gathered
+from vescale_fsdp.ragged.gathered import gathered_view, is_functional, is_view, run_gathered
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
@@ -142,6 +142,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_elementwise(func, args, kwargs)
     if is_functional(func):
         return run_gathered(func, args, kwargs)
+    if is_view(func):
+        return gathered_view(func, *args, **kwargs)
     raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
 
 

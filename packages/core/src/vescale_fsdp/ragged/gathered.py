@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
-from vescale_fsdp.ragged.reduced import reduced
+from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 from vescale_fsdp.ragged.whole import access_of
 
@@ -48,9 +48,19 @@ class GatheredView(DTensor):
         if access.is_view and isinstance(args[0], GatheredView) and _returns_one(func):
             view = args[0]
             read = view._read
-            return _view(view._source, lambda whole: func(read(whole), *args[1:], **kwargs))
+            # A contiguous one was announced, and torch chooses operators by that.
+            return _view(
+                view._source, lambda whole: func(read(whole).contiguous(), *args[1:], **kwargs)
+            )
         _check_beside(func, (args, kwargs))
         return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReducedTensor:
+        memo[id(self)] = copied = _gathered(self)
+        return cast(ReducedTensor, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _gathered(self).__reduce_ex__(protocol)
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # all-gathers when values are read
@@ -62,24 +72,31 @@ class GatheredView(DTensor):
         """Values are those of the source."""
 
 
-def gathered_view(func: Any, x: RaggedTensor, *args: Any) -> GatheredView:
-    """``func(x, *args)``, a view. Nothing is communicated yet."""
+def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
+    """``func(x, ...)``, a view. Nothing is communicated yet."""
     refuse_partial(func, x._spec)
     keep_layout(x)
-    return _view(cast(RaggedTensor, x.detach()), lambda whole: func(whole, *args))
+    return _view(cast(RaggedTensor, x.detach()), lambda whole: func(whole, *args, **kwargs))
 
 
 def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
     seen = read(torch.empty(source.shape, dtype=source.dtype, device="meta")).contiguous()
-    placeholder = source._local_tensor.new_zeros(1).expand(seen.shape)
+    placeholder = source._local_tensor.new_zeros((), dtype=seen.dtype).expand(seen.shape)
     spec = DTensorSpec(
         source.device_mesh,
         (Replicate(),) * source.device_mesh.ndim,
-        TensorMeta(seen.shape, seen.stride(), source.dtype),
+        TensorMeta(seen.shape, seen.stride(), seen.dtype),
     )
     result = GatheredView(placeholder, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     result._source, result._read = source, read
     return result
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether an operator returns one view, and writes to nothing."""
+    access = access_of(func)
+    return access.is_local and access.is_view and not access.writes and _returns_one(func)
 
 
 @cache

@@ -48,7 +48,8 @@ class ReducedTensor(DTensor):
         if writes_to_plain(access, args, kwargs):
             return read_out(func, args, kwargs)
         # What is written later has to be seen through a view.
-        to_reduce = args if _takes_lists(func) else args[:1] if access.is_view else ()
+        reduces_all = access.has_out or _takes_lists(func)
+        to_reduce = args if reduces_all else args[:1] if access.is_view else ()
         for each in pytree.tree_leaves((to_reduce, access.written(args, kwargs))):
             _reduce_in_place(each)
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], cls):

@@ -130,20 +130,15 @@ def _transpose(func: Any, x: RaggedTensor, first: int = 0, second: int = 1) -> D
     return _permute(func, x, order)
 
 
-def _expand(
-    func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool = False
-) -> RaggedTensor:
+def _expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool = False) -> DTensor:
     missing = len(shape) - x.dim()
     sizes = [
         x.shape[d - missing] if size == -1 and d >= missing else size
         for d, size in enumerate(shape)
     ]
     spec = expanded_spec(x._spec, sizes)
-    if spec is None:
-        raise NotImplementedError(
-            f"{func} cannot expand a RaggedTensor of shape {tuple(x.shape)} with {x.placements} to "
-            f"{sizes}: only dimensions after the sharded ones may grow. {WAYS_OUT}"
-        )
+    if spec is None:  # dimensions that are sharded, or those before them
+        return gathered_view(func, x, sizes)
     if spec is x._spec:
         return wrap_local(x._local_tensor, spec, False)
     return wrap_local(local_expanded(x._local_tensor, x._spec, spec), spec, False)

@@ -29,6 +29,7 @@ class Access(NamedTuple):
     num_returns: int
     is_view: bool  # results have the memory of an argument
     is_local: bool  # whether it may run on the local tensors at all
+    has_out: bool  # writes to ``out=``
 
     @property
     def writes(self) -> bool:
@@ -66,7 +67,8 @@ def access_of(func: Any) -> Access:
     changes_shape |= schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_")
     is_local = func.namespace == "aten" and not (is_random or changes_shape)
     is_view = any(not alias.is_write for alias in aliases)
-    return Access(tuple(positions), counted, len(schema.returns), is_view, is_local)
+    has_out = any(schema.arguments[index].kwarg_only for index, _ in positions)
+    return Access(tuple(positions), counted, len(schema.returns), is_view, is_local, has_out)
 
 
 def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -89,16 +91,37 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if operands.has_others or operands.spec is None:
         return NotImplemented
-    if access.writes:
+    if access.has_out:
+        _write_out(func, local_args, local_kwargs)
+    elif access.writes:
         func(*local_args, **local_kwargs)
+    if access.writes:
         for each in access.written(local_args, local_kwargs)[: access.counted]:
             torch.autograd.graph.increment_version(each)
         return access.returned(args, kwargs)
     if access.is_view:
         # Below autograd a view would count the writes to it apart.
-        with torch.no_grad(), torch.overrides.enable_reentrant_dispatch():
+        with (
+            torch.no_grad(),
+            torch.inference_mode(False),
+            torch.overrides.enable_reentrant_dispatch(),
+        ):
             return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
     return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
+
+
+def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run ``torch.mul(x, y, out=z)``. Torch would change the shape of ``z``, of one side only."""
+    names = [name for _, name in access_of(func).positions]
+    made = {name: kwargs[name].new_empty(0) for name in names}
+    func(*args, **{**kwargs, **made})
+    for name, value in made.items():
+        if value.shape != kwargs[name].shape:
+            raise ValueError(
+                f"{func} would change the shape of a DTensor from {tuple(kwargs[name].shape)} to "
+                f"{tuple(value.shape)}: `{name}` has to have the shape of the result"
+            )
+        kwargs[name].copy_(value)
 
 
 class _Operands:
