@@ -110,12 +110,14 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if operands.single is not None and _are_outside(written, operands.single):
         return _run_on_whole(func, args, kwargs)
     operands.check(args, kwargs)
+    if signature.has_out and not signature.has_lists:
+        _check_out(func, args, kwargs)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if signature.written:
         _count_writes(signature, local_args, local_kwargs)
     if signature.has_out and not any(isinstance(arg, RaggedTensor) for arg in args):
-        return _write_number(func, args, kwargs, local_args, local_kwargs)
+        return _write_number(func, kwargs, local_args, local_kwargs)
     result = func(*local_args, **local_kwargs)
     if signature.written:
         return _written(signature, args, kwargs)
@@ -159,23 +161,26 @@ def _run_beside_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _write_number(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any
+    func: Any, kwargs: dict[str, Any], local_args: Any, local_kwargs: dict[str, Any]
 ) -> Any:
     """Run ``torch.mul(x, y, out=ragged)``, where x and y are single numbers.
 
-    Torch changes the shape of what it writes to: also of a part without elements.
+    Torch would give a part without elements the shape of the numbers.
     """
-    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
-    shape, out = torch.broadcast_shapes(*shapes), kwargs["out"]
-    if shape != out.shape:
-        raise ValueError(
-            f"{func} would change the shape of a RaggedTensor from {tuple(out.shape)} to "
-            f"{tuple(shape)}: `out` has to have the shape of the result"
-        )
     local = local_kwargs["out"]
     number = func(*local_args, **{**local_kwargs, "out": local.new_empty(0)})
     local.copy_(number.expand_as(local))
-    return out
+    return kwargs["out"]
+
+
+def _check_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if ``out=`` has another shape than the result, which torch would give to it."""
+    out = kwargs.get("out")
+    if isinstance(out, torch.Tensor) and out.shape != _shape_of(args):
+        raise ValueError(
+            f"{func} would change the shape of a RaggedTensor from {tuple(out.shape)} to "
+            f"{tuple(_shape_of(args))}: `out` has to have the shape of the result"
+        )
 
 
 def _are_outside(written: Sequence[Any], spec: DTensorSpec) -> bool:
