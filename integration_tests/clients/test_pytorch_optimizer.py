@@ -110,7 +110,7 @@ def compare(sharding: str) -> dict[str, str]:
         expected = train(name, None, 0, 1)
         try:
             found = train(name, sharding, dist.get_rank(), dist.get_world_size())
-        except (NotImplementedError, RuntimeError, ValueError) as error:
+        except (NotImplementedError, RuntimeError, ValueError) as error:  # ours, and DTensor's
             if name not in refused:
                 wrong[name] = f"{type(error).__name__}: {error}"
             continue

@@ -137,6 +137,8 @@ def check_refused() -> None:
             with pytest.raises(NotImplementedError, match="the write would be lost"):
                 x.t().zero_()
             with pytest.raises(NotImplementedError, match="the write would be lost"):
+                torch._foreach_mul_([x.t(), x[:, 1]], 2.0)
+            with pytest.raises(NotImplementedError, match="the write would be lost"):
                 nn.init.normal_(x.permute(1, 0))
         assert not counts
 

@@ -315,5 +315,23 @@ def test_out_keeps_its_shape() -> None:
     run_ranks(check_shapes_of_out, 2)
 
 
+def check_batch_of_one() -> None:
+    """A weight used outside of its module: each rank has another token, or another input."""
+    for x in sharded(random(SHAPE), make_mesh())[:-1]:  # of a replicated one torch warns, once
+        token, row = torch.tensor([dist.get_rank()]), torch.ones(1, 1)
+        attempts: list[Callable[[Tensor], Tensor]] = [
+            lambda w, token=token: torch.nn.functional.embedding(token, w),
+            lambda w, row=row: torch.nn.functional.linear(row, w[:, :1]),
+            lambda w, token=token: w.index_select(0, token),
+        ]
+        for attempt in attempts:
+            with pytest.raises(NotImplementedError, match="plain tensor"):
+                attempt(x)
+
+
+def test_a_batch_of_one_is_no_number() -> None:
+    run_ranks(check_batch_of_one, 2)
+
+
 def test_what_is_refused() -> None:
     run_ranks(check_refused, 2)

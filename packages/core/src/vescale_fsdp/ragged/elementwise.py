@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -41,38 +41,9 @@ from vescale_fsdp.ragged.recuts import respecified_as, same_layout
 from vescale_fsdp.ragged.redistribute import InFlight
 from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ragged.whole import Access, access_of
 
 _NUMBERS = (float, int, bool)
-
-
-class _Signature(NamedTuple):
-    """What the schema of an operator says."""
-
-    written: tuple[tuple[int, str], ...]  # arguments that it writes to: position and name
-    counted: tuple[tuple[int, str], ...]  # those whose versions are raised
-    counts_first: bool  # that is the first argument, which is no list and is returned
-    num_returns: int
-    has_lists: bool  # a foreach or fused operator
-    has_out: bool  # writes to what is passed by name
-    is_fused: bool  # a step of an optimizer
-
-
-@cache
-def _signature(func: Any) -> _Signature:
-    schema = func._schema
-    written = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    has_lists = schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-    has_out = any(schema.arguments[i].kwarg_only for i, _ in written)
-    # A fused optimizer's first list are the parameters; the versions of its states are not raised.
-    is_fused = schema.name.startswith("aten::_fused_")
-    counted = written[:1] if is_fused else written
-    first = not has_lists and not has_out and [i for i, _ in counted] == [0]
-    first &= len(schema.returns) == 1
-    return _Signature(written, counted, first, len(schema.returns), has_lists, has_out, is_fused)
 
 
 def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,8 +53,8 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         ValueError: the arguments do not mix.
         NotImplementedError: an argument is partial, and the operator is not linear.
     """
-    signature = _signature(func)
-    if signature.counts_first:
+    access = access_of(func)
+    if _counts_first(func):
         locals_ = _locals_of_one_spec(args, kwargs)
         if locals_ is not None:
             torch.autograd.graph.increment_version(locals_[:1])
@@ -92,36 +63,44 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # It describes the global tensor, and means nothing for a flat local part.
     kwargs.pop("memory_format", None)
     try:
-        operands = _Operands(func, signature, args, kwargs)
+        operands = _Operands(func, access, args, kwargs)
     except CutDifferentlyError:  # known before anything is sent, on all ranks
-        written = _written_to(signature, args, kwargs)
+        written = access.written(args, kwargs)
         shards = [each for each in (*args, *kwargs.values()) if isinstance(each, RaggedTensor)]
         are_alike = len({each.shape for each in shards}) == 1  # but partial, or on other meshes
         is_enlarged = any(each.shape != _shape_of(args) for each in written)
-        if signature.has_lists or are_alike or is_enlarged:
+        if access.has_lists or are_alike or is_enlarged:
             raise
         return _run_beside_whole(func, args, kwargs)
-    if operands.single is not None and not signature.written and _enlarges(args, operands.single):
+    if operands.single is not None and not access.writes and _enlarges(args, operands.single):
         return run_gathered(func, args, kwargs)
-    written = _written_to(signature, args, kwargs)
+    written = access.written(args, kwargs)
     positions = operands.but_outside(written)
     if any(spec is None for spec in positions):
-        return _split(func, signature, args, kwargs, positions)
+        return _split(func, access, args, kwargs, positions)
     if operands.single is not None and _are_outside(written, operands.single):
         return _run_on_whole(func, args, kwargs)
     operands.check(args, kwargs)
-    if signature.has_out and not signature.has_lists:
+    if access.has_out and not access.has_lists:
         _check_out(func, args, kwargs)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
-    if signature.written:
-        _count_writes(signature, local_args, local_kwargs)
-    if signature.has_out and not any(isinstance(arg, RaggedTensor) for arg in args):
+    if access.writes:
+        _count_writes(access, local_args, local_kwargs)
+    if access.has_out and not any(isinstance(arg, RaggedTensor) for arg in args):
         return _write_number(func, kwargs, local_args, local_kwargs)
     result = func(*local_args, **local_kwargs)
-    if signature.written:
-        return _written(signature, args, kwargs)
+    if access.writes:
+        return access.returned(args, kwargs)
     return operands.wrap(result)
+
+
+@cache
+def _counts_first(func: Any) -> bool:
+    """Whether an operator writes to its first argument alone, which is no list, and returns it."""
+    access = access_of(func)
+    is_plain = not (access.has_lists or access.has_out) and access.num_returns == 1
+    return is_plain and [place for place, _ in access.positions] == [0]
 
 
 def _enlarges(args: Sequence[Any], spec: DTensorSpec) -> bool:
@@ -247,29 +226,16 @@ def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwarg
     return wrap_local(made, respecified_as(x._spec, dtype=made.dtype), False)
 
 
-def _count_writes(signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _count_writes(access: Access, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise the version of each local tensor that an operator writes to: the engine reads it.
 
     Below autograd torch does not raise it. What shares memory by a view, by ``detach()`` or by
     ``.data`` shares the version, too.
     """
-    for i, name in signature.counted:
+    for i, name in access.positions[: access.num_counted]:
         arg = args[i] if i < len(args) else kwargs.get(name)
         if arg is not None:
             torch.autograd.graph.increment_version((arg,) if isinstance(arg, torch.Tensor) else arg)
-
-
-def _written_to(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to."""
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in signature.written]
-
-
-def _written(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an in-place or out= operator returns: the very arguments that it wrote to."""
-    if not signature.num_returns:
-        return None
-    written = _written_to(signature, args, kwargs)
-    return written[0] if signature.num_returns == 1 else tuple(written)
 
 
 def _is_tensor_list(arg: Any) -> bool:
@@ -280,16 +246,16 @@ class _Operands:
     """The layouts of the arguments: of those outside lists, and of each position of the lists."""
 
     def __init__(
-        self, func: Any, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Any, access: Access, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.func, self.signature = func, signature
+        self.func, self.access = func, access
         self.single: DTensorSpec | None = None
         self.positions: Sequence[DTensorSpec | None] = []
         self._specs: dict[int, Sequence[DTensorSpec | None]] = {}  # by list, its id
         self._alike: dict[int, bool] = {}  # by list: see `_is_alike`
         self._differ = False  # whether ragged ones are cut differently, so that some must move
         # What is written decides on the layout: it is the first argument, or passed as ``out``.
-        ordered = (*kwargs.values(), *args) if signature.has_out else (*args, *kwargs.values())
+        ordered = (*kwargs.values(), *args) if access.has_out else (*args, *kwargs.values())
         for arg in ordered:
             if isinstance(arg, RaggedTensor):
                 self.single = self._joined(self.single, arg._spec)
@@ -297,7 +263,7 @@ class _Operands:
                 specs = [item._spec if isinstance(item, RaggedTensor) else None for item in arg]
                 self._specs[id(arg)] = specs
                 self._join_list(specs)
-        if signature.has_lists and self.single is not None:
+        if access.has_lists and self.single is not None:
             raise ValueError(
                 f"{func} got a RaggedTensor where it takes one number for all tensors of a list; "
                 "not every rank has it: use `.full_tensor()`"
@@ -344,7 +310,7 @@ class _Operands:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises if the operator may not run on tensors of these layouts."""
-        for i, name in self.signature.written:
+        for i, name in self.access.positions:
             self._check_written(args[i] if i < len(args) else kwargs.get(name))
         specs = [self.single] if self.single is not None else self.positions
         # On a mesh of one axis there is no other axis: most calls end here.
@@ -362,7 +328,7 @@ class _Operands:
         for tensor, spec in pairs:
             if spec is None:
                 continue
-            if self.signature.is_fused and _is_plain(tensor) and not tensor.dim():
+            if self.access.is_fused and _is_plain(tensor) and not tensor.dim():
                 continue  # a counter of steps, which each rank has
             if isinstance(tensor, RaggedTensor) and tensor.shape == spec.shape:
                 if self._differ and not same_layout(tensor._spec, spec):
@@ -383,14 +349,14 @@ class _Operands:
             return arg
         if self._is_alike(arg):
             return [item._local_tensor for item in arg]
-        if self.signature.has_lists and _are_numbers(arg):  # as `local_beside` returns them
+        if self.access.has_lists and _are_numbers(arg):  # as `local_beside` returns them
             return arg
         # All moves are under way before the first is waited for.
         found = [self._local(item, at) for item, at in zip(arg, self.positions, strict=True)]
         return [_arrived(each) for each in found] if self._differ else found
 
     def _local(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor | InFlight:
-        in_list = self.signature.has_lists
+        in_list = self.access.has_lists
         if spec is None:  # one number for all tensors of a list
             spec = next(known for known in self.positions if known is not None)
         if isinstance(tensor, RaggedTensor):
@@ -433,7 +399,7 @@ def _wrap(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 
 def _split(
     func: Any,
-    signature: _Signature,
+    access: Access,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     positions: Sequence[DTensorSpec | None],
@@ -462,4 +428,4 @@ def _split(
             results = _run_on_whole(func, part_args, part_kwargs)
         for i, result in zip(indices, results or (), strict=False):
             merged[i] = result
-    return _written(signature, args, kwargs) if signature.written else merged
+    return access.returned(args, kwargs) if access.writes else merged

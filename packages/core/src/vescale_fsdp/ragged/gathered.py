@@ -40,7 +40,8 @@ class GatheredView(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, access = kwargs or {}, access_of(func)
-        if any(isinstance(each, GatheredView) for each in access.written(args, kwargs)):
+        written = pytree.tree_leaves(access.written(args, kwargs))
+        if any(isinstance(each, GatheredView) for each in written):
             raise NotImplementedError(
                 f"{func} would write to a view of a sharded tensor, which is a copy: the write "
                 "would be lost. Write to the tensor itself, with values of its shape"

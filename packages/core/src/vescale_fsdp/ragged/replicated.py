@@ -1,9 +1,7 @@
-"""ReplicatedTensor: a DTensor of which each rank has the whole, updated without torch's dispatch.
+"""ReplicatedTensor: a parameter of which each rank has the whole, in a buffer of the engine.
 
-For each operator torch's dispatch of DTensors derives the placements of the result. For an update
-of 1,500 small parameters that takes four times as long as the update. Here nothing has to be
-derived, because updates of whole tensors are updates of the local ones. All other operators are
-torch's, and give plain DTensors.
+Its operators run on the local tensors, as in file `whole`, and their results are reduced tensors.
+Writes are counted on the local tensor, where a forward looks for them.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ _LIKE = {
 class ReplicatedTensor(AssignableData):
     """A DTensor with ``Replicate`` on each axis of the mesh. It is pickled as a plain DTensor.
 
-    Operators that only write to lists of tensors (``_fused_adamw_``, ``_foreach_add_`` ...) run on
-    the local tensors, if all operands are replicated on one mesh or are single numbers. No
-    communication. Views are replicated tensors too, so that writes to them are counted.
+    Operators run on the local tensors, without communication, if all operands are replicated on
+    one mesh or are single numbers; else they are torch's. Views are replicated tensors too, so that
+    writes to them are counted.
     """
 
     @classmethod

@@ -25,11 +25,14 @@ class Access(NamedTuple):
     """What the schema of an operator says about the memory of its arguments."""
 
     positions: tuple[tuple[int, str], ...]  # and names, of those that it writes to
-    counted: int  # of how many of them the versions are raised
+    num_counted: int  # of how many of them the versions are raised
     num_returns: int
     is_view: bool  # results have the memory of an argument
     is_local: bool  # whether it may run on the local tensors at all
     has_out: bool  # writes to ``out=``
+    has_lists: bool  # a foreach or fused operator
+    is_fused: bool  # a step of an optimizer
+    takes_numbers: bool  # a plain tensor with one element is a number, of any shape
 
     @property
     def writes(self) -> bool:
@@ -59,16 +62,31 @@ def access_of(func: Any) -> Access:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
+    name = schema.name
+    has_lists, is_fused = name.startswith(("aten::_foreach_", "aten::_fused_")), "::_fused_" in name
     # A fused optimizer's first list are the parameters; the versions of its states are not raised.
-    counted = 1 if schema.name.startswith("aten::_fused_") else len(positions)
+    num_counted = 1 if is_fused else len(positions)
     # Ranks may have drawn different numbers; and DTensors have a shape of their own.
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     changes_shape = torch.Tag.inplace_view in func.tags
-    changes_shape |= schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_")
+    changes_shape |= name in ("aten::set_", "aten::resize_", "aten::resize_as_")
     is_local = func.namespace == "aten" and not (is_random or changes_shape)
     is_view = any(not alias.is_write for alias in aliases)
     has_out = any(schema.arguments[index].kwarg_only for index, _ in positions)
-    return Access(tuple(positions), counted, len(schema.returns), is_view, is_local, has_out)
+    # Elsewhere it may be a batch of one, as for an embedding, which is another on each rank.
+    takes_numbers = has_lists or torch.Tag.pointwise in func.tags
+    takes_numbers |= name in ("aten::allclose", "aten::copy_", "aten::index_put_")
+    return Access(
+        tuple(positions),
+        num_counted,
+        len(schema.returns),
+        is_view,
+        is_local,
+        has_out,
+        has_lists,
+        is_fused,
+        takes_numbers,
+    )
 
 
 def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -86,7 +104,7 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
     access = access_of(func)
     if not access.is_local:
         return NotImplemented
-    operands = _Operands()
+    operands = _Operands(takes_numbers=access.takes_numbers)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if operands.has_others or operands.spec is None:
@@ -96,7 +114,7 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
     elif access.writes:
         func(*local_args, **local_kwargs)
     if access.writes:
-        for each in access.written(local_args, local_kwargs)[: access.counted]:
+        for each in access.written(local_args, local_kwargs)[: access.num_counted]:
             torch.autograd.graph.increment_version(each)
         return access.returned(args, kwargs)
     if access.is_view:
@@ -127,7 +145,8 @@ def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 class _Operands:
     """The local tensors of operands on one mesh. Many objects are equal to a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_numbers: bool) -> None:
+        self._takes_numbers = takes_numbers
         self.spec: DTensorSpec | None = None  # of the first DTensor
         self.has_others = False  # what is neither whole nor a number
         self._ids: set[int] = set()  # of objects that are equal to the mesh of the first
@@ -144,7 +163,8 @@ class _Operands:
         if not isinstance(arg, torch.Tensor):
             return arg
         if not isinstance(arg, DTensor):
-            self.has_others |= arg.numel() > 1
+            is_number = not arg.dim() or (self._takes_numbers and arg.numel() == 1)
+            self.has_others |= bool(arg.numel()) and not is_number
             return arg
         if self.spec is None:
             self.spec = arg._spec
