@@ -8,7 +8,7 @@ where they meet its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from vescale_fsdp import compat
 from vescale_fsdp.costs import Event, Moment
 from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.budget.shapes import Shapes, tensors_in
 from vescale_fsdp.engine.budget.twins import tensors_of
 
 
@@ -46,6 +47,7 @@ class Recorder(compat.TorchDispatchMode):
         self._all: set[int] = set()
         self._sums: dict[int, int] = {}
         self._live = self._highest = 0
+        self._shapes = Shapes()
         map_tensors(self._see, inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,8 +57,8 @@ class Recorder(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         self._note_reads((args, *kwargs.values()))
         args, kwargs = _on_one_device(args, kwargs)
-        result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        result = self._shapes.run(func, args, kwargs)
+        for tensor in tensors_in(result):
             self._see(tensor)
         self._note_questions(func, args, result)
         return result
@@ -75,7 +77,7 @@ class Recorder(compat.TorchDispatchMode):
     def _note_reads(self, arguments: Any) -> None:
         if compat.current_backward() != -1:
             return
-        for tensor in _tensors(arguments):
+        for tensor in tensors_in(arguments):
             home = self._homes.get(tensor.untyped_storage()._cdata)
             if home is not None and home not in self.running:
                 self.read_outside.add(home)
@@ -111,7 +113,7 @@ class Recorder(compat.TorchDispatchMode):
 
 def _on_one_device(args: Any, kwargs: Any) -> Any:
     """Return the arguments of an operator, on meta if some are and others are not."""
-    if len({tensor.is_meta for tensor in _tensors((args, *kwargs.values()))}) < 2:
+    if len({tensor.is_meta for tensor in tensors_in((args, *kwargs.values()))}) < 2:
         return args, kwargs
 
     def place(leaf: Any) -> Any:
@@ -119,12 +121,3 @@ def _on_one_device(args: Any, kwargs: Any) -> Any:
         return torch.empty_like(leaf, device="meta") if is_other else leaf
 
     return compat.pytree.tree_map(place, (args, kwargs))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the arguments or the result of an operator."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
