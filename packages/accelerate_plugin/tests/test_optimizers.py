@@ -124,6 +124,30 @@ def test_what_needs_whole_tensors_is_refused_and_names_ours() -> None:
         assert "or make a vescale_fsdp.optim.AdamW8bit" in message
 
 
+def adafactor(*, is_sharded: bool) -> dict[str, torch.Tensor]:
+    transformers = pytest.importorskip("transformers")
+    with accelerator(fsdp_plugin=VeScaleFSDPPlugin(sharding="ddp")) as acc:
+        model: Any = make_model()
+        optimizer = transformers.Adafactor(model.parameters())
+        if is_sharded:
+            model, optimizer = acc.prepare(model, optimizer)
+        for (tokens,) in make_loader(2):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: full(param) for name, param in model.named_parameters()}
+
+
+def adafactors() -> list[dict[str, torch.Tensor]]:
+    return [adafactor(is_sharded=True), adafactor(is_sharded=False)]
+
+
+def test_adafactor_runs_on_replicated_parameters() -> None:
+    for ours, one in run_ranks(adafactors, 2):
+        for key, value in one.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
 def replace_others() -> list[bool]:
     transformers = pytest.importorskip("transformers")
     found = []

@@ -35,7 +35,6 @@ _FACTORS = "it takes means over the rows and columns of whole matrices"
 _NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
     ("bitsandbytes", None): (_BITSANDBYTES, "adamw8bit", "AdamW8bit"),
     ("transformers", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
-    ("torch", "Muon"): ("it orthogonalizes whole matrices", "muon", "Muon"),
 }
 
 
@@ -176,8 +175,10 @@ def refuse_whole(optimizer: Optimizer) -> None:
     cls = type(optimizer)
     package = cls.__module__.partition(".")[0]
     reason = _NEED_WHOLE.get((package, cls.__name__)) or _NEED_WHOLE.get((package, None))
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if reason is None or not any(isinstance(param, DTensor) for param in params):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    placements = {p for param in params if isinstance(param, DTensor) for p in param.placements}
+    takes_whole = package != "bitsandbytes"  # of which each rank has all
+    if reason is None or all(takes_whole and p.is_replicate() for p in placements):
         return
     why, name, ours = reason
     raise ValueError(

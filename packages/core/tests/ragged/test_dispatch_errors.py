@@ -23,7 +23,8 @@ UNSUPPORTED: dict[str, Callable[[RaggedTensor], object]] = {
     "random activations": lambda x: torch.nn.functional.rrelu(x, training=True),
     "multinomial": lambda x: torch.multinomial(x.abs(), 1),
     "transposed in place": lambda x: x.t_(),
-    "cumulated in place": lambda x: x.cumsum_(0),
+    "resized": lambda x: x.resize_(2, 2),
+    "a random one in place": lambda x: x.T.log_normal_(),
 }
 
 

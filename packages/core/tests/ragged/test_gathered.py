@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from random import Random as Draw
 
 import pytest
 import torch
@@ -131,14 +132,18 @@ def check_refused() -> None:
                 lambda x=x: x @ torch.ones(4, 2),
                 lambda x=x: F.linear(torch.ones(2, 4), x),
                 lambda x=x: x.t() + torch.ones(4, 6),
+                lambda x=x: x.t().mul_(torch.ones(4, 6)),
+                lambda x=x: x.index_add_(0, torch.tensor([0, 1]), x[:2]),
             ):
                 with pytest.raises(NotImplementedError, match=r"plain tensor.*full_tensor\(\)"):
                     attempt()
-            with pytest.raises(NotImplementedError, match="the write would be lost"):
-                x.t().zero_()
-            with pytest.raises(NotImplementedError, match="the write would be lost"):
-                torch._foreach_mul_([x.t(), x[:, 1]], 2.0)
-            with pytest.raises(NotImplementedError, match="the write would be lost"):
+            for attempt in (
+                lambda x=x: x.t().reshape(-1).zero_(),  # a copy, of a plain tensor too
+                lambda x=x: (x.clone().requires_grad_() * 2).t().mul_(2),
+            ):
+                with pytest.raises(NotImplementedError, match="the write would be lost"):
+                    attempt()
+            with pytest.raises(NotImplementedError, match=r"normal_.*does not run"):
                 nn.init.normal_(x.permute(1, 0))
         assert not counts
 
@@ -159,3 +164,120 @@ def check_new() -> None:
 
 def test_new_tensors_of_another_shape_are_replicated() -> None:
     run_ranks(check_new, 2)
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "column": lambda x: x[:, 1].zero_(),
+    "columns": lambda x: x[:, 1:3].fill_(7),
+    "every other row": lambda x: x[::2].add_(1),
+    "transposed": lambda x: x.t().mul_(2),
+    "a row of the transposed": lambda x: x.T[0].exp_(),
+    "a part of a split": lambda x: x.split(2, 1)[1].neg_(),
+    "a view of an unbound one": lambda x: x.unbind(1)[0].view(2, 3)[0].zero_(),
+    "a list": lambda x: torch._foreach_mul_([x[:, 0], x[:, 1]], 3.0),
+    "a column from another": lambda x: x.__setitem__((slice(None), 1), x[:, 2] + x.sum(1)),
+    "a diagonal": lambda x: x.diagonal().fill_(9),
+    "clamped": lambda x: x.permute(1, 0).clamp_(min=0),
+    "normalized": lambda x: x.T.div_(x.T.square().sum().sqrt()),
+    "masked": lambda x: x.T.masked_fill_(x.T > 0, 1.0),
+    "by a mask": lambda x: x.T.__setitem__(x.T > 0, 1.0),
+    "cumulated": lambda x: x.cumsum_(0),
+    "cumulated and transposed": lambda x: x.T.cumsum_(0),
+    "triangle": lambda x: x.triu_(),
+    "filled diagonal": lambda x: x.fill_diagonal_(3.0),
+    "one row": lambda x: x.index_fill_(0, torch.tensor(1), 1.0),
+    "detached": lambda x: x.detach()[:, 0].zero_(),
+}
+
+
+def check_writes() -> None:
+    for name, write in WRITES.items():
+        expected = random((6, 4)).double()
+        write(expected)
+        for x in layouts_of(random((6, 4)).double()):
+            version, holding = x._version, nn.Parameter(x, requires_grad=False)
+            write(x)
+            torch.testing.assert_close(whole(x), expected, msg=lambda m, n=name: f"{n}: {m}")
+            assert x._version > version, name
+            assert torch.equal(whole(holding), whole(x))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_written_to_views_and_by_other_operators_is_kept(num_ranks: int) -> None:
+    run_ranks(check_writes, num_ranks)
+
+
+CHAIN: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.transpose(0, -1),
+    lambda x: x[1:],
+    lambda x: x[..., :-1],
+    lambda x: x[::2],
+    lambda x: x.unsqueeze(0),
+    lambda x: x.squeeze(),
+    lambda x: x.flatten(),
+    lambda x: x.view(-1),
+    lambda x: x.view(*x.shape[1:], x.shape[0]),
+    lambda x: x.movedim(0, -1),
+    lambda x: x.unfold(0, 2, 2),
+    lambda x: x.select(-1, 0),
+    lambda x: x.diagonal(),
+    lambda x: x.chunk(2, -1)[0],
+]
+
+
+def check_random_writes(seed: int) -> None:
+    """A write to views of views is that to a plain tensor, or refused."""
+    draw, num_kept = Draw(seed), 0
+    for _ in range(40):
+        chain = draw.choices(CHAIN, k=draw.randint(1, 4))
+        expected = random((6, 4)).double()
+        try:
+            view = expected
+            for step in chain:
+                view = step(view)
+        except (RuntimeError, IndexError, TypeError):
+            continue
+        is_view = view.untyped_storage().data_ptr() == expected.untyped_storage().data_ptr()
+        view.mul_(2).sub_(1)
+        for x in layouts_of(random((6, 4)).double()):
+            seen: Tensor = x
+            try:
+                for step in chain:
+                    seen = step(seen)
+                seen.mul_(2)
+                seen.sub_(1)
+            except NotImplementedError as error:
+                assert not is_view or "write would be lost" in str(error)  # noqa: PT017
+                continue
+            except (RuntimeError, IndexError):
+                continue  # views that ragged tensors do not have
+            num_kept += is_view
+            torch.testing.assert_close(whole(x), expected)
+    assert num_kept > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_views_of_views_are_written_to(seed: int) -> None:
+    run_ranks(check_random_writes, 2, seed)
+
+
+def check_torch_s_muon() -> None:
+    """It transposes tall matrices, and writes to the transposed."""
+    results = []
+    for is_ragged in (True, False):
+        values = [random((6, 4)), random((3, 5), seed=1)]
+        params = []
+        for value in values:
+            x = next(iter(layouts_of(value))) if is_ragged else value
+            params.append(nn.Parameter(x))
+            params[-1].grad = params[-1].detach() * 0.5
+        torch.optim.Muon(params, lr=0.1).step()
+        results.append([whole(param.detach()) for param in params])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.01, rtol=0)  # it rounds to bf16
+
+
+def test_torch_s_muon() -> None:
+    run_ranks(check_torch_s_muon, 2)

@@ -186,6 +186,37 @@ def check_beside_ragged_ones() -> None:
     assert torch.equal(plain, make(mesh, (2, 3), 0, True).to_local() + 1)
 
 
+def check_beside_plain_ones() -> None:
+    """As code for DDP does: averages that were copied before, factors of rows, transposed grads."""
+    mesh = init_device_mesh("cpu", (2,))
+    param, twin = (nn.Parameter(make(mesh, (3, 4), 0, is_ours)) for is_ours in (True, False))
+    plain = twin.to_local().detach().clone().requires_grad_()
+    param.grad = make(mesh, (3, 4), 1, True)
+    plain.grad = param.grad.to_local().clone()
+    results = []
+    for x in (param, plain):
+        assert x.grad is not None
+        average, rows = torch.ones(3, 4), torch.zeros(3)
+        with torch.no_grad():
+            average.lerp_(x, 0.1)
+            rows.add_(x.grad.square().mean(1))
+            x.addcdiv_(x.grad, rows.sqrt()[:, None] + average, value=-0.1)
+            torch._foreach_lerp_([average], [x], 0.5)
+            found = [average, rows, average * x, torch.where(x > average, x, average)]
+            turned = x.grad.clone().transpose_(0, 1)
+            found.append(turned @ (torch.ones(3, 3) + x.grad @ turned))
+        found.append(x.detach())
+        results.append([t.to_local() if isinstance(t, DTensor) else t for t in found])
+    assert all(map(torch.equal, *results))
+    for attempt in (lambda: param + torch.ones(3, 4), lambda: torch.ones(2, 3) @ param):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            attempt()  # with gradients: an activation
+
+
+def test_plain_ones_count_as_whole_without_gradients() -> None:
+    run_ranks(check_beside_plain_ones, 2)
+
+
 def test_lists_beside_ragged_ones() -> None:
     run_ranks(check_beside_ragged_ones, 2)
 

@@ -13,8 +13,9 @@
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
 | all else that returns new tensors | ``mm``, ``cat``, ``sort`` ... | of the whole: an all-gather |
-| other views | ``x.T``, ``x[:, 1]`` | to read: gathered when it is used |
-| other writes, and random operators | | error that names ``full_tensor()`` |
+| other views | ``x.T``, ``x[:, 1]`` | gathered when it is read or written to |
+| other writes | ``triu_``, ``cumsum_`` ... | in place; of the whole each rank stores its part |
+| other random operators, writes that change shapes | | error that names ``full_tensor()`` |
 
 Other operands may be ragged tensors with any shards, numbers, one-element plain tensors and
 replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
@@ -34,7 +35,13 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
-from vescale_fsdp.ragged.gathered import gathered_view, is_functional, is_view, run_gathered
+from vescale_fsdp.ragged.gathered import (
+    gathered_view,
+    is_functional,
+    is_view,
+    run_gathered,
+    run_in_place,
+)
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
@@ -144,7 +151,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_gathered(func, args, kwargs)
     if is_view(func):
         return gathered_view(func, *args, **kwargs)
-    raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
+    return run_in_place(func, args, kwargs)
 
 
 @cache

@@ -7,12 +7,13 @@ must call. The result is replicated. With plain tensors beside, it would differ 
 and the operator is refused.
 
 A view that is not a range of the storage (``x.T``, ``x[:, 1]``) is gathered by the operator that
-reads it.
+reads it, or writes to it; of what was written each rank stores its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, cast
 
@@ -25,15 +26,19 @@ from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
 from vescale_fsdp.ragged.whole import access_of
 
+# Views of strides that the caller has read.
+_OF_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
+
 
 class GatheredView(DTensor):
     """A view of a ragged tensor: a replicated DTensor, gathered when it is used.
 
-    In torch it shares memory. This one is a copy, so a write to it raises.
+    Cost: one all-gather of the ragged tensor at each operator that reads it or writes to it.
     """
 
     _source: RaggedTensor
     _read: Callable[[torch.Tensor], torch.Tensor]
+    _shares: bool  # whether ``_read`` returns a view of what it is given, and no copy
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
@@ -42,17 +47,9 @@ class GatheredView(DTensor):
         kwargs, access = kwargs or {}, access_of(func)
         written = pytree.tree_leaves(access.written(args, kwargs))
         if any(isinstance(each, GatheredView) for each in written):
-            raise NotImplementedError(
-                f"{func} would write to a view of a sharded tensor, which is a copy: the write "
-                "would be lost. Write to the tensor itself, with values of its shape"
-            )
-        if access.is_view and isinstance(args[0], GatheredView) and _returns_one(func):
-            view = args[0]
-            read = view._read
-            # A contiguous one was announced, and torch chooses operators by that.
-            return _view(
-                view._source, lambda whole: func(read(whole).contiguous(), *args[1:], **kwargs)
-            )
+            return run_in_place(func, args, kwargs)
+        if access.is_view and isinstance(args[0], GatheredView):
+            return _views_of(func, *args, **kwargs)
         _check_beside(func, (args, kwargs))
         return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs))
 
@@ -81,7 +78,9 @@ def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> Gath
 
 
 def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
-    seen = read(torch.empty(source.shape, dtype=source.dtype, device="meta")).contiguous()
+    shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    found = read(shape)
+    seen = found.contiguous()
     placeholder = source._local_tensor.new_zeros((), dtype=seen.dtype).expand(seen.shape)
     spec = DTensorSpec(
         source.device_mesh,
@@ -90,7 +89,84 @@ def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) ->
     )
     result = GatheredView(placeholder, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     result._source, result._read = source, read
+    result._shares = found.untyped_storage()._cdata == shape.untyped_storage()._cdata
     return result
+
+
+def _views_of(func: Any, view: GatheredView, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator that returns a view of a view, or several."""
+    source, read = view._source, view._read
+
+    def found(whole: torch.Tensor) -> Any:
+        seen = read(whole)
+        if func not in _OF_STRIDES:
+            with suppress(RuntimeError):  # no view of this memory
+                return func(seen, *args, **kwargs)
+        return func(seen.contiguous(), *args, **kwargs)  # as was announced: of a copy
+
+    if _returns_one(func):
+        return _view(source, found)
+    count = len(found(torch.empty(source.shape, device="meta")))
+    return [_view(source, lambda whole, i=i: found(whole)[i]) for i in range(count)]  # type: ignore[misc]
+
+
+def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes on the whole of what it writes to. Each rank stores its part.
+
+    Cost: one all-gather of each ragged tensor among the arguments.
+
+    Raises:
+        NotImplementedError: ranks could write different values, or the write would be lost.
+    """
+    access, operands = access_of(func), pytree.tree_leaves((args, kwargs))
+    written = [
+        each
+        for each in pytree.tree_leaves(access.written(args, kwargs))
+        if isinstance(each, GatheredView | RaggedTensor)
+    ]
+    if not (access.is_local and written) or access.has_out:
+        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
+    has_gradient = torch.is_grad_enabled() and any(
+        each.requires_grad for each in operands if isinstance(each, torch.Tensor)
+    )
+    is_copy = any(isinstance(each, GatheredView) and not each._shares for each in written)
+    if is_copy or has_gradient:
+        raise NotImplementedError(
+            f"{func} would write to a copy of a sharded tensor, and the write would be lost. Write "
+            "to the tensor itself, under torch.no_grad()"
+        )
+    _check_beside(func, operands)
+    wholes = {id(each): whole(func, _source_of(each)) for each in written}
+
+    def local(value: Any) -> Any:
+        if id(value) not in wholes:
+            return whole(func, _gathered(value))
+        found = wholes[id(value)]._local_tensor
+        return value._read(found) if isinstance(value, GatheredView) else found
+
+    func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+    for each in written:
+        _store(each, wholes[id(each)])
+    if access.has_lists:  # else autograd has done so
+        torch.autograd.graph.increment_version(written)
+    return access.returned(args, kwargs)
+
+
+def _source_of(tensor: GatheredView | RaggedTensor) -> RaggedTensor:
+    return tensor._source if isinstance(tensor, GatheredView) else tensor
+
+
+def _store(tensor: GatheredView | RaggedTensor, written: DTensor) -> None:
+    """Copy what a view shows, or all of a tensor, to this rank's part."""
+    source = cast(RaggedTensor, _source_of(tensor).detach())
+    if isinstance(tensor, GatheredView) and tensor.numel() < source.numel():
+        seen = torch.zeros_like(written._local_tensor, dtype=torch.bool)
+        tensor._read(seen).fill_(True)
+        meta = TensorMeta(seen.shape, seen.stride(), seen.dtype)
+        is_seen = reduced(seen, DTensorSpec(written.device_mesh, written.placements, meta))
+        # Another view of it may have been written, too.
+        written = cast(DTensor, torch.where(is_seen, written, source))
+    source.copy_(written)
 
 
 @cache

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.mixing import PARTING, running_node
-from vescale_fsdp.ragged.whole import access_of, run_locally, writes_to_plain
+from vescale_fsdp.ragged.whole import Wrap, access_of, run_locally, writes_to_plain
 
 _JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 
@@ -53,7 +53,7 @@ class ReducedTensor(DTensor):
         for each in pytree.tree_leaves((to_reduce, access.written(args, kwargs))):
             _reduce_in_place(each)
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], cls):
-            return _reshape_in_place(func, *args)
+            return reshape_in_place(func, reduced, *args)
         result = run_locally(func, args, kwargs, reduced)
         if result is not NotImplemented:
             return result
@@ -116,13 +116,13 @@ def _reduce_in_place(tensor: Any) -> None:
         tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 
 
-def _reshape_in_place(func: Any, tensor: ReducedTensor, *args: Any) -> ReducedTensor:
+def reshape_in_place(func: Any, wrap: Wrap, tensor: DTensor, *args: Any) -> DTensor:
     """Run ``squeeze_``, ``t_`` and the like. Torch changes the shape of the local tensor only."""
     local, spec = tensor._local_tensor, tensor._spec
     func(local, *args)
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     tensor._spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    TENSOR_DATA.__set__(tensor, reduced(local, tensor._spec))
+    TENSOR_DATA.__set__(tensor, wrap(local, tensor._spec))
     return tensor
 
 

@@ -15,7 +15,13 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, pytree
 from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.recuts import respecified_as
-from vescale_fsdp.ragged.reduced import ReducedTensor, as_reduced, read_out, reduced
+from vescale_fsdp.ragged.reduced import (
+    ReducedTensor,
+    as_reduced,
+    read_out,
+    reduced,
+    reshape_in_place,
+)
 from vescale_fsdp.ragged.whole import access_of, always_whole, run_locally, writes_to_plain
 
 aten = torch.ops.aten
@@ -33,8 +39,8 @@ class ReplicatedTensor(AssignableData):
     """A DTensor with ``Replicate`` on each axis of the mesh. It is pickled as a plain DTensor.
 
     Operators run on the local tensors, without communication, if all operands are replicated on
-    one mesh or are single numbers; else they are torch's. Views are replicated tensors too, so that
-    writes to them are counted.
+    one mesh or single numbers, without gradients also plain tensors (`whole`); else they are
+    torch's. Views are replicated tensors too, so that writes to them are counted.
     """
 
     @classmethod
@@ -51,6 +57,8 @@ class ReplicatedTensor(AssignableData):
             spec, made = args[0]._spec, func(args[0]._local_tensor, *args[1:], **kwargs)
             same = made.dtype == args[0].dtype and made.device == args[0].device
             return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
+        if torch.Tag.inplace_view in func.tags and not isinstance(args[0], torch.nn.Parameter):
+            return reshape_in_place(func, wrap_replicated, *args)
         access = access_of(func)
         if writes_to_plain(access, args, kwargs):
             return read_out(func, args, kwargs)

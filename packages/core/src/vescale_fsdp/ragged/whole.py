@@ -98,6 +98,10 @@ def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
 def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any:
     """Run an operator on the local tensors, if all operands are whole or single numbers.
 
+    Without gradients plain tensors count as whole, as with DistributedDataParallel: states of
+    optimizers and averaged weights are. With gradients they are most often activations, of a
+    forward that uses a parameter outside of its unit.
+
     Returns:
         Its result, of which ``wrap`` makes DTensors; or ``NotImplemented``. No communication.
     """
@@ -164,7 +168,8 @@ class _Operands:
             return arg
         if not isinstance(arg, DTensor):
             is_number = not arg.dim() or (self._takes_numbers and arg.numel() == 1)
-            self.has_others |= bool(arg.numel()) and not is_number
+            is_activation = bool(arg.numel()) and not is_number and torch.is_grad_enabled()
+            self.has_others |= is_activation
             return arg
         if self.spec is None:
             self.spec = arg._spec
