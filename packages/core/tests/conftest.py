@@ -1,8 +1,41 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and which numbers of ranks run at each change."""
 
 from __future__ import annotations
 
 import pytest
+
+# Names of parameters that are numbers of ranks.
+_RANKS = ("world_size", "num_ranks", "world", "ranks")
+# At each change: no communication, and parts of different sizes. The others run nightly.
+_AT_EACH_CHANGE = {1, 3}
+
+
+@pytest.hookimpl(tryfirst=True)  # before "-m" chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as nightly that run with other numbers of ranks at each change."""
+    numbers = {id(item): _num_ranks(item) for item in items}
+    known: dict[str, set[int]] = {}
+    for item in items:
+        if number := numbers[id(item)]:
+            known.setdefault(_function(item), set()).add(number)
+    for item in items:
+        if number := numbers[id(item)]:
+            kept = known[_function(item)] & _AT_EACH_CHANGE - {1} or {max(known[_function(item)])}
+            if number not in kept | {1}:
+                item.add_marker(pytest.mark.nightly)
+
+
+def _num_ranks(item: pytest.Item) -> int | None:
+    parameters = (
+        item.callspec.params
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else {}
+    )
+    return next((parameters[name] for name in _RANKS if type(parameters.get(name)) is int), None)
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.late import mark_managed
-from vescale_fsdp.engine.methods import register_state, state_of, swap_class
+from vescale_fsdp.engine.methods import swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
+from vescale_fsdp.engine.pipelining import register_state, state_of
 from vescale_fsdp.engine.quantized import (
     Choice,
     QuantizedGather,

@@ -346,6 +346,16 @@ class Group(MovableParameters):
         param.grad = None
         self.on_gradient(self.sizes[index])
 
+    def collect_gradients(self) -> None:
+        """Move gradients that were set on unsharded parameters into the gradient buffer.
+
+        Those of ``torch.autograd.grad``, for which autograd calls no hooks (see `pipelining`).
+        """
+        for index, slot in enumerate(self.slots):
+            if slot.gathered is not None and slot.gathered.grad is not None:
+                self.gradients.add(index, self._in_buffer(slot, slot.gathered.grad))
+                slot.gathered.grad = None
+
     def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if slot.lies_plainly else slot.in_buffer(gradient)
 

@@ -1,10 +1,5 @@
 """FSDPModule: the methods that ``fully_shard`` adds to a module, with the names of FSDP2.
 
-`State` is for ``torch.distributed.pipelining``, which also uses private names of FSDP2. A pipeline
-stage runs its micro-batches without synchronization, and reduces gradients itself at the end. For
-this it calls ``fully_shard.state(module)``, torch's or ours, and uses three attributes of the
-result (torch/distributed/pipelining/stage.py, ``perform_reduce_grad``).
-
 A copy of a sharded module (``copy.deepcopy``) has units of its own.
 """
 
@@ -14,8 +9,6 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -24,12 +17,13 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine import hooks, unfilled
+from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
+from vescale_fsdp.engine.pipelining import StageMethods, State, register_state
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
-from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
+from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
 from vescale_fsdp.program.residency import Lease
 
 
@@ -46,7 +40,7 @@ class UnshardHandle(TorchUnshardHandle):
             self._unit = None
 
 
-class FSDPModule(TuningMethods, TorchFSDPModule):
+class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
@@ -55,7 +49,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
     classes. Its ``repr`` begins with ``FSDPLinear``.
     """
 
-    _orig_cls_mro_index = 4  # [the sharded class, this one, TuningMethods, torch's, <Class>, ...]
+    _orig_cls_mro_index = 5  # [the sharded class, this one, two of methods, torch's, <Class>, ...]
 
     def __repr__(self) -> str:
         return f"FSDP{super().__repr__()}"
@@ -269,55 +263,6 @@ def unsharded(
         for unit in (units_in(module).values() if recurse else units_of(module, recurse=False))
     }
     return _Pinned(list(found.values()), writeback)
-
-
-class _ParamGroup:
-    """Takes the place of FSDP2's parameter group."""
-
-    def post_backward(self) -> None:
-        """Do nothing: `State._root_post_backward_final_callback` reduces all units in order."""
-
-
-@dataclass(frozen=True)
-class State:
-    """A unit under the attribute names of FSDP2's state."""
-
-    unit: Unit
-
-    @property
-    def _fsdp_param_groups(self) -> list[_ParamGroup]:
-        return [_ParamGroup() for _ in self.unit.groups]
-
-    @property
-    def _state_ctx(self) -> SimpleNamespace:
-        engine = engine_of(self.unit)
-        units = [self.unit] if engine is None else engine.units()
-        return SimpleNamespace(all_states=[State(unit) for unit in units])
-
-    # Torch's own ``register_fsdp_forward_method`` calls these two before and after a method.
-
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return hooks.pre_forward(self.unit, module, args, kwargs, "a method")
-
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return hooks.post_forward(self.unit, output)
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce and publish the gradients that backwards without synchronization accumulated."""
-        engine = engine_of(self.unit)
-        if engine is not None:
-            engine.reduce_waiting()
-
-
-def register_state(module: nn.Module, unit: Unit) -> None:
-    """Let torch's own ``fully_shard.state(module)`` return the state, for pipelining."""
-    compat.set_fsdp2_state(module, State(unit))
-
-
-def state_of(module: nn.Module) -> State | None:
-    """``fully_shard.state(module)``: the state of a module; None for one that is not sharded."""
-    unit = unit_of(module)
-    return None if unit is None else State(unit)
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
