@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.fsdp import register_fsdp_forward_method as register_with_torch
 from torch.utils.checkpoint import checkpoint
 
@@ -325,3 +326,49 @@ def test_a_frozen_root_is_gathered_again_after_a_forward_without_gradients(
     reshard: bool | None, other: Callable[[nn.Module], object]
 ) -> None:
     run_ranks(check_frozen_ends, 2, reshard, other)
+
+
+class Backbone(nn.Module):
+    """As of transformers: feature maps are what a hook of the blocks keeps."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        self.maps: list[Tensor] = []
+        for unit in self.units:
+            unit.register_forward_hook(lambda module, args, out: self.maps.append(out))
+            if recomputes:
+                recompute(unit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.maps.clear()
+        for unit in self.units:
+            x = unit(x)
+        return torch.stack(self.maps).square().sum(0) + 0 * x
+
+
+def check_kept_outputs(recomputes: bool, after: bool) -> None:
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return Backbone(recomputes=recomputes)
+
+    for reshard in (None, True, False):
+        model, plain = make_model(), make_model()
+        for unit in model.units:
+            fully_shard(unit, reshard_after_forward=reshard)
+            if after:
+                recompute(unit)
+        fully_shard(model, reshard_after_forward=reshard)
+        for step in range(2):
+            x = torch.ones(2, 4) * (1 + step)
+            for each in (model, plain):
+                each.zero_grad()
+                each(x).sum().backward()
+            expected = {name: param.grad for name, param in plain.named_parameters()}
+            for name, gradient in full_gradients(model).items():
+                torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize(("recomputes", "after"), [(False, False), (True, False), (False, True)])
+def test_outputs_that_a_hook_has_kept(recomputes: bool, after: bool) -> None:
+    run_ranks(check_kept_outputs, 2, recomputes, after)

@@ -49,6 +49,7 @@ from vescale_fsdp.compat.groups import (
 from vescale_fsdp.compat.patches import (
     has_other_init_group,
     members_of,
+    register_first_forward_hook,
     register_first_step_post_hook,
     replace_init_group,
     route_distribution,
@@ -106,6 +107,7 @@ __all__ = [
     "new_group",
     "num_holders", "outside_functorch", "preserve_versions", "pytree", "queue_backward_callback",
     "rebuild_tensor", "recompute", "recorded", "reduce_scatter_many", "reduce_scatter_single",
+    "register_first_forward_hook",
     "register_first_step_post_hook", "replace_init_group", "route_distribution",
     "route_from_local", "route_numbers", "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -215,3 +216,15 @@ def register_first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None
     """Register a hook that runs before the other hooks after a step."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+def register_first_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """Call ``hook`` after each forward, before the hooks that are there, but after recomputation.
+
+    ``torch.distributed._composable.checkpoint`` opens a context in its hook before forward, and has
+    to close it first.
+    """
+    module.register_forward_hook(hook, prepend=True, always_call=True)
+    for key, each in list(module._forward_hooks.items()):
+        if getattr(each, "__module__", None) == recompute.__module__:
+            module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]

@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
 from vescale_fsdp.dbuffer import Residuals
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
-from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.budget import (
     Budget,
     Subject,
@@ -46,6 +45,7 @@ from vescale_fsdp.engine.budget import (
     tuning_of,
 )
 from vescale_fsdp.engine.clip import clip_grad_norm_
+from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.generation import generating
 from vescale_fsdp.engine.granularity import (

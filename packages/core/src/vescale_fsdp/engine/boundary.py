@@ -15,81 +15,18 @@ caller still uses would give wrong results silently, but this way torch raises.
 
 In forward mode (dual tensors), tangents pass through as their primal values.
 
-Tensors are found in lists, tuples, named tuples, dictionaries and their subclasses
-(``ModelOutput``), and dataclasses. A container is copied only if a tensor in it is replaced.
+What a forward puts into a container of its inputs is an output too.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vescale_fsdp import compat
-
-
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with ``fn`` applied to each tensor in it."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, dict):
-        value = _with_items(value, {key: map_tensors(fn, item) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, fn)
-    return value
-
-
-def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value`` that require a gradient, each once, in order."""
-    found: dict[int, torch.Tensor] = {}
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.setdefault(id(tensor), tensor)
-        return tensor
-
-    map_tensors(collect, value)
-    return list(found.values())
-
-
-def replace_tensors(value: Any, old: list[torch.Tensor], new: tuple[torch.Tensor, ...]) -> Any:
-    """Return ``value`` with each tensor of ``old`` replaced by the one at its index in ``new``."""
-    partner = {id(before): after for before, after in zip(old, new, strict=True)}
-    return map_tensors(lambda tensor: partner.get(id(tensor), tensor), value)
-
-
-def _with_items(value: Any, items: dict[Any, Any]) -> Any:
-    if all(items[key] is value[key] for key in items):
-        return value
-    changed = copy.copy(value)
-    for key, item in items.items():
-        changed[key] = item
-    return changed
-
-
-def _with_fields(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    changed = value
-    for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
-            continue
-        old = getattr(value, field.name)
-        new = map_tensors(fn, old)
-        if new is not old:
-            if changed is value:
-                changed = copy.copy(value)
-            object.__setattr__(changed, field.name, new)  # frozen dataclasses too
-    return changed
+from vescale_fsdp.engine.containers import Copies, replace_tensors, tensors_requiring_grad
 
 
 class Call(ABC):
@@ -115,8 +52,12 @@ class Call(ABC):
         """Called when all gradients of the inputs are there: the call's backward has ended."""
 
 
-def enter(call: Call, value: Any) -> Any:
-    """Pass the tensors in a unit's inputs through the boundary. Returns the value."""
+def enter(call: Call, value: Any, copies: Copies | None = None) -> Any:
+    """Pass the tensors in a unit's inputs through the boundary. Returns the value.
+
+    Args:
+        copies: gets the containers that were copied.
+    """
     tensors = tensors_requiring_grad(value)
     call.takes_gradients = bool(tensors)
     if not tensors:
@@ -128,18 +69,23 @@ def enter(call: Call, value: Any) -> Any:
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return replace_tensors(value, tensors, passed)
+    return replace_tensors(value, tensors, passed, copies)
 
 
-def leave(call: Call, value: Any) -> tuple[Any, bool]:
+def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bool]:
     """Pass the tensors in a unit's outputs through the boundary.
 
     Returns the value, and whether a backward can reach any of its tensors.
+
+    Args:
+        copies: of the inputs' containers. What forward has put into them is an output too.
     """
-    tensors = tensors_requiring_grad(value)
+    tensors = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
     if not tensors:
         return value, False
     passed = _PreBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if copies is not None:
+        copies.carry_back(lambda item: replace_tensors(item, tensors, passed))
     return replace_tensors(value, tensors, passed), True
 
 

@@ -35,13 +35,14 @@ from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
-from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.containers import Copies, map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.late import num_calls, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
+from vescale_fsdp.engine.writers import may_write_data
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.ragged.assignment import NAME
 
@@ -73,7 +74,9 @@ def register_hooks(module: nn.Module) -> None:
 
     before_forward, after_forward = _around_forward()
     module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after_forward, always_call=True)
+    # First, because hooks of models keep what forward returns (feature maps of transformers), and
+    # a loss on that has to pass the boundary.
+    compat.register_first_forward_hook(module, after_forward)
     module.register_state_dict_pre_hook(before_state_dict)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
@@ -184,6 +187,7 @@ def pre_forward(
     """Run before the forward of one of the unit's modules. Returns the forward's arguments."""
     running = unit.running
     running.depth += 1
+    copies = running.copies[running.depth] = Copies()
     if running.depth == 1:
         running.handled = sys.exception()
     engine = engine_of(unit)
@@ -195,7 +199,7 @@ def pre_forward(
     if unit.before_pass is not None and running.depth == 1 and not engine.is_running:
         if unit.num_pins and method != "forward":  # the forwards in it are passes
             running.depth = 0
-            return _cast_inputs(unit, (args, kwargs))
+            return _cast_inputs(unit, (args, kwargs), copies)
         method = "forward"  # for those that join it
         unit.before_pass(unit)
     if len(unit.module_refs) > 1 and running.depth == 1:
@@ -208,7 +212,7 @@ def pre_forward(
         unit.unshard()
         _use_lent(unit)
         unit.leases.add(Lease.FORWARD)
-        return _cast_inputs(unit, (args, kwargs))
+        return _cast_inputs(unit, (args, kwargs), copies)
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
         # An activation checkpoint runs the forward again.
         moves = unit.offloads_activations and engine.activations.is_active
@@ -217,7 +221,7 @@ def pre_forward(
             running.aside.__enter__()
         unit.unshard()
         _use_lent(unit)
-        return _cast_inputs(unit, (args, kwargs))
+        return _cast_inputs(unit, (args, kwargs), copies)
     wants_gradients = torch.is_grad_enabled()
     if unit.broadcasts_buffers and unit.is_root:
         send_buffers(unit, module)
@@ -227,22 +231,27 @@ def pre_forward(
         for group in unit.groups:
             group.has_lent = show_gathered(group.slots)
         _use_lent(unit)
-        return _cast_inputs(unit, (args, kwargs))  # no pass: ranks may run what they like
+        return _cast_inputs(unit, (args, kwargs), copies)  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
+    if unit.writes_data is None:
+        unit.writes_data = may_write_data(unit)
+    if unit.writes_data:
+        for group in unit.groups:
+            group.is_exposed = True
     _use_lent(unit)
     running.has_begun = True
     unit.leases.discard(Lease.USER)
     unit.leases.add(Lease.FORWARD)
     running.range = compat.recorded("forward", [unit.fqn])
     running.range.__enter__()
-    args, kwargs = _cast_inputs(unit, (args, kwargs))
+    args, kwargs = _cast_inputs(unit, (args, kwargs), copies)
     if not torch.is_grad_enabled():
         return args, kwargs
     # Whether a backward comes back is known from the outputs: frozen parameters too are needed
     # again, for the gradients of the inputs and of what comes before them in the unit.
     call = running.call = _Call(unit, engine)
-    args, kwargs = boundary.enter(call, (args, kwargs))
+    args, kwargs = boundary.enter(call, (args, kwargs), copies)
     unit.open_calls.add(call)
     if unit.offloads_activations:
         call.kept = engine.activations.begin(unit, engine.units(), call.pass_number)
@@ -253,8 +262,10 @@ def post_forward(unit: Unit, output: Any) -> Any:
     """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
     put_back(running.lent.pop(running.depth, ()))
+    copies = running.copies.pop(running.depth, None) or Copies()
     running.depth = max(running.depth - 1, 0)
     if running.depth:
+        copies.carry_back()
         return _cast_output(unit, output)
     torch.clear_autocast_cache()  # it has casts of parameters that may be freed now
     if running.range is not None:
@@ -270,7 +281,7 @@ def post_forward(unit: Unit, output: Any) -> Any:
     if has_begun:
         reachable = True
         if call is not None:
-            output, reachable = boundary.leave(call, output)
+            output, reachable = boundary.leave(call, output, copies)
         engine = engine_of(unit)
         assert engine is not None, "pre_forward made it"
         # Without a tensor to come back through, a backward could not unshard them again.
@@ -286,6 +297,7 @@ def post_forward(unit: Unit, output: Any) -> Any:
                 is_visited=call is not None and reachable,
                 is_hidden=call is None or strays,
             )
+    copies.carry_back()
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
@@ -320,11 +332,11 @@ def _may_get_gradients(unit: Unit, call: boundary.Call) -> bool:
     return call.takes_gradients or any(each.trainable for each in below)
 
 
-def _cast_inputs(unit: Unit, value: Any) -> Any:
+def _cast_inputs(unit: Unit, value: Any, copies: Copies) -> Any:
     dtype = unit.mp_policy.param_dtype
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
         return value
-    return map_tensors(lambda tensor: _cast(tensor, dtype), value)
+    return map_tensors(lambda tensor: _cast(tensor, dtype), value, copies)
 
 
 def _cast_output(unit: Unit, output: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.axes import comm_for
+from vescale_fsdp.engine.containers import Copies
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.lent import Place
 from vescale_fsdp.engine.slot import Site, Slot
@@ -64,6 +65,7 @@ class Running:
         aside: a context around one that a checkpoint runs again (`activations.aside`).
         modules_left: ids of modules of the unit that are still to run in this pass.
         lent: what each has made of tensors that stand in for parameters, by depth (see `lent`).
+        copies: of containers that each was given, by depth.
     """
 
     depth: int = 0
@@ -74,6 +76,7 @@ class Running:
     aside: Any = None
     modules_left: set[int] = field(default_factory=set)
     lent: dict[int, list[Place]] = field(default_factory=dict)
+    copies: dict[int, Copies] = field(default_factory=dict)
 
 
 class Unit(Residency):
@@ -116,6 +119,7 @@ class Unit(Residency):
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
         self.offloads_activations = False
+        self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
         self.engine: Owner | None = None

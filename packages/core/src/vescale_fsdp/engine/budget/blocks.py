@@ -28,7 +28,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.engine.boundary import map_tensors, tensors_requiring_grad
 from vescale_fsdp.engine.budget.twins import (
     Values,
     cast,
@@ -36,6 +35,7 @@ from vescale_fsdp.engine.budget.twins import (
     real_twin,
     seed_generators,
 )
+from vescale_fsdp.engine.containers import map_tensors, tensors_requiring_grad
 
 _MOST_S, _MOST_RUNS = 0.5, 7  # of the repetitions of one block
 

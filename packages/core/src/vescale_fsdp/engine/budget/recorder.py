@@ -16,9 +16,9 @@ from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.costs import Event, Moment
-from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.budget.shapes import Shapes, tensors_in
 from vescale_fsdp.engine.budget.twins import tensors_of
+from vescale_fsdp.engine.containers import map_tensors
 
 
 class Recorder(compat.TorchDispatchMode):

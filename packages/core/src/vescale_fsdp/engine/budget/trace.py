@@ -31,12 +31,13 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.costs import Activations, Event, Model, Trace
-from vescale_fsdp.engine.boundary import Call, enter, leave, map_tensors
+from vescale_fsdp.engine.boundary import Call, enter, leave
 from vescale_fsdp.engine.budget.attention import fused_attention
 from vescale_fsdp.engine.budget.describe import owners
 from vescale_fsdp.engine.budget.recorder import Recorder
 from vescale_fsdp.engine.budget.stowing import Kept, Offload
 from vescale_fsdp.engine.budget.twins import cast, seed_generators
+from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.errors import PlanError
 
 LossOf = Callable[[Any], torch.Tensor]

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.costs import Activations, BlockTimes, Division, Model, Trace
-from vescale_fsdp.engine.boundary import map_tensors
 from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, Times, kind_of
 from vescale_fsdp.engine.budget.describe import describe
 from vescale_fsdp.engine.budget.merging import words_of
@@ -38,6 +37,7 @@ from vescale_fsdp.engine.budget.twins import (
     tensors_of,
     untouched_generators,
 )
+from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.errors import PlanError, warn_user
 
 NOTHING = BlockTimes(0.0, 0.0)

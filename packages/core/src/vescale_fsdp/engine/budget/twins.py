@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.engine.boundary import map_tensors
+from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.errors import PlanError
 
 _PATTERN = 1 << 20  # random elements, which are repeated
