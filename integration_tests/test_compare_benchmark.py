@@ -57,7 +57,7 @@ def run_benchmark(out: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.nightly  # 60 s; the benchmark of ZeRO's rows runs at each change
+@pytest.mark.nightly  # 60 s
 @pytest.mark.timeout(270)
 def test_two_cells_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

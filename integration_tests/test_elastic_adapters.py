@@ -24,7 +24,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "kind", ["lightning", pytest.param("accelerate", marks=pytest.mark.nightly)]
+)
 def test_a_rank_is_killed(tmp_path: Path, expected: dict[int, float], kind: str) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

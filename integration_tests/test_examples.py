@@ -69,7 +69,9 @@ def test_streaming_example_gives_weights_to_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("options", [[], ["--max-unsharded-bytes", "0"]])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--max-unsharded-bytes", "0"], marks=pytest.mark.nightly)]
+)
 def test_transformers_generate_with_other_lengths_on_each_rank(
     options: list[str], tmp_path: Path
 ) -> None:
@@ -78,6 +80,7 @@ def test_transformers_generate_with_other_lengths_on_each_rank(
     assert "process 1 generated 25 tokens" in output
 
 
+@pytest.mark.nightly  # 70 s
 @pytest.mark.timeout(400)
 def test_memory_example_has_one_loss_with_all_options(tmp_path: Path) -> None:
     script, losses = ["save_memory.py", "--steps", "2", *SMALL], []
@@ -99,6 +102,7 @@ def test_budget_example_writes_a_choice_and_uses_it(tmp_path: Path) -> None:
     assert "in_flight" in (tmp_path / "choice.yaml").read_text()
 
 
+@pytest.mark.nightly  # 35 s
 @pytest.mark.timeout(400)
 def test_profile_example_prints_a_table_and_writes_traces(tmp_path: Path) -> None:
     output = run_example(torchrun("profile_step.py", "--steps", "2", *SMALL), tmp_path)
@@ -137,6 +141,7 @@ def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: 
     assert "class Reader" in output
 
 
+@pytest.mark.nightly  # 35 s; under torchrun it runs at each change
 @pytest.mark.timeout(400)
 def test_muon_example_with_lightning(tmp_path: Path) -> None:
     script = [str(EXAMPLES / "train_gpt_muon.py"), "--lightning", "--max-steps", "6", *SMALL]
@@ -151,7 +156,12 @@ def test_muon_example_with_lightning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "says"),
     [
-        ("train_gan_lightning.py", ["--max-steps", "8"], "distance from the ring"),
+        pytest.param(
+            "train_gan_lightning.py",
+            ["--max-steps", "8"],
+            "distance from the ring",
+            marks=pytest.mark.nightly,
+        ),
         ("train_fabric.py", ["--max-steps", "4"], "saved and loaded"),
         ("finetune_transformers_lightning.py", ["--max-steps", "4"], "pretrained"),
     ],

@@ -145,6 +145,7 @@ def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> No
     assert last == set(survivors), "they have made the first step and the last one"
 
 
+@pytest.mark.nightly  # 75 s
 @pytest.mark.timeout(400)
 def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     """A host is lost, the one with the main process, and later another comes."""

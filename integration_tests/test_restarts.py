@@ -109,6 +109,7 @@ def test_after_each_fault_it_goes_on_from_the_last_step(torn: tuple[Path, Run]) 
     assert last.name in ("step-8", "step-9")
 
 
+@pytest.mark.nightly  # 60 s
 @pytest.mark.timeout(450)
 def test_a_torn_run_ends_as_a_quiet_one(
     quiet: tuple[Path, Run], torn: tuple[Path, Run], tmp_path: Path

@@ -21,6 +21,7 @@ from vescale_fsdp.cli import main
 from vescale_fsdp.testing import run_ranks
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(250)  # the first run builds an extension of DeepSpeed
 STEPS = 3
 # Ranks, stage, and whether in bf16. A run takes 10 s.
 RUNS = [(1, 2, False), (2, 1, False), (4, 3, False), (2, 3, True)]

@@ -23,6 +23,7 @@ finally:
 STEPS = 90
 
 
+@pytest.mark.nightly  # 100 s; `test_elastic` loses a rank and a host at each change
 @pytest.mark.timeout(300)
 def test_a_rank_and_a_host_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "ROOM_STEPS", 0)  # both in one training

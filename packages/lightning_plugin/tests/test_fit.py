@@ -39,6 +39,7 @@ def fit_both(root: Path, options: dict[str, Any]) -> tuple[Run, Run]:
     "options",
     [
         pytest.param({"max_steps": 20}, id="32-true"),
+        pytest.param({"max_steps": 5, "precision": "64-true"}, id="64-true"),
         pytest.param({"max_steps": 8, "precision": "bf16-true"}, id="bf16-true"),
     ],
 )
@@ -223,13 +224,16 @@ def test_an_optimizer_made_before_sharding_is_refused_on_every_rank(tmp_path: Pa
 
 
 def test_a_precision_that_does_not_work_is_refused_by_name() -> None:
-    from lightning.pytorch.plugins import DoublePrecision
+    from lightning.pytorch.plugins import Precision
 
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
+    class Other(Precision):
+        precision: Any = "transformer-engine"
+
     strategy = VeScaleFSDPStrategy()
-    with pytest.raises(ValueError, match="32-true, bf16-mixed, bf16-true, 16-true"):
-        strategy.precision_plugin = DoublePrecision()
+    with pytest.raises(ValueError, match="32-true, 64-true, bf16-mixed, bf16-true, 16-true"):
+        strategy.precision_plugin = Other()
 
 
 def test_the_string_makes_the_strategy() -> None:

@@ -10,7 +10,7 @@ from vescale_fsdp import MixedPrecisionPolicy
 
 __all__ = ["check_precision", "policy_for"]
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed (on CUDA)")
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed (on CUDA)")
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -40,7 +40,7 @@ def policy_for(precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
 
     Mixed precisions all-gather and compute in 16 bits and reduce gradients in fp32, under the
     plug-in's autocast. Shards and optimizer states stay in fp32. With ``bf16-true`` and ``16-true``
-    the parameters themselves have been converted. Inputs of the root are not cast.
+    the parameters themselves have been converted, with ``64-true`` to double. Inputs of the root are not cast.
     """
     if precision not in _MIXED:
         return MixedPrecisionPolicy()
