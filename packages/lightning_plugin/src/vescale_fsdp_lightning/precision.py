@@ -39,8 +39,9 @@ def policy_for(precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
     """Return the dtypes of a unit.
 
     Mixed precisions all-gather and compute in 16 bits and reduce gradients in fp32, under the
-    plug-in's autocast. Shards and optimizer states stay in fp32. With ``bf16-true`` and ``16-true``
-    the parameters themselves have been converted, with ``64-true`` to double. Inputs of the root are not cast.
+    plug-in's autocast. Shards and optimizer states stay in fp32. With ``bf16-true``,
+    ``16-true`` and ``64-true`` the parameters themselves have been converted. Inputs of the root
+    are not cast.
     """
     if precision not in _MIXED:
         return MixedPrecisionPolicy()

@@ -221,10 +221,10 @@ def _check_param(fqn: str, param: nn.Parameter, axes: Axes) -> None:
     if isinstance(param, RaggedTensor):
         raise ValueError(
             f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
-            "one. Call fully_shard on the inner modules first, and on the whole model last. Call it "
-            "once on modules that share a module, as fully_shard([encoder, decoder]). If the module "
-            "around was taken off since (merge_and_unload of peft), load the full values into a new "
-            "model: vescale_fsdp.checkpoint.full gathers them"
+            "one. Call fully_shard on the inner modules first, and on the whole model last. Call "
+            "it once on modules that share a module, as fully_shard([encoder, decoder]). If the "
+            "module around was taken off since (merge_and_unload of peft), load the full values "
+            "into a new model: vescale_fsdp.checkpoint.full gathers them"
         )
     if isinstance(param, DTensor) and not param.is_meta:
         theirs, ours = param.device_mesh.device_type, axes.mesh.device_type
