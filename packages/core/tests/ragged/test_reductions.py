@@ -227,11 +227,13 @@ def check_indices_of_cut_slices() -> None:
                 same(found, expected)
         same(x.min(dim).indices, whole.min(dim).indices)
     for x, dim in ((rows, 0), (cells, 0), (cells, 1), (rows[:, None, 0:3].view(12), 0)):
-        with pytest.raises(NotImplementedError, match=r"are on several ranks.*amax"):
-            x.max(dim)
+        for found, expected in zip(x.max(dim), x.full_tensor().max(dim), strict=True):
+            same(found, expected)
+    for x in layouts_of(random((4, 3)) * (1 + 2j)):
+        same(x.var(), x.full_tensor().var())
 
 
-def test_indices_are_given_where_no_slice_is_cut() -> None:
+def test_indices_and_slices_that_are_cut() -> None:
     run_ranks(check_indices_of_cut_slices, 2)
 
 

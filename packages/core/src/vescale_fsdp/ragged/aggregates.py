@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, NormPartial
+from vescale_fsdp.ragged.gathered import run_gathered
 from vescale_fsdp.ragged.mixing import local_beside, refuse_partial, start_move
 from vescale_fsdp.ragged.recuts import respecified_as, sizes_here
 from vescale_fsdp.ragged.reductions import Kind, layout_of_slices, reduce, reduce_each
@@ -108,8 +109,8 @@ def _extreme_kind(dtype: torch.dtype, which: str) -> Kind:
 
 def _extreme_with_indices(
     which: str, func: Any, x: RaggedTensor, dim: int, keepdim: bool = False
-) -> tuple[RaggedTensor, RaggedTensor]:
-    """``max(dim)`` and ``min(dim)``: values and indices, if each slice is on one rank."""
+) -> tuple[DTensor, DTensor]:
+    """``max(dim)`` and ``min(dim)``: values and indices. Slices on several ranks are gathered."""
     refuse_partial(func, x._spec)
     other = "use `amax` or `amin`, which give the values alone, or `.full_tensor()`"
     _refuse_gradient(func, x, other)
@@ -122,10 +123,7 @@ def _extreme_with_indices(
     kind = _extreme_kind(x.dtype, which)
     spec = layout_of_slices(x._spec, [dim], shape, keepdim, kind) if x.dim() > 1 else None
     if spec is None:
-        raise NotImplementedError(
-            f"{func} over dimension {dim} of a RaggedTensor of shape {tuple(x.shape)} with "
-            f"{x.placements}: its slices are on several ranks; {other}"
-        )
+        return cast(tuple[DTensor, DTensor], run_gathered(func, (x, dim, keepdim), {}))
     # A dimension of size 1 is the same as one of size 1 behind all others.
     slices = (*sizes_here(x._spec)[dim:],) if x.shape[dim] != 1 else (1,)
     count = x._local_tensor.numel() // (math.prod(slices) or 1)
@@ -177,7 +175,8 @@ def _variance(
     Cost: as of a mean and a sum. The mean is reduced where it is partial, to compute differences.
     """
     refuse_partial(func, x._spec)
-    _refuse_gradient(func, x, "use `(x - x.mean()).square().mean()`, or `.full_tensor()`")
+    if x.dtype.is_complex:
+        return run_gathered(func, (x, dims), {"correction": correction, "keepdim": keepdim})
     if not x.dtype.is_floating_point:
         raise RuntimeError(f"{func}: expected a tensor of floating-point numbers, got {x.dtype}")
     count = math.prod(x.shape[d] for d in _dims(x, dims))
