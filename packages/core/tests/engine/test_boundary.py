@@ -372,3 +372,34 @@ def check_kept_outputs(recomputes: bool, after: bool) -> None:
 @pytest.mark.parametrize(("recomputes", "after"), [(False, False), (True, False), (False, True)])
 def test_outputs_that_a_hook_has_kept(recomputes: bool, after: bool) -> None:
     run_ranks(check_kept_outputs, 2, recomputes, after)
+
+
+class Extended(nn.Module):
+    """Hooks that were there before compute with parameters, and extend what is returned."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.kept: list[Tensor] = []
+
+        def extend(module: nn.Linear, args: Any, out: Any) -> Any:
+            self.kept.append(out)
+            return out @ module.weight.T + module.bias
+
+        def fill(module: nn.Linear, args: Any, out: Any) -> None:
+            if kind == "in place":
+                out.mul_(1 + module.bias.square())
+
+        for unit in self.units:
+            unit.register_forward_hook(extend if kind == "new" else fill)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        for unit in self.units:
+            x = torch.tanh(unit(x))
+        return x + sum(each.sum() for each in self.kept)
+
+
+@pytest.mark.parametrize("kind", ["new", "in place"])
+def test_hooks_that_compute_with_parameters(kind: str) -> None:
+    run_ranks(check_model, 2, Extended, kind, timeout_s=TIMEOUT_S)

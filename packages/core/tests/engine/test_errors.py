@@ -348,12 +348,7 @@ def sort(weight: Tensor) -> Tensor:
     return torch.sort(weight.detach(), out=out)[0]
 
 
-def cumulate(weight: Tensor) -> Tensor:
-    with torch.no_grad():
-        return weight.cumsum_(0)
-
-
-@pytest.mark.parametrize("operator", [multiply_matrices, transpose, sort, cumulate])
+@pytest.mark.parametrize("operator", [multiply_matrices, transpose, sort])
 def test_operator_without_a_meaning_on_shards_names_the_way_out(
     operator: Callable[[Tensor], Any],
 ) -> None:

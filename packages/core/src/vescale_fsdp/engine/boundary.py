@@ -89,6 +89,22 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     return replace_tensors(value, tensors, passed), True
 
 
+def leave_again(
+    call: Call, value: Any, copies: Copies, was_reachable: bool | None
+) -> tuple[Any, bool]:
+    """Pass what other hooks have made of the outputs, if they have, and as `leave`.
+
+    Args:
+        was_reachable: the result of `leave`; None: it was not called.
+    """
+    if was_reachable is None:
+        return leave(call, value, copies)
+    nodes = [tensor.grad_fn for tensor in tensors_requiring_grad(value)]
+    if all(getattr(node, "call", None) is call for node in nodes):
+        return value, was_reachable
+    return leave(call, value)[0], True
+
+
 class _PreBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -93,7 +93,7 @@ class Engine(Executor):
         self.passes.title = f"model {self.number}"
         self.activations = Offload()
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
-        self._num_backwards = 0
+        self.num_backwards = 0
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
@@ -265,7 +265,7 @@ class Engine(Executor):
 
     @property
     def _backward_key(self) -> str:
-        return f"{self.number}/{self._num_backwards}"
+        return f"{self.number}/{self.num_backwards}"
 
     # Backward. All within `plain_tensors`, but for `gradient_arrived`.
 
@@ -285,7 +285,7 @@ class Engine(Executor):
         self.finish_backward()
 
     def _begin_reductions(self) -> None:
-        self._num_backwards += 1
+        self.num_backwards += 1
         self.passes.window.policy = self._policy()
         self.passes.begin_backward()
 

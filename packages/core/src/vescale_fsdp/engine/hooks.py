@@ -72,11 +72,10 @@ def register_hooks(module: nn.Module) -> None:
             for group in unit.groups:
                 group.rebind(may_wait=len(unit.module_refs) > 1)
 
-    before_forward, after_forward = _around_forward()
+    before_forward, at_end, after_forward = _around_forward()
     module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
-    # First, because hooks of models keep what forward returns (feature maps of transformers), and
-    # a loss on that has to pass the boundary.
-    compat.register_first_forward_hook(module, after_forward)
+    compat.register_first_forward_hook(module, at_end)
+    module.register_forward_hook(after_forward, always_call=True)
     module.register_state_dict_pre_hook(before_state_dict)
     module.register_state_dict_post_hook(after_state_dict)
     module.register_load_state_dict_pre_hook(before_load)
@@ -91,6 +90,12 @@ def _pre_forward(
     return pre_forward(unit, module, args, kwargs, method)
 
 
+def _at_end(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None, "the hook is only on sharded modules"
+    return leave_forward(unit, output)
+
+
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None, "the hook is only on sharded modules"
@@ -98,10 +103,13 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 @functools.cache
-def _around_forward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The hooks before and after a forward. Not made at import: Dynamo takes a second to load."""
+def _around_forward() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The hooks before a forward, at its end, and after the hooks of users.
+
+    Not made at import: Dynamo takes a second to load.
+    """
     disable: Callable[..., Any] = torch.compiler.disable
-    return disable(_pre_forward), disable(_post_forward)
+    return disable(_pre_forward), disable(_at_end), disable(_post_forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -120,7 +128,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
     module_ref = weakref.ref(module)
     function = getattr(method, "__func__", method)  # bound anew: the module owns no cycle
-    before_forward, after_forward = _around_forward()
+    before_forward, _, after_forward = _around_forward()
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -154,8 +162,14 @@ class _Call(boundary.Call):
         self._unit, self._engine = unit, engine
         self._range: AbstractContextManager[object] | None = None  # of profilers
         self.kept: Kept | None = None  # activations that are offloaded
+        self._begun_in = 0  # the number of the backward
 
     def pre_backward(self) -> None:
+        with plain_tensors():
+            self._engine.begin_backward()
+        if self._begun_in == self._engine.num_backwards:  # hooks of users have made other outputs
+            return
+        self._begun_in = self._engine.num_backwards
         self._unit.enter_backward(self)
         if self.kept is not None:
             self.kept.prefetch()
@@ -258,6 +272,19 @@ def pre_forward(
     return args, kwargs
 
 
+def leave_forward(unit: Unit, output: Any) -> Any:
+    """Run at the end of a forward, before hooks of users keep what it returns.
+
+    Feature maps of transformers are such: a loss on them has to pass the boundary.
+    """
+    running = unit.running
+    if running.depth != 1 or running.call is None:
+        return output
+    copies = running.copies.get(running.depth)
+    output, running.is_reachable = boundary.leave(running.call, output, copies)
+    return output
+
+
 def post_forward(unit: Unit, output: Any) -> Any:
     """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
@@ -281,7 +308,8 @@ def post_forward(unit: Unit, output: Any) -> Any:
     if has_begun:
         reachable = True
         if call is not None:
-            output, reachable = boundary.leave(call, output, copies)
+            was_reachable, running.is_reachable = running.is_reachable, None
+            output, reachable = boundary.leave_again(call, output, copies, was_reachable)
         engine = engine_of(unit)
         assert engine is not None, "pre_forward made it"
         # Without a tensor to come back through, a backward could not unshard them again.

@@ -66,6 +66,8 @@ class Running:
         modules_left: ids of modules of the unit that are still to run in this pass.
         lent: what each has made of tensors that stand in for parameters, by depth (see `lent`).
         copies: of containers that each was given, by depth.
+        is_reachable: whether a backward can reach what the outermost has returned, while hooks of
+            users run; else None.
     """
 
     depth: int = 0
@@ -77,6 +79,7 @@ class Running:
     modules_left: set[int] = field(default_factory=set)
     lent: dict[int, list[Place]] = field(default_factory=dict)
     copies: dict[int, Copies] = field(default_factory=dict)
+    is_reachable: bool | None = None
 
 
 class Unit(Residency):
