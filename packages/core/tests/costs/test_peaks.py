@@ -173,6 +173,7 @@ def measured() -> dict[str, int]:
     return found
 
 
+@pytest.mark.nightly  # 30 s; those of few activations run at each change
 @pytest.mark.parametrize("name", CASES)
 def test_a_peak_is_not_below_the_real_one_and_at_most_a_tenth_above(
     name: str, measured: dict[str, int]

@@ -41,7 +41,16 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+AT_EACH_CHANGE = {"two ranks", "tiny blocks on gloo", "no activations", "fp32 on gloo"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in AT_EACH_CHANGE else [pytest.mark.nightly])
+        for name in PROBLEMS
+    ],
+)
 def test_the_search_finds_the_best_of_all_candidates(name: str) -> None:
     this = PROBLEMS[name]
     largest = tune(replace(this, budget_bytes=1 << 40)).chosen.peak_bytes

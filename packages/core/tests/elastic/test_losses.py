@@ -81,7 +81,7 @@ def test_a_host_gets_what_its_ranks_read_and_no_more(tmp_path: Path) -> None:
         assert names <= {"manifest.json", "rank-00000.bin", f"rank-{rank:05d}.bin"}
 
 
-@pytest.mark.parametrize("lost", ["host0", "host1"])
+@pytest.mark.parametrize("lost", ["host0", pytest.param("host1", marks=pytest.mark.nightly)])
 def test_a_host_is_lost_and_another_takes_its_place(tmp_path: Path, lost: str) -> None:
     run(tmp_path, 7)
     shutil.rmtree(tmp_path / lost)
@@ -134,7 +134,7 @@ def test_both_copies_are_damaged_so_the_generation_before_is_used(tmp_path: Path
     assert (min(losses), source) == (4, "memory")
 
 
-@pytest.mark.parametrize("what", ["damaged", "deleted"])
+@pytest.mark.parametrize("what", ["damaged", pytest.param("deleted", marks=pytest.mark.nightly)])
 def test_a_manifest_is_damaged_on_one_host(tmp_path: Path, what: str) -> None:
     run(tmp_path, 7)
     file = generations(tmp_path, "host0")["1-6"] / "manifest.json"
@@ -285,7 +285,10 @@ def starts_in_full_memory(root: Path, options: dict[str, Any]) -> Result:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("replicas", "source", "step"), [(1, "memory", 6), (0, "disk", 4)])
+@pytest.mark.parametrize(
+    ("replicas", "source", "step"),
+    [(1, "memory", 6), pytest.param(0, "disk", 4, marks=pytest.mark.nightly)],
+)
 def test_training_restarts_where_memory_is_full(
     tmp_path: Path, replicas: int, source: str, step: int
 ) -> None:
