@@ -170,9 +170,6 @@ def check_spreads() -> None:
             result = whole_of(spread(x))
             assert result.dtype == expected.dtype, name
             torch.testing.assert_close(result, expected, equal_nan=True)
-    ragged = sharded(whole, mesh)[0].requires_grad_()
-    with pytest.raises(NotImplementedError, match="square"):
-        ragged.var()
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")

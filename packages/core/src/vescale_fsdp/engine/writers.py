@@ -54,7 +54,7 @@ def _reaches_data(forward: Any, kind: type[nn.Module]) -> bool:
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if function.__module__.partition(".")[0] == "torch":
+        if (function.__module__ or "").partition(".")[0] == "torch":
             continue
         names = set(_names_in(function.__code__))
         if "data" in names:

@@ -254,6 +254,8 @@ def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | Raised:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:  # an earlier call may have loaded it
+            numpy.random.seed(0)
         with warnings.catch_warnings():
             _set_filters(filters)
             return pickle.dumps(fn(*args))
