@@ -58,9 +58,9 @@ def run_ranks(
     """Run ``fn(*args)`` on ``world_size`` local processes and return the results in rank order.
 
     Each rank has a new default group with gloo and one torch thread; ``torch``, ``random``, and
-    ``numpy`` where it is loaded, are seeded with 0. Ranks have the caller's environment variables, working directory, ``sys.path``
-    and warning filters. When the call ends, the output of the ranks is written to this process'
-    ``sys.stderr``. Do not call it from several threads at once.
+    ``numpy`` where it is loaded, are seeded with 0. Ranks have the caller's environment variables,
+    working directory, ``sys.path`` and warning filters. When the call ends, the output of the ranks
+    is written to this process' ``sys.stderr``. Do not call it from several threads at once.
 
     Args:
         fn: a function at the top level of a module. Test modules work, even if pytest imports them
