@@ -320,7 +320,7 @@ class Sharder:
         """
         if not self.plugin.sync_init or dist.get_world_size() == 1:
             return
-        left_alone = {id(p) for unit in units_of(module) for p in unit.parameters()}  # type: ignore[attr-defined]
+        left_alone = {id(p) for unit in units_of(module) for p in unit.parameters()}
         if not self.plugin.cpu_ram_efficient_loading:
             left_alone |= {id(param) for param in ignored}
         tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left_alone]
@@ -408,7 +408,7 @@ def _refuse_without_root(model: nn.Module) -> None:
     Raises:
         ValueError: names the parameters that the module around has sharded.
     """
-    of_units = {id(param) for unit in units_of(model) for param in unit.parameters()}  # type: ignore[attr-defined]
+    of_units = {id(param) for unit in units_of(model) for param in unit.parameters()}
     found = [
         name
         for name, param in model.named_parameters()
