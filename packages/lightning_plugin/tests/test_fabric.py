@@ -306,8 +306,6 @@ def mistakes(root: Path) -> None:
         found = torch.load(root / "x")["model"]
         assert found
         assert all("bias" in name for name in found)
-    with pytest.raises(ValueError, match="precision='64-true'"):
-        make_fabric("vescale_fsdp", precision="64-true")
     with pytest.raises(ValueError, match="16-mixed"):
         make_fabric("vescale_fsdp", precision="16-mixed")
 

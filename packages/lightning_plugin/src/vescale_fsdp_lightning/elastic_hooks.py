@@ -37,7 +37,7 @@ class ElasticHooks(Sharding):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call backward, on the loss with the weight of its micro-batch."""
         weight = 1.0 if self._elastic is None else self._elastic.weight
-        return super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+        return super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)  # type: ignore[misc]
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch. It is the first that the Trainer calls after a step and what follows it."""

@@ -335,26 +335,6 @@ class Sharding(Processes):
             budget=replace(budget, unit_mp_policy=self._policy(precision, is_root=False)),
         )
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call Lightning's backward.
-
-        Raises:
-            RuntimeError: sums of sharded parameters were added to a plain loss. The message says
-                what to write instead.
-        """
-        try:
-            return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
-        except RuntimeError as error:
-            if not isinstance(loss, DTensor) or "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise RuntimeError(
-                "the loss is a DTensor: sums or norms of sharded parameters were added to it, and "
-                "backward cannot go through both. Convert them to plain numbers first: loss + "
-                "0.01 * sum(x.full_tensor() if isinstance(x, DTensor) else x for x in "
-                "[param.square().sum() for param in self.parameters()]); or use the weight_decay "
-                "of the optimizer"
-            ) from error
-
     def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
         blocks = self.options.modules_to_wrap(module)
         if not roots:
