@@ -6,8 +6,8 @@ import pytest
 
 # Names of parameters that are numbers of ranks.
 _RANKS = ("world_size", "num_ranks", "world", "ranks")
-# At each change: no communication, and parts of different sizes. The others run nightly.
-_AT_EACH_CHANGE = {1, 3}
+# At each change, beside 1: parts of different sizes. If it is not there, the largest number.
+_AT_EACH_CHANGE = 3
 
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" chooses
@@ -20,8 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             known.setdefault(_function(item), set()).add(number)
     for item in items:
         if number := numbers[id(item)]:
-            kept = known[_function(item)] & _AT_EACH_CHANGE - {1} or {max(known[_function(item)])}
-            if number not in kept | {1}:
+            there = known[_function(item)]
+            kept = _AT_EACH_CHANGE if _AT_EACH_CHANGE in there else max(there)
+            if number not in (1, kept):
                 item.add_marker(pytest.mark.nightly)
 
 

@@ -109,7 +109,30 @@ def test_they_are_kept(options: dict[str, Any]) -> None:
     run_ranks(check, 2, options)
 
 
+class Odd:
+    """An object of the module that calls and attributes of any name go through to."""
+
+    def __getattr__(self, name: str) -> Odd:
+        return self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no truth")
+
+
+odd = Odd()
+
+
+class CallsOdd(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(odd(x))
+
+
 def check_wrapped() -> None:
+    calls_odd = fully_shard(CallsOdd(4, 4))
+    assert not may_write_data(unit_of(calls_odd))  # type: ignore[arg-type]
     wrapped = fully_shard(Wrapped(4, 4))
     assert may_write_data(unit_of(wrapped))  # type: ignore[arg-type]
     replaced: Any = nn.Linear(4, 4)

@@ -34,12 +34,11 @@ class Copies:
 
     def new_items(self) -> list[Any]:
         """Return what the forward has put into copies."""
-        return [
-            item
-            for _, copied, before in self._made
-            for item in _items_of(copied).values()
-            if not any(item is each for each in before.values())
-        ]
+        found = []
+        for _, copied, before in self._made:
+            known = {id(item) for item in before.values()}
+            found += [item for item in _items_of(copied).values() if id(item) not in known]
+        return found
 
     def carry_back(self, fn: Callable[[Any], Any] = lambda item: item) -> None:
         """Change the originals as the copies were changed, with ``fn`` applied to new items."""

@@ -213,6 +213,7 @@ def pre_forward(
     if unit.before_pass is not None and running.depth == 1 and not engine.is_running:
         if unit.num_pins and method != "forward":  # the forwards in it are passes
             running.depth = 0
+            running.copies.clear()  # nothing is known of its end
             return _cast_inputs(unit, (args, kwargs), copies)
         method = "forward"  # for those that join it
         unit.before_pass(unit)

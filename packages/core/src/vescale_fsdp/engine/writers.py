@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -47,11 +47,8 @@ def _reaches_data(forward: Any, kind: type[nn.Module]) -> bool:
     pending: list[Any] = [forward]
     seen: set[int] = set()
     while pending:
-        function = pending.pop()
-        for name in ("__func__", "fget"):  # of methods and properties
-            function = getattr(function, name, None) or function
-        function = inspect.unwrap(function) if callable(function) else None
-        if not isinstance(function, FunctionType) or id(function) in seen:
+        function = _function_of(pending.pop())
+        if function is None or id(function) in seen:
             continue
         seen.add(id(function))
         if (function.__module__ or "").partition(".")[0] == "torch":
@@ -62,6 +59,16 @@ def _reaches_data(forward: Any, kind: type[nn.Module]) -> bool:
         for name in names:
             pending.append(inspect.getattr_static(kind, name, function.__globals__.get(name)))
     return False
+
+
+def _function_of(found: Any) -> FunctionType | None:
+    """Return what a name calls. Other objects are not touched: theirs may be any attributes."""
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, staticmethod | classmethod | MethodType):
+        found = found.__func__
+    found = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+    return found if isinstance(found, FunctionType) else None
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -130,10 +130,15 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         each.requires_grad for each in operands if isinstance(each, torch.Tensor)
     )
     is_copy = any(isinstance(each, GatheredView) and not each._shares for each in written)
-    if is_copy or has_gradient:
+    if is_copy:
         raise NotImplementedError(
             f"{func} would write to a copy of a sharded tensor, and the write would be lost. Write "
-            "to the tensor itself, under torch.no_grad()"
+            "to the tensor itself"
+        )
+    if has_gradient:
+        raise NotImplementedError(
+            f"{func} would write to the whole of a sharded tensor, which autograd cannot follow. "
+            "Write under torch.no_grad(), or use an operator that returns a new tensor"
         )
     _check_beside(func, operands)
     wholes = {id(each): whole(func, _source_of(each)) for each in written}

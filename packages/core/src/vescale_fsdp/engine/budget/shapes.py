@@ -25,7 +25,7 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
 
 
-class _Unknown(Exception):  # it is a result
+class _Unknown(Exception):
     """Something that a shape says too little about."""
 
 
