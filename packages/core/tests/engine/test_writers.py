@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.nn import functional as F
 
 from vescale_fsdp import fully_shard
@@ -85,8 +86,11 @@ def make() -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def check(options: dict[str, Any]) -> None:
+def check(options: dict[str, Any], recomputes: bool = False) -> None:
     plain, model = make(), make()
+    if recomputes:  # the forward, and its writes, come again in backward
+        for part in (*plain, *model):
+            recompute(part)
     for part in model:
         fully_shard(part, **options)
     fully_shard(model, **options)
@@ -128,6 +132,11 @@ odd = Odd()
 class CallsOdd(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(odd(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_they_are_kept_where_forwards_are_recomputed(options: dict[str, Any]) -> None:
+    run_ranks(check, 2, options, True)
 
 
 def check_wrapped() -> None:

@@ -235,6 +235,7 @@ def pre_forward(
             running.aside = aside()
             running.aside.__enter__()
         unit.unshard()
+        _expose_if_written(unit)
         _use_lent(unit)
         return _cast_inputs(unit, (args, kwargs), copies)
     wants_gradients = torch.is_grad_enabled()
@@ -249,11 +250,7 @@ def pre_forward(
         return _cast_inputs(unit, (args, kwargs), copies)  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
-    if unit.writes_data is None:
-        unit.writes_data = may_write_data(unit)
-    if unit.writes_data:
-        for group in unit.groups:
-            group.is_exposed = True
+    _expose_if_written(unit)
     _use_lent(unit)
     running.has_begun = True
     unit.leases.discard(Lease.USER)
@@ -330,6 +327,15 @@ def post_forward(unit: Unit, output: Any) -> Any:
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
+
+
+def _expose_if_written(unit: Unit) -> None:
+    """Let the unit be compared with its shard at its end, if its forward may write to ``.data``."""
+    if unit.writes_data is None:
+        unit.writes_data = may_write_data(unit)
+    if unit.writes_data:
+        for group in unit.groups:
+            group.is_exposed = True
 
 
 def _use_lent(unit: Unit) -> None:
