@@ -10,6 +10,7 @@ the engine's pool count as used.
 from __future__ import annotations
 
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -98,8 +99,12 @@ class Block:
 
 
 def through_the_allocator() -> AbstractContextManager[object]:
-    """A context in which the engine takes new regions from torch's CPU allocator."""
-    return mock.patch.object(memory, "CAN_MAP", False)
+    """A context in which new engines take all of their memory from torch's CPU allocator.
+
+    They get pools of their own: those of the process may have regions that bypass it.
+    """
+    pools = weakref.WeakValueDictionary[torch.device, memory.SlabPool]()
+    return mock.patch.multiple(memory, CAN_MAP=False, _POOLS=pools)
 
 
 def traced(run: Callable[[], object]) -> list[Block]:
