@@ -67,7 +67,7 @@ def usual() -> Division:
             twin, blocks, model, (inputs,), {}, torch.bfloat16, None, lambda o: loss_of(o, targets)
         )
         traces[mode] = trace_of_trial(job, mode, has_host=True)  # type: ignore[arg-type]
-    return Division(model, (BlockTimes(1e-3, 2e-3),) * len(model.units), traces)
+    return Division(model, (BlockTimes(1e-3, 2e-3, 1e-3),) * len(model.units), traces)
 
 
 def simulated_peak(candidate: Candidate, micro_batches: int) -> int:

@@ -173,7 +173,7 @@ def _group(specs: Sequence[tuple[str, Sequence[int]]]) -> Group:
 
 def _times(num_used: float, tokens: int, machine: Machine) -> BlockTimes:
     forward_s = 2 * num_used * tokens / machine.flops_per_s
-    return BlockTimes(forward_s, 2 * forward_s)
+    return BlockTimes(forward_s, 2 * forward_s, forward_s)
 
 
 def _trace(

@@ -59,7 +59,7 @@ def division(
     block = [group((4 * width, width), (width, width), (width,))]
     others = [(f"blocks.{i}", block) for i in range(num_blocks)]
     model = make_model("blocks", [group((width, width))], others)
-    times = (BlockTimes(block_s / 4, block_s / 2), BlockTimes(block_s, 2 * block_s))
+    times = tuple(BlockTimes(each, 2 * each, each) for each in (block_s / 4, block_s))
     traces = {}
     if has_trace:
         traces = {

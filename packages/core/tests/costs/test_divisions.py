@@ -60,7 +60,7 @@ def test_groups_of_one_kind_are_joined() -> None:
     frozen = group((8, 8), trainable=False)
     first, second = [group((4, 4)), frozen], [frozen, group((2, 2))]
     model = make_model("m", [], [("a", first), ("b", second)])
-    both = grouped(Division(model, (BlockTimes(0, 0),) * 3), 2)
+    both = grouped(Division(model, (BlockTimes(0, 0, 0),) * 3), 2)
     assert both is not None
     (_, unit) = both.model.units
     assert [(each.trainable, each.numel) for each in unit.groups] == [(True, 20), (False, 128)]
@@ -85,7 +85,7 @@ EXPERTS = Group(
 
 def test_a_huge_unit_is_split_into_its_children() -> None:
     model = make_model("m", [], [("layer.0", [EXPERTS]), ("layer.1", [EXPERTS])])
-    parts = split(Division(model, (BlockTimes(0, 0), BlockTimes(171.0, 342.0))), 900)
+    parts = split(Division(model, (BlockTimes(0, 0, 0), BlockTimes(171.0, 342.0, 171.0))), 900)
     assert parts is not None
     assert parts.model.modules[1:4] == (
         ("layer.0.attn", "layer.0.mlp.experts.0", "layer.0.mlp.experts.1"),
@@ -94,12 +94,12 @@ def test_a_huge_unit_is_split_into_its_children() -> None:
     )
     assert parts.model.num_parameters == model.num_parameters
     assert [times.forward_s for times in parts.times] == [0.0, 90.0, 81.0]
-    assert split(Division(model, (BlockTimes(0, 0),) * 2), 1710) is None  # nothing is larger
+    assert split(Division(model, (BlockTimes(0, 0, 0),) * 2), 1710) is None  # nothing is larger
 
 
 def test_a_tensor_is_not_split() -> None:
     model = make_model("m", [], [("layer", [group((10, 10), (10, 20))])])
-    parts = split(Division(model, (BlockTimes(0, 0),) * 2), 50)
+    parts = split(Division(model, (BlockTimes(0, 0, 0),) * 2), 50)
     assert parts is not None
     sizes = [unit.groups[0].numel for unit in parts.model.units[1:]]
     assert sizes == [100, 200]

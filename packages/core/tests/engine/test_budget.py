@@ -30,7 +30,7 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.costs import Candidate, Link, Machine, Prediction
 from vescale_fsdp.engine.budget.apply import apply
-from vescale_fsdp.engine.budget.blocks import Bench, Times
+from vescale_fsdp.engine.budget.blocks import Bench
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import RankError, run_ranks
 
@@ -39,7 +39,7 @@ from .budget_models import LM, VOCAB, batch
 SLOW = Machine(  # collectives take long, so that units are joined and stay unsharded
     "slow", "gloo", 1 << 30, 2, Link(1e8, 1e-3), Link(1e8, 1e-3), 1e10, 1e9, 1e-4, 1e-4, 1e-5, 1e-9
 )
-FAST = Times(1e-4, 2e-4)  # of a block, far less than a collective takes
+FAST = 1e-4, 2e-4  # of a block, far less than a collective takes
 
 
 def train(model: nn.Module, num_steps: int = 3) -> list[float]:
@@ -169,7 +169,7 @@ def test_the_output_dtype_is_that_of_the_model() -> None:
 
 
 def chosen_and_trained(
-    memory: str | int, more: dict[str, Any], times: Times | None = FAST
+    memory: str | int, more: dict[str, Any], times: tuple[float, float] | None = FAST
 ) -> Prediction:
     """Choose and train. The times of the blocks are these, or measured."""
     model = made()

@@ -174,7 +174,7 @@ def _used(tensor: Tensor, unit: Unit, experts: float) -> float:
 
 def _times(operations: float, machine: Machine) -> BlockTimes:
     forward_s = operations / machine.flops_per_s
-    return BlockTimes(forward_s, 2 * forward_s)
+    return BlockTimes(forward_s, 2 * forward_s, forward_s)
 
 
 def _models(model: Model, settings: Settings, budget_bytes: int) -> list[_Units]:

@@ -46,7 +46,7 @@ def grouped(division: Division, size: int) -> Division | None:
         shift += places
         unit_of += [new] * len(run)
         each = [division.times[model.order[number]] for number in run]
-        times.append(BlockTimes(sum(t.forward_s for t in each), sum(t.backward_s for t in each)))
+        times.append(BlockTimes.total(each))
     (_, root), *others = merged
     made = make_model(model.name, root, others)
     modules = tuple(tuple(m for number in run for m in model.modules[number]) for run in runs)
@@ -85,7 +85,7 @@ def split(division: Division, most_elements: int) -> Division | None:
         for members, groups in parts:
             share = _numel(groups) / max(_numel(unit.groups), 1)
             others.append((members[0], groups))
-            times.append(BlockTimes(whole.forward_s * share, whole.backward_s * share))
+            times.append(whole.times(share))
             modules.append(members)
     made = make_model(model.name, model.units[0].groups, others)
     made = replace(_titled(made, tuple(modules)), module=model.module)
@@ -97,13 +97,7 @@ def _means(model: Model, times: Sequence[BlockTimes]) -> tuple[BlockTimes, ...]:
     by_unit: dict[int, list[BlockTimes]] = {}
     for index, each in zip(model.order, times, strict=True):
         by_unit.setdefault(index, []).append(each)
-    return tuple(
-        BlockTimes(
-            sum(each.forward_s for each in by_unit[index]) / len(by_unit[index]),
-            sum(each.backward_s for each in by_unit[index]) / len(by_unit[index]),
-        )
-        for index in range(len(model.units))
-    )
+    return tuple(BlockTimes.mean(by_unit[index]) for index in range(len(model.units)))
 
 
 def _numel(groups: Sequence[Group]) -> int:

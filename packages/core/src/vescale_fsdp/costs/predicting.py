@@ -212,7 +212,8 @@ class Predictor:
             again = recomputes and 0 < number <= candidate.num_changed
             key = index, keeps, again
             if key not in known:
-                backward_s = times.backward_s + (times.forward_s if again else 0.0)
+                recompute_s = times.recompute_s if again else 0.0
+                backward_s = times.backward_s + recompute_s
                 known[key] = UnitCosts(
                     unit.title,
                     groups[index],
@@ -220,7 +221,7 @@ class Predictor:
                     keeps,
                     times.forward_s,
                     times.backward_s,
-                    times.forward_s if again else 0.0,
+                    recompute_s,
                     self._engine_s(groups[index], times.forward_s, backward_s),
                 )
             found.append(known[key])

@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vescale_fsdp.costs.estimate import Traffic
 from vescale_fsdp.costs.layouts import BlockOf
@@ -24,8 +24,7 @@ Sharding = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"]
 Extra = Literal["int8", "offload"]  # changes numbers, or needs the host's memory
 
 
-@dataclass(frozen=True)
-class BlockTimes:
+class BlockTimes(NamedTuple):
     """Seconds of one unit's forward and backward, for one micro-batch, without an engine.
 
     Those of the root are for all that is outside of other units: embedding, head and loss.
@@ -33,6 +32,21 @@ class BlockTimes:
 
     forward_s: float
     backward_s: float  # without recomputation
+    recompute_s: float  # how much longer both take together with recomputation
+
+    def times(self, factor: float) -> BlockTimes:
+        """Return the seconds of several calls, or of a part."""
+        return BlockTimes(*(factor * seconds for seconds in self))
+
+    @staticmethod
+    def total(parts: Iterable[BlockTimes]) -> BlockTimes:
+        """Return the seconds of all of them."""
+        return BlockTimes(*map(sum, zip(*parts, strict=True)))
+
+    @staticmethod
+    def mean(parts: Collection[BlockTimes]) -> BlockTimes:
+        """Return the mean of at least one."""
+        return BlockTimes.total(parts).times(1 / len(parts))
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ class _Sums:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
     processor_s: tuple[float, float]  # of the engine and of copies, without gathers; and of each
     gather_s: tuple[float, ...]
     again_s: tuple[float, ...]  # of all-gathers in backward, if no unit is kept
@@ -330,7 +331,7 @@ class _Search:
         compute_s = times * (sums.forward_s[last] + sums.backward_s[last]) + cpu_s
         if "recompute" in candidate.activations:
             changed = candidate.num_changed + 1
-            compute_s += times * (sums.forward_s[changed] - sums.forward_s[1])
+            compute_s += times * (sums.recompute_s[changed] - sums.recompute_s[1])
         compute_s += times * sums.processor_s[0] + reductions * sums.processor_s[1]
         shards_s, replicas_s = gather_s + reductions * sums.reduce_s, reductions * sums.replica_s
         network_s = max(shards_s, replicas_s)
@@ -368,7 +369,10 @@ class _Search:
         return self._sums[key]
 
     def _summed(self, candidate: Candidate) -> _Sums:
-        units = self._predictor.units(candidate)
+        units, division = (
+            self._predictor.units(candidate),
+            self._predictor.divisions[candidate.units],
+        )
         trained = [g for unit in units for g in unit.groups if g.trainable]
 
         def running(values: Iterable[float]) -> tuple[float, ...]:
@@ -401,6 +405,7 @@ class _Search:
         return _Sums(
             running(unit.forward_s for unit in units),
             running(unit.backward_s * (not i or i >= first) for i, unit in enumerate(units)),
+            running(division.times[index].recompute_s for index in division.model.order),
             (engine_s, reducing),
             running(gather_s),
             running(seconds * (i >= first) for i, seconds in enumerate(gather_s)),

@@ -7,7 +7,9 @@ each block. With this, one copy of each distinct block runs by itself::
 
     root     | embed | stand-ins | head, loss |    times of the root, inputs of the blocks
     block 0  | forward | backward |                the same for all blocks that equal it
+    block 0  | forward | backward, recomputed |
     block 9  | forward | backward |
+    block 9  | forward | backward, recomputed |
 
 All ranks measure at the same time, as they will train. Distinct blocks differ in class, shapes,
 dtypes, what is trained, flags of their modules, or inputs.
@@ -28,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
+from vescale_fsdp.costs import BlockTimes
 from vescale_fsdp.engine.budget.twins import (
     Values,
     cast,
@@ -38,18 +41,6 @@ from vescale_fsdp.engine.budget.twins import (
 from vescale_fsdp.engine.containers import map_tensors, tensors_requiring_grad
 
 _MOST_S, _MOST_RUNS = 0.5, 7  # of the repetitions of one block
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of compute of one module."""
-
-    forward_s: float
-    backward_s: float
-
-    def times(self, count: int) -> Times:
-        """Return the seconds of several calls."""
-        return Times(count * self.forward_s, count * self.backward_s)
 
 
 @dataclass(frozen=True)
@@ -234,7 +225,7 @@ class Bench:
         outputs: Sequence[Sequence[Outputs]],
         inputs: Inputs,
         loss_of: Callable[[Any], torch.Tensor],
-    ) -> tuple[Times, list[Inputs | None]]:
+    ) -> tuple[BlockTimes, list[Inputs | None]]:
         """Time a model without its blocks.
 
         Args:
@@ -259,16 +250,29 @@ class Bench:
             args, kwargs = cast((args, kwargs), self._policy.param_dtype)
             return loss_of(cast(twin(*args, **kwargs), self._policy.output_dtype))
 
-        times = self._time(run, twin, inputs)
+        forward_s, backward_s = self._time(run, twin, inputs)
+        times = BlockTimes(forward_s, backward_s, forward_s)
         return times, [stand_in.inputs for stand_in in stand_ins]
 
-    def block(self, block: nn.Module, inputs: Inputs) -> Times:
-        """Time one block by itself."""
+    def block(self, block: nn.Module, inputs: Inputs, *, recomputes: bool) -> BlockTimes:
+        """Time one block by itself.
+
+        Args:
+            recomputes: it can recompute its activations; time that too. With small tensors it
+                takes much longer than another forward, because torch keeps account of each.
+        """
         twin = real_twin(block, self.device, self._values)
         cast_parameters(twin, self._policy.param_dtype)
-        return self._time(twin, twin, inputs)
+        forward_s, backward_s = self._time(twin, twin, inputs)
+        recompute_s = forward_s
+        if recomputes:
+            compat.recompute(twin)
+            recompute_s = max(sum(self._time(twin, twin, inputs)) - forward_s - backward_s, 0.0)
+        return BlockTimes(forward_s, backward_s, recompute_s)
 
-    def _time(self, run: Callable[..., Any], twin: nn.Module, inputs: Inputs) -> Times:
+    def _time(
+        self, run: Callable[..., Any], twin: nn.Module, inputs: Inputs
+    ) -> tuple[float, float]:
         begun = time.monotonic()
         forwards: list[float] = []
         backwards: list[float] = []
@@ -292,7 +296,7 @@ class Bench:
             if len(forwards) > 1 and time.monotonic() - begun > _MOST_S:
                 break
         # The least of them: others may use the machine too.
-        return Times(min(forwards[1:]), min(backwards[1:]))
+        return min(forwards[1:]), min(backwards[1:])
 
     def _make(self, shape: Shape) -> torch.Tensor:
         """Return a tensor of this shape. Its memory is shared with others; it has no history."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -92,7 +93,7 @@ def choose(
             divisions.append(divide(subject, blocks))
         most = max((trace.highest_bytes for trace in divisions[0].traces.values()), default=0)
         place = len(ranks) - 1 - ranks.index(dist.get_rank())  # of equal ranks the first
-        seconds = [s for each in divisions for t in each.times for s in (t.forward_s, t.backward_s)]
+        seconds = [s for each in divisions for times in each.times for s in times]
         return Figures([], [most * len(ranks) + place, *seconds])
 
     most, *merged = merge_figures("times of the model", ranks, tried).largest
@@ -152,7 +153,7 @@ def _merged_machine(machine: Machine, memory: int, ranks: list[int]) -> tuple[Ma
 
 
 def _with_times(division: Division, seconds: Iterator[float]) -> Division:
-    times = tuple(BlockTimes(next(seconds), next(seconds)) for _ in division.times)
+    times = tuple(BlockTimes(*itertools.islice(seconds, len(each))) for each in division.times)
     return dataclasses.replace(division, times=times)
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.costs import Activations, Event, Model, Trace
+from vescale_fsdp.costs import Activations, BlockTimes, Event, Model, Trace
 from vescale_fsdp.engine.boundary import Call, enter, leave
 from vescale_fsdp.engine.budget.attention import fused_attention
 from vescale_fsdp.engine.budget.describe import owners
@@ -152,16 +152,17 @@ def trace_and_reads(
     return Trace(tuple(recorder.moments), host_bytes), {number - 1 for number in unfit}
 
 
-def seconds_of(job: Job) -> list[tuple[float, float]]:
-    """Run a step on a device, and return the seconds of forward and backward of each unit.
+def seconds_of(job: Job) -> list[BlockTimes]:
+    """Run a step on a device, and return the times of each unit.
 
-    The root is first. Times of other units are not in its times.
+    The root is first. Times of other units are not in its times. Recomputation was not tried, and
+    counts as a forward.
     """
     clock = _Clock(job.device, 1 + len(job.blocks))
     with _hooked(job, clock, None, recomputes=False):
         job.run()
         clock.note(Event.END)
-    return [(unit[0], unit[1]) for unit in clock.seconds]
+    return [BlockTimes(unit[0], unit[1], unit[0]) for unit in clock.seconds]
 
 
 class Notes(Protocol):

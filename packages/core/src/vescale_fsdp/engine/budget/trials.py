@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.costs import Activations, BlockTimes, Division, Model, Trace
-from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, Times, kind_of
+from vescale_fsdp.engine.budget.blocks import Bench, Inputs, Outputs, kind_of
 from vescale_fsdp.engine.budget.describe import describe
 from vescale_fsdp.engine.budget.merging import words_of
 from vescale_fsdp.engine.budget.request import Budget, arguments_of
@@ -40,7 +40,7 @@ from vescale_fsdp.engine.budget.twins import (
 from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.errors import PlanError, warn_user
 
-NOTHING = BlockTimes(0.0, 0.0)
+NOTHING = BlockTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def divide(subject: Subject, blocks: Sequence[nn.Module]) -> Division:
             outputs, traces, unfit = _traced(subject, twin, twins, model)
             if unfit:
                 return divide(subject, _without(blocks, unfit))
-            seconds = _timed(subject, blocks, outputs)
+            seconds = _timed(subject, blocks, outputs, recomputes="recompute" in traces)
         except Exception as error:  # it is the user's code
             if any(tensor.is_meta for tensor in tensors_of(subject.module)):
                 raise PlanError(
@@ -208,30 +208,34 @@ def _traced(
 
 
 def _timed(
-    subject: Subject, blocks: Sequence[nn.Module], outputs: Sequence[Sequence[Outputs]]
-) -> list[Times]:
+    subject: Subject,
+    blocks: Sequence[nn.Module],
+    outputs: Sequence[Sequence[Outputs]],
+    *,
+    recomputes: bool,
+) -> list[BlockTimes]:
     """Return the times of the root and of each block, by parts."""
     values = Values(limit_of_integers(subject.module))
     bench = Bench(subject.device, subject.policy, values)
     given = Inputs(*_arguments(subject, subject.device, values))
     loss = subject.budget.loss or loss_of
     root, inputs = bench.root(subject.module, blocks, outputs, given, loss)
-    known: dict[Hashable, Times] = {}
+    known: dict[Hashable, BlockTimes] = {}
     found = [root]
     for block, calls, called_with in zip(blocks, outputs, inputs, strict=True):
         if called_with is None:
-            found.append(Times(0.0, 0.0))
+            found.append(NOTHING)
             continue
         key = kind_of(block), called_with.kind
         if key not in known:
-            known[key] = bench.block(block, called_with)
+            known[key] = bench.block(block, called_with, recomputes=recomputes)
         found.append(known[key].times(len(calls)))
     return found
 
 
 def _on_device(
     subject: Subject, blocks: Sequence[nn.Module]
-) -> tuple[dict[Activations, Trace], set[int], list[Times]]:
+) -> tuple[dict[Activations, Trace], set[int], list[BlockTimes]]:
     """Run a copy of the whole model."""
     values = Values(limit_of_integers(subject.module))
     twin = real_twin(subject.module, subject.device, values)
@@ -246,18 +250,12 @@ def _on_device(
             f"inputs of the budget failed: {words_of(error)}; pass the arguments of "
             "one forward as Budget(inputs=...), or leave them out"
         ) from error
-    return traces, unfit, [Times(*each) for each in seconds]
+    return traces, unfit, seconds
 
 
-def _of_units(model: Model, seconds: Sequence[Times]) -> tuple[BlockTimes, ...]:
+def _of_units(model: Model, seconds: Sequence[BlockTimes]) -> tuple[BlockTimes, ...]:
     """Return the mean times of each different unit."""
-    members: Mapping[int, list[Times]] = {index: [] for index in range(len(model.units))}
+    members: Mapping[int, list[BlockTimes]] = {index: [] for index in range(len(model.units))}
     for index, each in zip(model.order, seconds, strict=True):
         members[index].append(each)
-    return tuple(
-        BlockTimes(
-            sum(each.forward_s for each in found) / len(found),
-            sum(each.backward_s for each in found) / len(found),
-        )
-        for found in members.values()
-    )
+    return tuple(BlockTimes.mean(found) for found in members.values())
