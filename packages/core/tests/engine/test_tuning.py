@@ -180,19 +180,30 @@ class Gather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool):
+    def __call__(
+        self, *, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         self.calls += 1
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ReduceScatter(Gather):
+    """Sums in halves, and so works on its result before it returns."""
+
     def __call__(  # type: ignore[override]
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool
-    ):
+        self,
+        *,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         self.calls += 1
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        reduce(output_tensor, input_tensor / 2, op=op, group=group, async_op=async_op)
+        output_tensor.mul_(2)
 
 
 def check_custom_collectives() -> None:

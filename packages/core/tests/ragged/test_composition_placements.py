@@ -44,7 +44,6 @@ def test_it_is_never_equal_to_a_placement_of_torch() -> None:
             assert other != placement
             assert not isinstance(placement, type(other))
             assert placement not in (other,)
-        assert not placement.is_shard()
         assert not placement.is_replicate()
 
 

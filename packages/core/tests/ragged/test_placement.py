@@ -133,8 +133,9 @@ def test_never_equal_to_another_placement(other: object) -> None:
 def test_is_none_of_the_placements_that_torch_knows() -> None:
     placement = RaggedShard((0,), (1, 1))  # the data lies as with Shard(0)
     assert not isinstance(placement, Shard | Replicate | Partial)
-    assert not placement.is_shard()
-    assert not placement.is_shard(0)
+    assert [placement.is_shard(dim) for dim in (None, 0, 1)] == [True, True, False]
+    with pytest.raises(AttributeError, match="no 'dim': a rank holds a flat range"):
+        _ = placement.dim
     assert not placement.is_replicate()
     assert not placement.is_partial()
     assert not placement.is_partial("sum")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
@@ -37,6 +37,14 @@ def _route(function: Any, routed: Callable[..., Any]) -> None:
     function.__defaults__ = None
     function.__kwdefaults__ = {"_routed": functools.partial(routed, original)}
     function.__wrapped__ = original  # so that `inspect` shows the original signature
+
+
+def _current_mesh() -> Any:
+    """The mesh of the ``with`` statement around the call."""
+    from torch.distributed.tensor import _api
+
+    api: Any = _api
+    return api._mesh_resources.get_current_mesh()
 
 
 def route_redistribute(concerns: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
@@ -72,10 +80,47 @@ def route_from_local(concerns: Callable[[Any], bool], from_local: Callable[..., 
         **options: Any,
     ) -> Any:
         if placements is not None and any(map(concerns, placements)):  # always contiguous
-            return from_local(local_tensor, device_mesh, placements, **options)
+            mesh = device_mesh or _current_mesh()
+            return from_local(local_tensor, mesh, placements, **options)
         return original(local_tensor, device_mesh, placements, stride=stride, **options)
 
     _route(DTensor.from_local, routed)
+
+
+def route_creation(concerns: Callable[[Any], bool], create: Callable[..., DTensor]) -> None:
+    """Let ``torch.distributed.tensor.zeros`` and the like call ``create`` for our placements."""
+    from torch.distributed.tensor import _api
+
+    api: Any = _api
+
+    def routed(
+        original: Any,
+        init_op: Any,
+        size: Any,
+        device_mesh: Any = None,
+        placements: Any = None,
+        **options: Any,
+    ) -> Any:
+        if placements is not None and any(map(concerns, placements)):
+            return create(init_op, size, device_mesh or _current_mesh(), placements, **options)
+        return original(init_op, size, device_mesh, placements, **options)
+
+    _route(api._dtensor_init_helper, routed)
+
+
+def refuse_boxes(concerns: Callable[[Any], bool], message: str) -> None:
+    """Let torch's function for the shape and the offset of a local tensor raise for our placements.
+
+    It skips placements that it does not know, and would return the whole.
+    """
+    from torch.distributed.tensor import _utils
+
+    def routed(original: Any, global_shape: Any, mesh: Any, placements: Any, **options: Any) -> Any:
+        if any(map(concerns, placements)):
+            raise NotImplementedError(message.format(placements=list(placements)))
+        return original(global_shape, mesh, placements, **options)
+
+    _route(_utils.compute_local_shape_and_global_offset, routed)
 
 
 def route_distribution(
@@ -105,8 +150,7 @@ def route_distribution(
         original: Any, tensor: Any, device_mesh: Any = None, placements: Any = None, **rest: Any
     ) -> Any:
         if placements is not None and any(map(concerns, placements)):
-            mesh = device_mesh or api._mesh_resources.get_current_mesh()
-            return distribute(tensor, mesh, placements, **rest)
+            return distribute(tensor, device_mesh or _current_mesh(), placements, **rest)
         return original(tensor, device_mesh, placements, **rest)
 
     def filled(original: Any, states: Any, keys: list[str], *args: Any, **options: Any) -> None:
@@ -175,8 +219,29 @@ def support_foreach(tensor_type: type[torch.Tensor]) -> None:
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
-    """Let torch's ``fully_shard.state(module)`` return ``state``."""
+    """Let torch's ``fully_shard.state(module)`` return ``state``.
+
+    Torch's other composable functions see that the module is sharded: ``replicate`` leaves it out.
+    """
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
+    registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    registry["fully_shard"] = RegistryItem()
+
+
+def replace_module_methods(*replacements: Callable[..., Any]) -> None:
+    """Let methods of ``nn.Module`` with these names call ``replacement(original, module, ...)``."""
+    for replacement in replacements:
+        original = getattr(torch.nn.Module, replacement.__name__)
+        if getattr(original, "__wrapped__", None) is None:
+            setattr(torch.nn.Module, replacement.__name__, _replaced(original, replacement))
+
+
+def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        return replacement(original, self, *args, **options)
+
+    return method
 
 
 def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:

@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -202,3 +207,12 @@ def neg_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view whose elements are the negated ones, as of the imaginary part of a conjugate."""
     found: torch.Tensor = torch._neg_view(tensor)
     return found
+
+
+def mesh_info(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> Any:
+    """FSDP2's description of a mesh and of its axes that shard and replicate."""
+    if shard is None:
+        return DDPMeshInfo(mesh, replicate_mesh_dim=replicate)
+    if replicate is None:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=shard)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=shard, replicate_mesh_dim=replicate)

@@ -15,7 +15,8 @@ as one operation with one launch (``ncclGroupStart``), so nothing is copied into
 Custom collectives of the user, in the form of FSDP2's ``AllGather`` and ``ReduceScatter``. They
 allocate their own memory, but parameters must stay at their addresses. So there is one copy before
 and one after the collective. With FSDP2's all-gather through symmetric memory the parameters are in
-that memory, and there is no copy after it.
+that memory, and there is no copy after it. As in FSDP2 they are called with ``async_op=False``: the
+user's code may work on the result before it returns. On streams it runs beside the compute.
 
 `let_ranks_go_first`, for gloo: each gloo communicator has a thread that waits for the network. A
 rank that sends holds a lock for some microseconds. If data arrives at this moment and all cores are
@@ -233,8 +234,8 @@ def start_custom_gather(
         if first is not None:
             first()
         devices.copy_async(mine, own)
-        work = gather(arrived, mine, group, async_op=True)
-        return waiting.bounded(work, arrived, group, "an all-gather")
+        gather(output_tensor=arrived, input_tensor=mine, group=group, async_op=False)
+        return None
 
     work = devices.start_beside(full.device, start)
     return work if in_place else ThenCopy(work, lambda: full.copy_(arrived))
@@ -247,8 +248,11 @@ def start_custom_reduce(
     sent = reduce.allocate((full.numel(),), dtype=dtype, device=full.device)
     sent.copy_(full)
     shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
-    work = reduce(shard, sent, group, op, async_op=True)
-    work = waiting.bounded(work, shard, group, "a reduce-scatter")
+
+    def start() -> None:
+        reduce(output_tensor=shard, input_tensor=sent, group=group, op=op)
+
+    work = devices.start_beside(full.device, start)
     return shard, ThenCopy(work, lambda: sent)
 
 

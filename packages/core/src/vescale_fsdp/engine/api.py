@@ -25,13 +25,14 @@ from vescale_fsdp.engine.arguments import (
 from vescale_fsdp.engine.axes import row_of
 from vescale_fsdp.engine.budget import Budget, check_budget, shard_within
 from vescale_fsdp.engine.extension import ExtensionGroup
+from vescale_fsdp.engine.fsdp2_state import register_state, state_of
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.late import mark_managed
 from vescale_fsdp.engine.methods import swap_class
+from vescale_fsdp.engine.outside import reach_from_outside
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
-from vescale_fsdp.engine.pipelining import register_state, state_of
 from vescale_fsdp.engine.quantized import (
     Choice,
     QuantizedGather,
@@ -242,6 +243,7 @@ def fully_shard(
             group.gradients.corrects = bool(reduce_codec and reduce_codec.error_feedback)
     mark_taken(params, unit)
     unit.offloads_activations = apply_activations(modules, activations)
+    reach_from_outside()
     for each in modules:
         register_hooks(each)
         swap_class(each)

@@ -89,7 +89,7 @@ def check_engine_arguments(
             f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
             "dtype write MixedPrecisionPolicy(param_dtype=...)"
         )
-    if not isinstance(offload_policy, OffloadPolicy):
+    if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"fully_shard: offload_policy must be an OffloadPolicy, got {offload_policy!r}"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +18,9 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.engine import engine_of
+from vescale_fsdp.engine.fsdp2_state import State, register_state
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
-from vescale_fsdp.engine.pipelining import StageMethods, State, register_state
+from vescale_fsdp.engine.pipelining import StageMethods
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
@@ -136,27 +136,6 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
         """Set whether to reshard after backward. Off saves all-gathers between micro-batches."""
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``. Between passes it always yields sharded parameters.
-
-        The root and some units stay unsharded between forward and backward. Optimizers and
-        clipping must not use their unsharded parameters.
-        """
-        sharded: dict[int, nn.Parameter] = {}
-        for unit in units_in(self).values():  # type: ignore[arg-type]
-            if unit.is_idle and not unit.is_sharded:
-                slots = [slot for group in unit.groups for slot in group.slots]
-                sharded |= {id(slot.gathered): slot.sharded for slot in slots}
-        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
-            yield name, sharded.get(id(param), param)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``. Also drops accumulated gradients that are not reduced yet."""
-        for unit in units_of(self, recurse=True):
-            for group in unit.groups:
-                group.gradients.drop_waiting()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the shards (``to``, ``cuda``, ``to_empty``) and bind them to the buffer again."""

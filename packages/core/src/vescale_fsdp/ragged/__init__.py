@@ -3,12 +3,14 @@
 One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
 mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
 their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass);
-`replicated` for one that each rank has whole, `reduced` for what a reduction gives.
+`made` for functions of torch that make it; `replicated` for one that each rank has whole, `reduced`
+for what a reduction gives.
 Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `gathered`,
 `reductions` with `aggregates`, `random`; `whole` for tensors that are not sharded.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
+from vescale_fsdp.ragged import made as made  # lets functions of torch make it
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
 from vescale_fsdp.ragged.holdings import (
     Box,

@@ -225,8 +225,24 @@ class RaggedShard(Placement):
         return numel // total
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """False: code that knows only ``Shard`` must not treat this placement as one."""
-        return False
+        """Whether ranks hold parts: True, along ``dim`` if it is one of `dims`.
+
+        Code that goes on to read ``dim``, as of a ``Shard``, gets an error.
+        """
+        return dim is None or dim in self.dims
+
+    @property
+    def dim(self) -> int:
+        """There is none.
+
+        Raises:
+            AttributeError: always. It says what to do.
+        """
+        raise AttributeError(
+            "RaggedShard has no 'dim': a rank holds a flat range of elements (local_range), which "
+            "may begin within a row. For code that needs torch's Shard, call "
+            "fully_shard(..., shard_placement_fn=lambda p: Shard(0))"
+        )
 
     def is_replicate(self) -> bool:
         """False."""

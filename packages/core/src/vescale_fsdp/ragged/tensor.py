@@ -437,17 +437,8 @@ def _moved(
     return wrap(moving.wait(), target)
 
 
-def _is_ragged(placement: Placement) -> bool:
-    return isinstance(placement, RaggedShard)
-
-
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
-compat.route_from_local(_is_ragged, RaggedTensor.from_local)
-compat.route_redistribute(_is_ragged, RaggedTensor.redistribute)
-compat.route_distribution(
-    _is_ragged, distribute, lambda value: isinstance(value, RaggedTensor), fill
-)
 # What ``torch.load(weights_only=True)`` may call; these only build what they are given.
 torch.serialization.add_safe_globals(
     [NormPartial, RaggedShard, RaggedTensor, _rebuild, _rebuild_placement]

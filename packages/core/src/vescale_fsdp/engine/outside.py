@@ -1,0 +1,53 @@
+"""``parameters`` and ``zero_grad`` of any module that holds sharded ones.
+
+The root and some units stay unsharded between forward and backward, and their unsharded parameters
+are registered. Optimizers, clipping and ``zero_grad`` must get the sharded ones then, which have
+the gradients. A module around a sharded one is the user's, or Fabric's, or that of
+``torch.compile``. So these methods of ``nn.Module`` call the functions here
+(`compat.replace_module_methods`), from the first call of ``fully_shard`` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from vescale_fsdp import compat
+from vescale_fsdp.engine.parameters import IS_GATHERED
+from vescale_fsdp.engine.unit import units_in
+
+Named = Iterator[tuple[str, nn.Parameter]]
+
+
+def named_parameters(
+    original: Callable[..., Named], module: nn.Module, *args: Any, **options: Any
+) -> Named:
+    """As ``nn.Module.named_parameters``. Between passes it always yields sharded parameters."""
+    sharded: dict[int, nn.Parameter] | None = None
+    for name, param in original(module, *args, **options):
+        if not hasattr(param, IS_GATHERED):
+            yield name, param
+            continue
+        if sharded is None:
+            sharded = {
+                id(slot.gathered): slot.sharded
+                for unit in units_in(module).values()
+                if unit.is_idle and not unit.is_sharded
+                for slot in unit.slots()
+            }
+        yield name, sharded.get(id(param), param)
+
+
+def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: bool = True) -> None:
+    """As ``nn.Module.zero_grad``. Also drops accumulated gradients that are not reduced yet."""
+    for unit in units_in(module).values():
+        for group in unit.groups:
+            group.gradients.drop_waiting()
+    original(module, set_to_none)
+
+
+def reach_from_outside() -> None:
+    """Replace the two methods of ``nn.Module``. Further calls do nothing."""
+    compat.replace_module_methods(named_parameters, zero_grad)
