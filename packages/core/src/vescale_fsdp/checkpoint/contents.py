@@ -9,8 +9,10 @@ There are three kinds of items:
   same, it is saved once. ``rng`` has the states of Python's, NumPy's, torch's and CUDA's random
   number generators.
 
-DCP's planner decides which rank writes which part of a tensor. Each distinct value is written by
-one rank.
+DCP's planner decides which rank writes which part of a sharded tensor. Plain tensors are written by
+the first rank that has them, as DDP's users do: with ``broadcast_buffers`` and in evaluation its
+statistics of BatchNorm are those that count, and they belong together. Each distinct value is
+written by one rank.
 """
 
 from __future__ import annotations
@@ -318,20 +320,17 @@ def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bo
     return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
 
 
-def divide(offers: Sequence[Offer], small: int = 0) -> list[Task]:
+def divide(offers: Sequence[Offer]) -> list[Task]:
     """Return the task of each rank. Each box is written once.
 
-    If several ranks have it, the one with the fewest bytes to write does it.
-
-    Args:
-        small: unsharded tensors with up to so many elements are written by the first rank that has
-            them. So a rank that loads finds all of them in one file.
+    If several ranks have a part of a DTensor, the one with the fewest bytes to write does it. Of
+    plain tensors it is the first rank that has them.
     """
     _check_agreement(offers)
     plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
     try:
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        final, _ = planner.create_global_plan(_without_repeated(plans, small))
+        final, _ = planner.create_global_plan(_without_repeated(plans))
     except ValueError as error:
         raise CheckpointMismatchError(
             f"the ranks do not hold all of each tensor: {error}"
@@ -347,16 +346,14 @@ def divide(offers: Sequence[Offer], small: int = 0) -> list[Task]:
     return [{**task, "several": several} for task in tasks]
 
 
-def _without_repeated(plans: list[SavePlan], small: int) -> list[SavePlan]:
-    """Leave out small unsharded tensors that an earlier rank has."""
+def _without_repeated(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave out plain tensors that an earlier rank has."""
     seen: set[MetadataIndex] = set()
     kept = []
     for plan in plans:
         items = []
         for item in plan.items:
-            assert item.tensor_data is not None, "bytes are not planned here"
-            is_small = item.tensor_data.size.numel() <= small
-            if is_small and item.type is WriteItemType.TENSOR:
+            if item.type is WriteItemType.TENSOR:
                 if item.index in seen:
                     continue
                 seen.add(item.index)
