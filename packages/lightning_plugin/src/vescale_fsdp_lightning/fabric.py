@@ -17,6 +17,7 @@ from torch import nn
 from vescale_fsdp import clip_grad_norm_
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_lightning import fabric_checkpoints
+from vescale_fsdp_lightning.fabric_forward import Forward
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
     Sharding,
@@ -66,10 +67,10 @@ class FabricLifecycle(Sharding):
     # Model and optimizers
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module, in place."""
+        """Shard the module, in place. Returns a module around it."""
         self._shard(module, self.precision.precision, methods=(), roots=False)
         self._modules: list[nn.Module] = [*getattr(self, "_modules", []), module]
-        return module
+        return Forward(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Check that the optimizer has the sharded parameters.
@@ -100,10 +101,10 @@ class FabricLifecycle(Sharding):
                 )
         check_optimizers(optimizers, module)
         before = dict(module.named_parameters(remove_duplicate=False))
-        module = self.setup_module(module)
+        around = self.setup_module(module)
         replace_parameters(optimizers, before, module)
         set_up_optimizers(optimizers, self.options)
-        return module, optimizers, scheduler
+        return around, optimizers, scheduler
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: ``fully_shard`` has moved shards and buffers to the device."""

@@ -22,6 +22,7 @@ from vescale_fsdp_lightning.checkpoints import (
     read_manifest,
     save_sealed,
 )
+from vescale_fsdp_lightning.fabric_forward import sharded_in
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.store import is_first
 
@@ -34,7 +35,9 @@ class _Parts:
     """The models, optimizers and other values of the user's dictionary."""
 
     def __init__(self, state: Mapping[str, Any], verb: str) -> None:
-        self.models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
+        self.models = {
+            key: sharded_in(each) for key, each in state.items() if isinstance(each, nn.Module)
+        }
         self.optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
         self.rest = {
             key: each for key, each in state.items() if not isinstance(each, nn.Module | Optimizer)
@@ -140,7 +143,7 @@ def load(
     only = checkpoints.options.weights_only if weights_only is None else weights_only
     with checkpoints.store.fetch(path, local_rank) as found:
         if isinstance(state, nn.Module):
-            _load_raw(found, state, strict, only)
+            _load_raw(found, sharded_in(state), strict, only)
             return {}
         if isinstance(state, Optimizer):
             raise NotImplementedError(
