@@ -64,7 +64,6 @@ def placement_of(
     Raises:
         ValueError: the result is neither None, nor a ``Shard``, nor a ``ShardPlacementResult``.
         AssertionError: there is no such dimension.
-        NotImplementedError: the result is another ``Shard`` for a parameter that is a DTensor.
     """
     answer = None if choose is None else choose(param)
     if isinstance(answer, compat.ShardPlacementResult):
@@ -84,15 +83,7 @@ def placement_of(
             f"Shard dim {dim} is invalid for {param.dim()}D tensor: {param.shape}\n"
             f"Found for parameter {fqn!r}"
         )
-    if isinstance(param, DTensor):
-        if dim == 0:
-            return axes, None
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn wants {answer} for {fqn!r}, which is a DTensor on "
-            f"{param.device_mesh} and can be sharded along dimension 0 only, in whole blocks: "
-            "return Shard(0) for it, with the same mesh"
-        )
-    return axes, dim
+    return axes, None if isinstance(param, DTensor) and dim == 0 else dim
 
 
 def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
