@@ -122,3 +122,26 @@ torch._foreach_add_; torch.ops.aten._to_copy; torch.__version__; tensor._local_t
         "torch.distributed.distributed_c10d._world.x",
         "torch.distributed.tensor.DTensor._op_dispatcher",
     }
+
+
+def check_threads() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.ones(4)
+    compat.all_reduce(x, group).wait()
+    parts = [torch.zeros(2) for _ in range(2)]
+    compat.all_gather_uneven(parts, torch.ones(2), group).wait()
+    assert x.tolist() == [2.0] * 4
+    assert torch.cat(parts).tolist() == [1.0] * 4
+    tracked = list(groups._with_threads)
+    assert len(tracked) >= 4
+    groups._wait_for_threads()  # before the process exits
+    assert all(each() is None for each in tracked)
+    held = groups._for_thread(x)
+    with mock.patch.object(groups, "_MOST_WAIT_S", 0.01):
+        groups._wait_for_threads()  # no longer than that
+    assert held.data_ptr() == x.data_ptr()
+
+
+def test_tensors_of_collectives_are_dropped_before_exit() -> None:
+    run_ranks(check_threads, 2)

@@ -24,7 +24,7 @@ class Forward(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: nn.Module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -34,7 +34,7 @@ class Forward(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Those of the sharded module."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 
 def sharded_in(value: T) -> T:

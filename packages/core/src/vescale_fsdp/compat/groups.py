@@ -2,12 +2,19 @@
 
 A collective is looked up in ``torch.distributed`` at each call. So tools that replace it there, to
 count collectives for example, see ours too.
+
+A thread of gloo drops the tensors of a collective after it has ended, and needs the interpreter for
+it. If the process has begun to exit by then, the thread ends it with SIGABRT. So the process waits
+for tensors that threads still have, before the interpreter is taken down.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -19,6 +26,27 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp import backends, devices, waiting
+
+_MOST_WAIT_S = 1.0  # at exit
+_with_threads: deque[weakref.ref[Tensor]] = deque(maxlen=64)  # the latest, dead when dropped
+
+
+def _for_thread(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor that a collective gets, and nobody else has."""
+    if tensor.device.type != "cpu":
+        return tensor
+    alias = tensor.detach()
+    _with_threads.append(weakref.ref(alias))
+    return alias
+
+
+def _wait_for_threads() -> None:
+    end = time.monotonic() + _MOST_WAIT_S
+    while any(ref() is not None for ref in _with_threads) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+atexit.register(_wait_for_threads)
 
 
 def _start(
@@ -40,7 +68,9 @@ def _start(
     if device != output.device:
         there = torch.empty_like(output, device=device) if inputs else output.to(device)
     sent = [each.to(backends.collective_device(group, each.device)) for each in inputs]
-    work = start(there, *sent, group=group, async_op=True, **options)
+    passed = [_for_thread(each) for each in (there, *sent)]
+    work = start(*passed, group=group, async_op=True, **options)
+    passed.clear()
     work = waiting.bounded(work, there, group, what)
     return work if there is output else cast(Work, backends.Detour(work, there, output))
 
@@ -59,7 +89,8 @@ def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: Process
 
 def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup) -> Work:
     """Start an all-gather of parts of different sizes. ``input`` may be this rank's output."""
-    work = dist.all_gather(outputs, input, group=group, async_op=True)
+    parts = [_for_thread(each) for each in outputs]
+    work = dist.all_gather(parts, _for_thread(input), group=group, async_op=True)
     return waiting.bounded(work, input, group, "an all-gather")
 
 

@@ -77,7 +77,8 @@ def created(
         made.uniform_()
     elif operator is torch.randn:
         made.normal_()
-    return made.requires_grad_(requires_grad)
+    made.requires_grad_(requires_grad)
+    return made
 
 
 def _is_ragged(placement: Placement) -> bool:
