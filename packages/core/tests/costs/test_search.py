@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp import PlanError
-from vescale_fsdp.costs import FP32, Candidate, Link, Predictor, Problem, candidates, tune
+from vescale_fsdp.costs import FP32, Link, Predictor, Problem, candidates, tune
 from vescale_fsdp.costs.search import _Search, divisions_of
 from vescale_fsdp.costs.words import bucket
 
@@ -139,18 +139,3 @@ def test_only_the_possible_numbers_of_replicas_are_candidates() -> None:
     assert replicas_of(frozenset({1})) == rows_alone
     assert replicas_of(frozenset({4})) == {("hsdp", 4), ("hsdp_zero1", 4)}
     assert {number for _, number in replicas_of(None)} == {1, 2, 4}
-
-
-def test_small_units_have_messages_and_recomputed_ones_states_of_random_numbers() -> None:
-    tiny = division(50, 8, 1e-5, 4096)  # units of 328 elements, a root of 64
-    asked = problem(1 << 30, 2, divisions=(tiny,), machine=machine("gloo"), compute_dtype=FP32)
-    predictor = Predictor(asked)
-    kept = Candidate("zero3", tiny.model.modules[1:])
-    again = replace(kept, activations="recompute", num_changed=50)
-    slack = [predictor._slack_bytes(each, predictor.units(each)) for each in (kept, again)]
-    # A rank has 32 elements of the root and 168 of a unit, which are aligned. One message of all
-    # for a gather, one for a reduction; 5,056 bytes for each unit that recomputes.
-    messages = 2 * 2 * 4 * (32 + 50 * 168)
-    assert slack == [messages, messages + 50 * 5056]
-    replicated = replace(kept, sharding="ddp")
-    assert predictor._slack_bytes(replicated, predictor.units(replicated)) == 0

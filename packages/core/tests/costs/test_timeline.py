@@ -49,6 +49,22 @@ def test_gathers_and_reductions_take_turns_in_a_block() -> None:
     assert more > 20 * 4 + 2 * 5
 
 
+def test_a_message_of_small_units_is_there_until_the_last_has_its_part() -> None:
+    def peak_of(trainable: bool) -> account.Peak:
+        units = [unit(0, root=True), *[unit(1, trainable=trainable)] * 12]
+        return run_step(units, How("gloo", small_bytes=1 << 13)).peak
+
+    # In the forward of the eleventh unit: the message, its parameters and those of the last one.
+    assert peak_of(trainable=False).num_bytes == 20 * (12 + 2)
+    # In backward the message of all reductions is a copy of the gradients, beside what arrives. The
+    # last unit in forward was not gathered again, so it is reduced alone.
+    assert peak_of(trainable=True).parts == {
+        account.GATHERED: 20 * (12 + 1),
+        account.LOCAL: 2 * 20 * 11,
+        account.REDUCING: 20 * 11,
+    }
+
+
 def test_peak_of_a_large_root_is_at_the_end() -> None:
     blocks = [unit(1)] * 4
     step = run_step([unit(100, root=True), *blocks], How("gloo"))

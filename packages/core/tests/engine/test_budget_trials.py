@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from vescale_fsdp import repeated_blocks
-from vescale_fsdp.costs import Division
+from vescale_fsdp import devices, repeated_blocks
+from vescale_fsdp.costs import Division, Event
 from vescale_fsdp.engine.budget import Budget
 from vescale_fsdp.engine.budget.blocks import kind_of
 from vescale_fsdp.engine.budget.trace import loss_of
@@ -73,6 +74,17 @@ def test_units_times_and_activations(make: Any) -> None:
     assert all(each.forward_s > 0 and each.backward_s > 0 for each in division.times)
     peaks = {mode: trace.highest_bytes for mode, trace in division.traces.items()}
     assert peaks["recompute"] < peaks["keep"]
+
+
+def test_recomputed_forwards_keep_a_state_of_random_numbers() -> None:
+    kept = {}
+    for has_streams in (False, True):
+        with mock.patch.object(devices, "has_streams", return_value=has_streams):
+            trace = tried(LM(), batch()).traces["recompute"]
+        ends = [each for each in trace.moments if each.event is Event.END_OF_FORWARD]
+        kept[has_streams] = [each.live_bytes for each in ends if each.unit]
+    more = [cpu - other for cpu, other in zip(kept[False], kept[True], strict=True)]
+    assert more == [torch.get_rng_state().numel() * (number + 1) for number in range(4)]
 
 
 def test_a_trace_on_a_device_is_that_on_meta() -> None:

@@ -13,16 +13,13 @@ Sizes come from the planner's layouts, times from the `Machine` and the measured
   time of the processor for what is sent; with streams only what is longer than a unit's compute
 
 The peak is that of the simulated step, with the memory between steps, and 2% of what is allocated
-in a step for what no simulation counts (rounding of allocators). Without streams that is also the
-state of random numbers, which each recomputed forward saves, and one message of small units for
-all-gathers and one for reductions (`dbuffer.message`). The step of the optimizer may be higher: it
-has gradients, and temporary memory (`estimate.scratch_of`).
+in a step for what no simulation counts (rounding of allocators). The step of the optimizer may be
+higher: it has gradients, and temporary memory (`estimate.scratch_of`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -36,14 +33,12 @@ from vescale_fsdp.costs.settings import AS_THEY_ARE, Code, Codes, Settings
 from vescale_fsdp.costs.timeline import run_step
 from vescale_fsdp.costs.traces import mixed_trace
 from vescale_fsdp.costs.units import SHARDS, GroupCosts, GroupSeconds, UnitCosts
-from vescale_fsdp.program import MOST_BYTES
 
 WEIGHTS, STATES, ROUNDING = "weights", "optimizer states", "rounding"
 OTHERS = "other tensors"  # such as buffers
 _ROUNDING = 0.02  # of what is allocated in a step
 _SLACK_BYTES = 4 << 20  # CUDA's allocator leaves up to 1 MiB of a block unused, in a few blocks
 _SMALL_BYTES = 1 << 13  # of the engine, for messages that units share without streams
-_RANDOM_STATE_BYTES = 5056  # of torch's generator on the CPU
 _CODE = Code("int8", 256)  # the engine's default
 
 
@@ -117,7 +112,7 @@ class Predictor:
         resting = {} if candidate.offload else {WEIGHTS: shards.weights_bytes}
         resting |= {} if candidate.offload else {STATES: shards.states_bytes}
         resting |= {OTHERS: self.problem.other_bytes} if self.problem.other_bytes else {}
-        slack_bytes = self._slack_bytes(candidate, units)
+        slack_bytes = _SLACK_BYTES if self.problem.machine.backend == "nccl" else 0
         rounding = {ROUNDING: math.ceil(_ROUNDING * peak.num_bytes) + slack_bytes}
         memory = resting | {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}
         memory |= rounding
@@ -139,19 +134,6 @@ class Predictor:
         """Whether collectives among shards and among replicas use the same network cards."""
         machine = self.problem.machine
         return machine.backend == "gloo" or settings.num_shards > machine.ranks_per_node
-
-    def _slack_bytes(self, candidate: Candidate, units: Sequence[UnitCosts]) -> int:
-        """Return the bytes that the simulation does not count, beside rounding."""
-        if self.problem.machine.backend == "nccl":
-            return _SLACK_BYTES
-        recomputed = candidate.units[: candidate.num_changed]
-        states = sum(len(modules) for modules in recomputed) * _RANDOM_STATE_BYTES
-        sizes = [sum(group.gathered_message for group in unit.groups) for unit in units]
-        small = [size for size in sizes if 0 < size <= _SMALL_BYTES]
-        if candidate.sharding == "ddp" or len(small) < 2:
-            return states
-        num_ranks = max(group.num_shards for unit in units for group in unit.groups)
-        return states + 2 * num_ranks * min(sum(small), MOST_BYTES)
 
     def settings(self, candidate: Candidate) -> Settings:
         """Return the settings of a candidate."""

@@ -38,6 +38,9 @@ class Rank(Protocol):
     def gather(self, unit: SimulatedUnit) -> float:
         """Issue the all-gathers of a unit. Returns when they end."""
 
+    def took(self, unit: SimulatedUnit) -> None:
+        """A unit has its parameters, maybe from a message with others."""
+
     def move(self, group: SimulatedGroup) -> None:
         """Move a reduced gradient to the host."""
 
@@ -105,6 +108,7 @@ class SimulatedUnit(Residency):
                 if group.gather_message is not None:
                     self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
                     self._account.drop(GATHERED, group.gather_message * group.num_shards)
+        self._model.took(self)
 
     def keeps_no_message(self) -> None:
         self._account.drop(KEPT, self._message_bytes)
@@ -151,6 +155,12 @@ class SimulatedGroup(Reduction):
         if not model.has_streams and group.num_shards > 1 and 0 < size <= model.how.small_bytes:
             self.parcel = Parcel(size, (group.copied_dtype, group.reduce_dtype))
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of its gradients, which a message with others has a copy of."""
+        dtype = self.of.reduce_dtype if self._has_sums else self.of.copied_dtype
+        return self.of.full_elements * dtype.itemsize
+
     def settle(self, *, waits: bool) -> None:
         """A backward begins."""
         self._waits |= waits
@@ -182,8 +192,12 @@ class SimulatedGroup(Reduction):
             self._account.drop(MADE, self._made_bytes)
             self._made_bytes = 0
 
-    def start(self) -> float:
-        """Start the reduction. Returns the seconds that its bytes take on the network."""
+    def start(self, num_sent: int = 0) -> float:
+        """Start the reduction. Returns the seconds that its bytes take on the network.
+
+        Args:
+            num_sent: bytes of the message, if it is sent together with others.
+        """
         group, account, times = self.of, self._account, self.of.seconds
         seconds = times.wide_reduce_s if self._has_sums else times.reduce_s
         if not self._has_sums:
@@ -202,7 +216,7 @@ class SimulatedGroup(Reduction):
             whole = message * group.num_shards
             self._scratch_bytes = whole + _received_bytes(whole, group.num_shards)
         elif self._sums_at_end:
-            self._scratch_bytes = _received_bytes(self._local_bytes, group.num_shards)
+            self._scratch_bytes = _received_bytes(self._local_bytes, group.num_shards, num_sent)
         account.add(REDUCING, self._scratch_bytes)
         if message is not None:
             account.drop(LOCAL, self._local_bytes)
@@ -295,6 +309,7 @@ class SimulatedGroup(Reduction):
         self._has_gradient = False
 
 
-def _received_bytes(sent: int, num_shards: int) -> int:
-    own = sent // num_shards
-    return sent - (own if own >= SHORTEST_EXCHANGE else 0)
+def _received_bytes(sent: int, num_shards: int, in_message: int = 0) -> int:
+    """The receive buffer for so many bytes, which may be a part of a message of more."""
+    is_exchange = max(sent, in_message) // num_shards >= SHORTEST_EXCHANGE
+    return sent - (sent // num_shards if is_exchange else 0)

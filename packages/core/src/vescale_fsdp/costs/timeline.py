@@ -63,13 +63,16 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vescale_fsdp.costs.account import (
     COMPUTE,
     COPIES,
     ENGINE,
+    GATHERED,
     INNER,
+    LOCAL,
     RECOMPUTATION,
     REDUCED,
     Account,
@@ -115,6 +118,14 @@ def run_step(units: Sequence[UnitCosts], how: How, trace: Trace | None = None) -
     return _Model(units, how).step(trace)
 
 
+@dataclass
+class _Message:
+    """An all-gather of several small units: its bytes, and how many have not taken their part."""
+
+    num_bytes: int
+    num_left: int
+
+
 class _Call:
     """Stands for a forward in the autograd graph."""
 
@@ -145,6 +156,7 @@ class _Model(Executor):
         self._inner_ends: dict[int, float] = {}  # by unit
         self._bundles: Bundles | None = None
         self._sent: dict[int, float] = {}  # units that were sent with others
+        self._messages: dict[int, _Message] = {}  # by unit that has not taken its part
         names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
         empty = {number for number, each in enumerate(costs) if not each.groups}
         policy = policy_of(
@@ -329,9 +341,22 @@ class _Model(Executor):
         if together is None:
             return self._gather_units([unit])
         if together:
-            ends = self._gather_units([self._units[index] for index in together], is_one=True)
+            units = [self._units[index] for index in together]
+            ends = self._gather_units(units, is_one=True)
             self._sent.update(dict.fromkeys(together, ends))
+            groups = [group for each in units for group in each.costs.groups]
+            message = _Message(sum(g.gathered_message * g.num_shards for g in groups), len(units))
+            self._messages.update(dict.fromkeys(together, message))
+            self.account.add(GATHERED, message.num_bytes)
         return self._sent.pop(unit.index)
+
+    def took(self, unit: SimulatedUnit) -> None:
+        """A unit has its parameters. The last one frees the message that they were in."""
+        message = self._messages.pop(unit.index, None)
+        if message is not None:
+            message.num_left -= 1
+            if not message.num_left:
+                self.account.drop(GATHERED, message.num_bytes)
 
     def _gather_units(self, units: Sequence[SimulatedUnit], *, is_one: bool = False) -> float:
         ends, is_one = 0.0, is_one or self.has_streams
@@ -387,6 +412,8 @@ class _Model(Executor):
     def end_walk(self) -> None:
         self._bundles = None
         self._sent.clear()
+        for index in [*self._messages]:
+            self.took(self._units[index])
 
     def due(self) -> Sequence[Reduction]:
         found = []
@@ -402,7 +429,11 @@ class _Model(Executor):
         is_one = self.has_streams or len(groups) > 1
         first = groups[0].of.seconds
         self.clock.spend(ENGINE, first.collective_s)
-        seconds = sum(group.start() for group in groups)
+        num_sent = sum(group.sent_bytes for group in groups) if len(groups) > 1 else 0
+        seconds = sum(group.start(0 if self.has_streams else num_sent) for group in groups)
+        if num_sent and not self.has_streams:  # a copy of all, which are freed then
+            self.account.add(LOCAL, num_sent)
+            self.account.drop(LOCAL, num_sent)
         if not is_one or groups[0].of.num_shards > 1:
             seconds += first.latency_s
         ends = self.clock.issue(SHARDS, seconds) if seconds else self.clock.now

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +40,7 @@ from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.errors import PlanError
 
 LossOf = Callable[[Any], torch.Tensor]
+_RANDOM_STATE_BYTES = 5056  # of torch's generator on the CPU, which a recomputed forward saves
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -138,8 +138,9 @@ def trace_and_reads(
     offload = Offload(recorder.stays) if "offload" in activations and has_host else None
     is_meta = job.device.type == "meta"
     fused = fused_attention(is_accelerator=has_host) if is_meta else nullcontext()
+    recomputes = "recompute" in activations
     with (
-        _hooked(job, recorder, offload, recomputes="recompute" in activations, sees=sees),
+        _hooked(job, recorder, offload, recomputes=recomputes, saves_state=not has_host, sees=sees),
         fused,
         recorder,
     ):
@@ -234,6 +235,7 @@ def _hooked(
     offload: Offload | None,
     *,
     recomputes: bool,
+    saves_state: bool = False,
     sees: Callable[[int, Any], None] | None = None,
 ) -> Iterator[None]:
     """Give the module's units the hooks of a trace."""
@@ -246,10 +248,8 @@ def _hooked(
         handles.append(unit.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
         handles.append(unit.register_forward_hook(hooks.after))
         if is_block and recomputes:
-            # Generators have no state on the meta device.
-            unit.forward = partial(
-                checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            num_bytes = _RANDOM_STATE_BYTES if saves_state else 0
+            unit.forward = _Recomputed(unit.forward, job.device, num_bytes)
     try:
         yield
     finally:
@@ -257,6 +257,28 @@ def _hooked(
             handle.remove()
         for block in job.blocks if recomputes else ():
             del block.forward
+
+
+class _Recomputed:
+    """A forward whose activations are recomputed.
+
+    Generators have no state on the meta device, so a tensor takes the place of it.
+
+    Args:
+        num_bytes: of the state that each call saves.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device: torch.device, num_bytes: int) -> None:
+        self._forward, self._device, self._num_bytes = forward, device, num_bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _ = state  # it is there until the backward has recomputed this
+            return self._forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class _UnitHooks:
