@@ -141,7 +141,7 @@ def check_experts() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     info = FSDPMeshInfo(grid["data"], shard_mesh_dim=0)
     results = []
-    for placement in (None, Shard(0)):
+    for placement in (None, Shard(0), Shard(1), Shard(2)):  # of 4, 6 and 5
         model = make(Experts)
         w = distribute_tensor(model.w.detach(), grid["expert"], [Shard(0)])
         model.w = nn.Parameter(w)
@@ -153,19 +153,11 @@ def check_experts() -> None:
         fully_shard(model, shard_placement_fn=choose)
         model(torch.ones(2, 6)).square().sum().backward()
         results.append((full_parameters(model), full_gradients(model)))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-    model = make(Experts)
-    model.w = nn.Parameter(distribute_tensor(model.w.detach(), grid["expert"], [Shard(0)]))
-    with pytest.raises(NotImplementedError, match=r"return Shard\(0\) for it"):
-        fully_shard(
-            model,
-            shard_placement_fn=lambda p: (
-                ShardPlacementResult(Shard(1), info) if p.dim() == 3 else None
-            ),
-        )
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
-def test_experts_on_a_mesh_of_their_own_may_ask_for_the_default() -> None:
+def test_experts_on_a_mesh_of_their_own_are_cut_along_any_dimension() -> None:
     run_ranks(check_experts, 4)
 
 

@@ -9,10 +9,9 @@ There are three kinds of items:
   same, it is saved once. ``rng`` has the states of Python's, NumPy's, torch's and CUDA's random
   number generators.
 
-DCP's planner decides which rank writes which part of a sharded tensor. Plain tensors are written by
-the first rank that has them, as DDP's users do: with ``broadcast_buffers`` and in evaluation its
-statistics of BatchNorm are those that count, and they belong together. Each distinct value is
-written by one rank.
+DCP's planner decides which rank writes which part of a tensor. Each distinct value is written by
+one rank. Buffers may differ between ranks: statistics of BatchNorm, which with
+``broadcast_buffers`` are the first rank's. So all buffers are written by the first rank.
 """
 
 from __future__ import annotations
@@ -85,6 +84,7 @@ class Contents:
     texts: dict[str, str] = field(default_factory=dict)  # values of model and optimizers
     own: dict[str, OwnItem] = field(default_factory=dict)
     step: int | None = None
+    buffers: set[str] = field(default_factory=set)  # names of plain buffers of the model
     _names: set[str] = field(default_factory=set)  # the names of all tensors
 
     def add(self, name: str, value: Any) -> None:
@@ -101,6 +101,15 @@ class Contents:
         plain = {key: each for key, each in found.items() if not isinstance(each, DTensor)}
         self.planned |= {key: each for key, each in found.items() if key not in plain}
         self.own[name] = OwnItem(to_json(encoded), plain)
+
+    def mark_buffers(self, model: nn.Module) -> None:
+        """Remember which of the tensors are buffers. Call it when those of the model were added."""
+        storages = {each for buffer in model.buffers() for each in compat.storages_of(buffer)}
+        self.buffers = {
+            name
+            for name, tensor in self.planned.items()
+            if not isinstance(tensor, DTensor) and compat.storages_of(tensor) & storages
+        }
 
     def _check(self, item: str, found: dict[str, torch.Tensor]) -> None:
         if item in self.texts or item in self.own:
@@ -129,6 +138,7 @@ def collect(
     """Collect this rank's items. Tensors are not copied."""
     contents = Contents()
     contents.add("model", weights_of(model, weights))  # first: state_dict() reshards parameters
+    contents.mark_buffers(model)
     for name, each in named(optimizer).items():
         contents.add(f"optimizer.{name}", NamedOptimizer(name, each, model).tree())
     for name, other in stateful.items():
@@ -277,7 +287,8 @@ class LocalPlan:
         """Return what this rank can write, as JSON."""
         digests = {name: _digest(text) for name, text in self._contents.texts.items()}
         digests |= {name: item.digest() for name, item in self._contents.own.items()}
-        return {"boxes": [_box(item) for item in self._items], "values": digests}
+        boxes, buffers = [_box(item) for item in self._items], sorted(self._contents.buffers)
+        return {"boxes": boxes, "values": digests, "buffers": buffers}
 
     def chosen(self, task: Task) -> Iterator[Piece]:
         """Yield the boxes that this rank writes."""
@@ -320,17 +331,22 @@ def _item(name: str, offsets: Any, sizes: Any, dtype: str, shape: Any, shard: bo
     return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)
 
 
-def divide(offers: Sequence[Offer]) -> list[Task]:
+def divide(offers: Sequence[Offer], small: int = 0) -> list[Task]:
     """Return the task of each rank. Each box is written once.
 
-    If several ranks have a part of a DTensor, the one with the fewest bytes to write does it. Of
-    plain tensors it is the first rank that has them.
+    If several ranks have it, the one with the fewest bytes to write does it; of buffers it is the
+    first one.
+
+    Args:
+        small: unsharded tensors with up to so many elements are also written by the first rank that
+            has them. So a rank that loads finds all of them in one file.
     """
     _check_agreement(offers)
     plans = [SavePlan([_item(*box) for box in offer["boxes"]]) for offer in offers]
+    buffers = {name for offer in offers for name in offer["buffers"]}
     try:
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        final, _ = planner.create_global_plan(_without_repeated(plans))
+        final, _ = planner.create_global_plan(_without_repeated(plans, buffers, small))
     except ValueError as error:
         raise CheckpointMismatchError(
             f"the ranks do not hold all of each tensor: {error}"
@@ -346,14 +362,16 @@ def divide(offers: Sequence[Offer]) -> list[Task]:
     return [{**task, "several": several} for task in tasks]
 
 
-def _without_repeated(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave out plain tensors that an earlier rank has."""
+def _without_repeated(plans: list[SavePlan], buffers: set[str], small: int) -> list[SavePlan]:
+    """Leave out buffers, and small unsharded tensors, that an earlier rank has."""
     seen: set[MetadataIndex] = set()
     kept = []
     for plan in plans:
         items = []
         for item in plan.items:
-            if item.type is WriteItemType.TENSOR:
+            assert item.tensor_data is not None, "bytes are not planned here"
+            is_first = item.index.fqn in buffers or item.tensor_data.size.numel() <= small
+            if is_first and item.type is WriteItemType.TENSOR:
                 if item.index in seen:
                     continue
                 seen.add(item.index)

@@ -167,7 +167,9 @@ def export_dcp(
         for key, each in held.items():
             encoding.check(each, key)
         # If several ranks have a value, the first of them writes it.
-        return Contents(planned=held, texts=dict.fromkeys(flat.keys() - held.keys(), ""))
+        contents = Contents(planned=held, texts=dict.fromkeys(flat.keys() - held.keys(), ""))
+        contents.mark_buffers(model)
+        return contents
 
     def write() -> Any:
         boxes, others = [], []

@@ -143,6 +143,7 @@ def _contents(model: nn.Module, ties: Mapping[str, str]) -> Contents:
             continue
         encoding.check(value, name)
         contents.planned[name] = value
+    contents.mark_buffers(model)
     return contents
 
 

@@ -43,6 +43,7 @@ from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 PATIENCE = 0.9  # of the time between two memory checkpoints: the copies wait for an idle network
+SMALL = 1 << 14  # elements: unsharded tensors up to this size are all in the file of rank 0
 LAST_WORDS_S = 2.0  # time for a generation under way when the training has raised
 
 
@@ -200,7 +201,7 @@ class Keeper:
                 self._place.keep([] if self.newest is None else [self.newest])
             return local.offer()
 
-        task = ranks.exchange(what, offer, divide)
+        task = ranks.exchange(what, offer, lambda offers: divide(offers, SMALL))
 
         def write() -> Any:
             folder.mkdir(exist_ok=True)

@@ -29,6 +29,7 @@ from vescale_fsdp.elastic import memory
 from vescale_fsdp.elastic.choice import Age
 from vescale_fsdp.elastic.hsdp.inside import Inside
 from vescale_fsdp.elastic.hsdp.lanes import Lane
+from vescale_fsdp.elastic.keeping import SMALL
 from vescale_fsdp.elastic.restoring import Restoring, meet
 
 _WHAT = "the transfer of the state to another replica"
@@ -60,7 +61,7 @@ class State:
         """
         contents = collect(self.model, self.optimizer, extra, self.stateful, with_rng=False)
         local = LocalPlan(contents, inside.ranks.is_first)
-        task = inside.ranks.exchange(_WHAT, local.offer, divide)
+        task = inside.ranks.exchange(_WHAT, local.offer, lambda offers: divide(offers, SMALL))
 
         def write() -> Any:
             self.folder.mkdir(parents=True, exist_ok=True)
