@@ -104,3 +104,38 @@ def test_other_modules_are_as_before() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in plain.parameters())
     plain.zero_grad()
     assert all(p.grad is None for p in plain.parameters())
+
+
+class ReadsDtype(nn.Module):
+    """As models of transformers do: ``self.dtype`` is that of the first parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.parameters()).dtype
+        return self.layer(x.to(dtype)).to(dtype)
+
+
+def check_compiled() -> None:
+    torch.manual_seed(0)
+    plain = ReadsDtype()
+    model = nn.Sequential(ReadsDtype(), ReadsDtype())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    expected = model(x)
+    for layer in (*model, plain):  # after the methods of nn.Module were replaced
+        layer.compile(backend="eager")
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    whole = torch.compile(plain, backend="eager", fullgraph=True)
+    assert torch.equal(whole(x), plain(x))
+    whole.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads that of inputs
+def test_compiled_models_may_read_their_parameters() -> None:
+    run_ranks(check_compiled, 2)

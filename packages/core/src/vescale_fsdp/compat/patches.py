@@ -239,6 +239,8 @@ def replace_module_methods(*replacements: Callable[..., Any]) -> None:
 def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():  # it knows the original
+            return original(self, *args, **options)
         return replacement(original, self, *args, **options)
 
     return method

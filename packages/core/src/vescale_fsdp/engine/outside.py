@@ -27,7 +27,7 @@ def named_parameters(
     """As ``nn.Module.named_parameters``. Between passes it always yields sharded parameters."""
     sharded: dict[int, nn.Parameter] | None = None
     for name, param in original(module, *args, **options):
-        if not hasattr(param, IS_GATHERED):
+        if IS_GATHERED not in vars(param):  # faster than hasattr, which raises
             yield name, param
             continue
         if sharded is None:

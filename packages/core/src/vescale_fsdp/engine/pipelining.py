@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import cast
 
+import torch
 from torch import nn
 
 from vescale_fsdp.engine.unit import unit_of, units_in
@@ -28,6 +29,8 @@ class StageMethods:
         A pipeline stage gets the unsharded ones until its gradients are reduced.
         """
         module = cast(nn.Module, super())
+        if torch.compiler.is_compiling():  # it cannot look at frames
+            return module.parameters(recurse)
         is_stage = sys._getframe(1).f_globals.get("__name__") == _STAGE
         unit = unit_of(self)  # type: ignore[arg-type]
         if not is_stage or unit is None or unit.requires_gradient_sync:
