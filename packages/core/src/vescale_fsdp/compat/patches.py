@@ -115,10 +115,12 @@ def refuse_boxes(concerns: Callable[[Any], bool], message: str) -> None:
     """
     from torch.distributed.tensor import _utils
 
-    def routed(original: Any, global_shape: Any, mesh: Any, placements: Any, **options: Any) -> Any:
+    def routed(
+        original: Any, global_shape: Any, mesh: Any, placements: Any, *rest: Any, **options: Any
+    ) -> Any:
         if any(map(concerns, placements)):
             raise NotImplementedError(message.format(placements=list(placements)))
-        return original(global_shape, mesh, placements, **options)
+        return original(global_shape, mesh, placements, *rest, **options)
 
     _route(_utils.compute_local_shape_and_global_offset, routed)
 
