@@ -70,6 +70,7 @@ def the_policy_of_a_state_is_read(library: Library) -> list[Any]:
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = library.fully_shard(linear(), mp_policy=policy)
     state = library.fully_shard.state(model)
+    assert {state, state._fsdp_param_group}  # both can be kept in sets
     return [state._mp_policy == policy, str(state._mp_policy.param_dtype)]
 
 

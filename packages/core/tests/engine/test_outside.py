@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.engine.unit import unit_of
@@ -104,6 +106,63 @@ def test_other_modules_are_as_before() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in plain.parameters())
     plain.zero_grad()
     assert all(p.grad is None for p in plain.parameters())
+
+
+class Tied(nn.Module):
+    """A tied and a frozen parameter, and a unit that a forward may skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(8, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.words.weight
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, words: Tensor, *, skips: bool = False) -> Tensor:
+        x = self.first(self.words(words)).relu()
+        return self.head(x if skips else self.second(x))
+
+
+class AroundTied(Around):
+    def forward(self, words: Tensor, *, skips: bool = False) -> Tensor:
+        return self.module(words, skips=skips)
+
+
+def trained_from_outside(sharding: str | None) -> list[float]:
+    """Norms of gradients, and sums of weights, of a loop that knows the outer module only."""
+    model = Tied()
+    for unit in (model.first, model.second, model) if sharding else ():
+        fully_shard(unit, sharding=sharding)  # type: ignore[call-overload]
+    around = AroundTied(model)
+    optimizer = torch.optim.SGD(around.parameters(), 0.05)
+    found = []
+    for step in range(4):
+        for number in range(WORLD_SIZE) if sharding is None else [dist.get_rank()]:
+            generator = torch.Generator().manual_seed(10 * step + number)
+            words = torch.randint(8, (3,), generator=generator)
+            loss = around(words).square().mean() + around(words, skips=True).square().mean()
+            if number == 0 or sharding:
+                around.zero_grad()
+            (loss / (WORLD_SIZE if sharding is None else 1)).backward()
+        if step == 1:
+            around(words)  # an exception came before its backward
+        trained = [param for param in around.parameters() if param.requires_grad]
+        found.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in around.parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        found.append(float(whole.detach().sum()))
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["zero3", "zero2", "ddp"])
+def test_a_loop_that_knows_the_outer_module_only(sharding: str) -> None:
+    expected = run_ranks(trained_from_outside, WORLD_SIZE, None)[0]
+    for found in run_ranks(trained_from_outside, WORLD_SIZE, sharding):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 class ReadsDtype(nn.Module):

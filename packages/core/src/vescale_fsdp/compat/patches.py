@@ -231,11 +231,18 @@ def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
 
 
 def replace_module_methods(*replacements: Callable[..., Any]) -> None:
-    """Let methods of ``nn.Module`` with these names call ``replacement(original, module, ...)``."""
+    """Let methods of ``nn.Module`` with these names call ``replacement(original, module, ...)``.
+
+    Once: the originals may be those of another library, which has replaced torch's.
+    """
     for replacement in replacements:
-        original = getattr(torch.nn.Module, replacement.__name__)
-        if getattr(original, "__wrapped__", None) is None:
+        if replacement.__name__ not in _replaced_methods:
+            _replaced_methods.add(replacement.__name__)
+            original = getattr(torch.nn.Module, replacement.__name__)
             setattr(torch.nn.Module, replacement.__name__, _replaced(original, replacement))
+
+
+_replaced_methods: set[str] = set()
 
 
 def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

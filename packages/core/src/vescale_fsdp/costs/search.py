@@ -369,10 +369,8 @@ class _Search:
         return self._sums[key]
 
     def _summed(self, candidate: Candidate) -> _Sums:
-        units, division = (
-            self._predictor.units(candidate),
-            self._predictor.divisions[candidate.units],
-        )
+        units = self._predictor.units(candidate)
+        division = self._predictor.divisions[candidate.units]
         trained = [g for unit in units for g in unit.groups if g.trainable]
 
         def running(values: Iterable[float]) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.unit import Unit, unit_of
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # others keep these in sets
 class ParamGroup:
     """A group of a unit, in place of FSDP2's ``FSDPParamGroup``."""
 
@@ -69,7 +69,7 @@ class ParamGroup:
         """Do nothing: `State._root_post_backward_final_callback` reduces all units in order."""
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class State:
     """A unit under the attribute names of FSDP2's state."""
 
