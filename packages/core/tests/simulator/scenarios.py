@@ -101,7 +101,8 @@ class Scenario:
         for module in model.modules():
             if isinstance(module, OnStream):
                 module.simulator = simulator
-        options = {"mp_policy": BF16, **self.options()}
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        options = {"mesh": mesh, "mp_policy": BF16, **self.options()}
         for place, unit in enumerate(self.units(model)):
             stays = {"reshard_after_forward": False} if place in self.kept else {}
             fully_shard(unit, **options, **stays)
@@ -219,7 +220,8 @@ def post_hook(model: nn.Module) -> Any:
 
 
 def mesh_2d() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def quantized() -> dict[str, Any]:

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     for seed in range(first, first + num_cases):
         case = drawn(seed, options.ranks)
         began = time.monotonic()
-        failure = check(program_of(case), options.timeout)
+        failure = check(program_of(case), options.timeout, options.device)
         if failure is None or failure.kind == REFUSED:
             counts["passed" if failure is None else REFUSED] += 1
         else:
@@ -51,6 +51,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="CASE", help="the seed of one case")
     parser.add_argument("--minimise", type=float, default=90, metavar="SECONDS", help="0: not")
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of a case")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="of the ranks; cuda: over NCCL"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the programs that fail")
     return parser.parse_args(arguments)
 
@@ -65,7 +68,7 @@ def _report(
 
     def fails(smaller: Case) -> bool:
         try:
-            found = check(program_of(smaller), SMALLER_TIMEOUT_S)
+            found = check(program_of(smaller), SMALLER_TIMEOUT_S, options.device)
         except Invalid:
             return False
         return found is not None and found.kind == failure.kind

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from vescale_fsdp import checkpoint, clip_grad_norm_, unsharded
 from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import RankError, run_ranks
+from vescale_fsdp.testing.nccl import nccl_group
 
 from .cases import Case, Step
 from .drawing import draw
@@ -76,8 +77,11 @@ def drawn(seed: int, world_size: int | None = None) -> Case:
     raise AssertionError("there is no end to the drafts")
 
 
-def check(program: str, timeout_s: float = 60) -> Failure | None:
+def check(program: str, timeout_s: float = 60, device: str = "cpu") -> Failure | None:
     """Run a program; what was wrong, if anything.
+
+    Args:
+        device: of the ranks: "cpu", or "cuda" with NCCL.
 
     Raises:
         Invalid: the plain model cannot run it.
@@ -86,7 +90,7 @@ def check(program: str, timeout_s: float = 60) -> Failure | None:
     expected = _on_plain(program, world_size)
     os.environ.setdefault("VESCALE_FSDP_TIMEOUT_S", str(timeout_s / 2))
     try:
-        found = run_ranks(_on_rank, world_size, program, timeout_s=timeout_s)
+        found = run_ranks(_on_rank, world_size, program, device, timeout_s=timeout_s)
     except RankError as error:
         names = {"RankHung": "hang", "RankDied": "died"}
         first = names.get(error.type_name)
@@ -129,10 +133,10 @@ def _on_plain(program: str, world_size: int) -> list[Record]:
         torch.set_num_threads(threads)
 
 
-def _on_rank(program: str) -> Record:
-    with warnings.catch_warnings():
+def _on_rank(program: str, device: str) -> Record:
+    with warnings.catch_warnings(), nccl_group() if device == "cuda" else nullcontext():
         warnings.simplefilter("ignore")
-        return _Sharded(_executed(program), [dist.get_rank()]).play()[0]
+        return _Sharded(_executed(program), [dist.get_rank()], device).play()[0]
 
 
 def _compared(rank: int, record: Record, expected: Record, tolerance: float) -> Failure | None:
@@ -159,8 +163,8 @@ def _compared(rank: int, record: Record, expected: Record, tolerance: float) -> 
 class _Player:
     """Plays the steps of a program for some ranks, and writes down what can be compared."""
 
-    def __init__(self, space: dict[str, Any], ranks: Any) -> None:
-        self.space, self.now = space, space["now"]
+    def __init__(self, space: dict[str, Any], ranks: Any, device: str = "cpu") -> None:
+        self.space, self.now, self.device = space, space["now"], device
         self.ranks = list(ranks)
         self.model = self.made()
         self.records: dict[int, Record] = {rank: [] for rank in self.ranks}
@@ -201,7 +205,7 @@ class _Player:
 
     def write(self, kind: str, value: Tensor | None, rank: int | None = None) -> None:
         for each in self.ranks if rank is None else [rank]:
-            kept = None if value is None else value.detach().clone()
+            kept = None if value is None else value.detach().clone().cpu()
             self.records[each].append((f"{kind}: {self.label}", kept))
 
     def write_all(self, kind: str, values: dict[str, Tensor | None]) -> None:
@@ -226,7 +230,7 @@ class _Player:
             self.space["WIDTH"],
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
-        )
+        ).to(self.device)
         x.requires_grad_(self.space["INPUT_WANTS_GRADIENT"] and torch.is_grad_enabled())
         self.x = x
         out = self.model.get_submodule(path)(x)
@@ -426,7 +430,7 @@ class _Plain(_Player):
 
 class _Sharded(_Player):
     def made(self) -> nn.Module:
-        model: nn.Module = self.space["shard"](self.space["build"]())
+        model: nn.Module = self.space["shard"](self.space["build"]().to(self.device))
         return model
 
     def set_sync(self, reduces: bool) -> None:
@@ -477,9 +481,10 @@ class _Sharded(_Player):
         dist.broadcast_object_list(told)
         folder, port = f"{told[0]}/saved", told[1]
         checkpoint.save(folder, self.model, self.optimizer)
+        backend = dist.get_backend()
         dist.destroy_process_group()
         store = store or dist.TCPStore("127.0.0.1", port)
-        dist.init_process_group("gloo", store=store, rank=(rank + 1) % size, world_size=size)
+        dist.init_process_group(backend, store=store, rank=(rank + 1) % size, world_size=size)
         remesh(self.model)
         self.optimizer.state.clear()
         checkpoint.load(folder, self.model, self.optimizer)
