@@ -370,6 +370,9 @@ def main() -> int:
     kept = arguments.json or (FILE if arguments.device == "cuda" else None)
     found: dict[str, dict[str, Any]] = {}
     judged = []
+    told = circumstances()
+    if arguments.device == "cuda":
+        told["machine"]["gpu"] = torch.cuda.get_device_name()
     for model in arguments.models:
         for world_size in arguments.worlds:
             device = "cpu" if arguments.device == "cpu" else "cuda:0"
@@ -377,13 +380,10 @@ def main() -> int:
             show(model, world_size, results, console)
             judged += verdicts(model, world_size, *results)
             found |= {f"{model}, {world_size}, {each.engine}": asdict(each) for each in results}
+            if kept is not None:  # each time: machines with GPUs are lent for minutes
+                write(kept, {"circumstances": told, "readings": found})
     for verdict in judged:
         console.print(str(verdict), highlight=False)
-    if kept is not None:
-        told = circumstances()
-        if arguments.device == "cuda":
-            told["machine"]["gpu"] = torch.cuda.get_device_name()
-        write(kept, {"circumstances": told, "readings": found})
     return 0
 
 

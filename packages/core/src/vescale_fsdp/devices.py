@@ -80,6 +80,19 @@ def total_bytes(device: torch.device) -> int:
     return total
 
 
+def allocated_at_most(device: torch.device, run: Callable[[], object]) -> int:
+    """The bytes that CUDA's allocator hands out at most while ``run`` runs, above those before.
+
+    It resets the peak that torch records. Returns 0 on other devices.
+    """
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
 def module_of(device: torch.device) -> Any:
     """Torch's module for a device with streams, for example ``torch.cuda``; else None."""
     found = _STAND_INS.get(device.type)

@@ -74,10 +74,11 @@ class Training:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         self._batches = [tokens_of(step, 0).to(DEVICE) for step in range(num_steps)]
-        self._batches.reverse()
+        self._num_steps = 0
 
     def step(self, clips: bool = False) -> Tensor:
-        loss = gpt_loss(self.model, self._batches.pop())
+        loss = gpt_loss(self.model, self._batches[self._num_steps])
+        self._num_steps += 1
         loss.backward()
         if clips:
             clip_grad_norm_(self.model, 1.0)
@@ -164,7 +165,7 @@ def test_every_gathered_view_begins_at_a_multiple_of_16_bytes(
     with world(world_size):
         model = sharded(mp_policy=BF16)
         for unit in units_in(model).values():
-            unit.gather()
+            unit.unshard()
             for group in unit.groups:
                 full = group.buffer.full
                 views = [view for view in full.views if view.numel()]
@@ -198,8 +199,9 @@ def test_own_parts_are_cast_on_another_stream_than_the_compute(world: World) -> 
         assert any("gemm" in name or "sgemm" in name or "cutlass" in name for name in compute)
         # The root (kept after forward), and two blocks in both directions.
         assert len(others) == 1
-        assert len(others[0]) == 5
-        assert all("copy" in name.lower() for name in others[0])
+        casts = [name for name in others[0] if "Memcpy" not in name]  # that the fake group sends
+        assert len(casts) == 5
+        assert all("copy" in name for name in casts)
 
 
 def test_nothing_is_copied_out_of_a_gather(world: World) -> None:

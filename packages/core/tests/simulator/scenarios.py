@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -112,20 +112,20 @@ class Scenario:
         """The losses, and then this rank's parts of the parameters."""
         model = self.build(simulator, device)
         optimizer = self.optimizer(model)
-        user = None
-        if simulator is not None and self.on_user_stream:
-            user = simulator.device.new_stream("user")
+        user = new_stream(simulator, device) if self.on_user_stream else None
         found = []
         with simulator or nullcontext():
             for step in range(NUM_STEPS):
                 before = simulator.device.num_host_syncs if simulator else 0
-                if user is not None:
+                if simulator is not None and user is not None:
                     user.wait_stream(user.device.compute)
                 with user if user is not None and step else nullcontext():
                     found += self._train(model, optimizer, simulator, step, device)
                 after = simulator.device.num_host_syncs if simulator else 0
                 if step >= self.quiet_from and after > before:
                     raise SimulationError(f"the host waits for the device in step {step}")
+        if simulator is None and user is not None:
+            user.synchronize()
         found += [local for param in model.parameters() for local in _locals(param)]
         return [simulator.value(x) if simulator else x.clone() for x in found]
 
@@ -145,6 +145,13 @@ class Scenario:
             loss.backward()  # type: ignore[no-untyped-call]
         others = self.step(model, optimizer, simulator)
         return [*getattr(loss, "held", [loss.detach()]), *(others or [])]
+
+
+def new_stream(simulator: Simulator | None, device: str) -> Any:
+    """A user's stream; None without an accelerator."""
+    if simulator is not None:
+        return simulator.device.new_stream("user")
+    return torch.cuda.Stream() if device == "cuda" else None
 
 
 def _locals(param: Tensor) -> Sequence[Tensor]:
@@ -175,6 +182,26 @@ def differences(scenario: Scenario, orders: Sequence[Order] | None = None) -> li
     return wrong
 
 
+@contextmanager
+def host_waits() -> Iterator[None]:
+    """The host waits for the device after whatever the engine sends or starts beside."""
+
+    def after(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            torch.cuda.synchronize()
+            return result
+
+        return called
+
+    names = ["all_gather_single", "reduce_scatter_single", "all_reduce", "all_to_all_single"]
+    with (
+        mock.patch.multiple(dist, **{name: after(getattr(dist, name)) for name in names}),
+        mock.patch.object(devices, "start_beside", after(devices.start_beside)),
+    ):
+        yield
+
+
 # Steps
 
 
@@ -185,17 +212,21 @@ def clipped(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> No
 
 def beside(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> None:
     """On a stream of its own, for which the next forward waits."""
-    if simulator is None:
+    params = list(model.parameters())
+    stream = new_stream(simulator, params[0].device.type)
+    if stream is None:
         plain_step(model, optimizer, simulator)
         return
-    stream = simulator.device.new_stream("user")
-    stream.wait_stream(simulator.device.current)
+    if simulator is None:
+        stream.wait_stream(torch.accelerator.current_stream())
+    else:
+        stream.wait_stream(simulator.device.current)
     with stream:
         optimizer.step()
         event = stream.record_event()
     model.set_post_optim_event(event)  # type: ignore[operator]
     # Nobody but the user can know that the other stream still reads them.
-    simulator.kept = [param.grad for param in model.parameters()]  # type: ignore[attr-defined]
+    optimizer.kept = [param.grad for param in params]
     optimizer.zero_grad()
 
 

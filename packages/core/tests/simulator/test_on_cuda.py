@@ -1,22 +1,20 @@
 """The scenarios on the streams of a GPU. ``python3 dev.py gpu`` runs them with torch's sanitizer.
 
-With one rank over NCCL each has to give the bits of a run without side streams. With torch's fake
-group, which sends nothing, for a world of two it is only the sanitizer that says something.
+With one rank over NCCL each has to give the bits of a run in which the host waits for each copy.
+With torch's fake group, which sends nothing, for a world of two it is only the sanitizer that says
+something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import devices
-
-from .scenarios import ONE, TWO, Scenario
+from .scenarios import ALL_ACTIVATIONS, ALL_STATES, ONE, TWO, Scenario, host_waits
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -36,15 +34,15 @@ def world(size: int) -> Iterator[None]:
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
         yield
-    finally:
         torch.cuda.synchronize()
+    finally:
         dist.destroy_process_group()
 
 
 @named
 def test_streams_give_the_bits_of_one_stream(scenario: Scenario) -> None:
-    with world(1):
-        with mock.patch.object(devices, "start_beside", lambda device, start: start()):
+    with world(1), ALL_ACTIVATIONS, ALL_STATES:
+        with host_waits():
             expected = scenario.run(device="cuda")
         found = scenario.run(device="cuda")
         for value, right in zip(found, expected, strict=True):
@@ -53,6 +51,6 @@ def test_streams_give_the_bits_of_one_stream(scenario: Scenario) -> None:
 
 @named
 def test_no_kernel_meets_another(scenario: Scenario) -> None:
-    with world(2):
+    with world(2), ALL_ACTIVATIONS, ALL_STATES:
         scenario.run(device="cuda")
         torch.cuda.synchronize()

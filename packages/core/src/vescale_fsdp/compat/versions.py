@@ -216,3 +216,9 @@ def mesh_info(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> Any
     if replicate is None:
         return FSDPMeshInfo(mesh, shard_mesh_dim=shard)
     return HSDPMeshInfo(mesh, shard_mesh_dim=shard, replicate_mesh_dim=replicate)
+
+
+def free_workspaces(device: torch.device) -> None:
+    """Free what cuBLAS has allocated for itself. It allocates it again at its next product."""
+    if device.type == "cuda":
+        _C._cuda_clearCublasWorkspaces()

@@ -59,6 +59,7 @@ class Machine:
         flops_per_s: that blocks reach; 0 if times of blocks are measured.
         host_bytes_per_s: between the device and the host's memory, one way.
         host_elements_per_s: that an optimizer on the host updates.
+        workspace_bytes: that libraries of matrix products hold on the device.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Machine:
     flops_per_s: float = 0.0
     host_bytes_per_s: float = 25e9
     host_elements_per_s: float = 1e9
+    workspace_bytes: int = 0
 
     def link(self, num_ranks: int, stride: int = 1) -> Link:
         """Return the network of ``num_ranks`` ranks, each ``stride`` after the one before."""

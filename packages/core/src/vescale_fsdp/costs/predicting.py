@@ -36,6 +36,7 @@ from vescale_fsdp.costs.units import SHARDS, GroupCosts, GroupSeconds, UnitCosts
 
 WEIGHTS, STATES, ROUNDING = "weights", "optimizer states", "rounding"
 OTHERS = "other tensors"  # such as buffers
+WORKSPACES = "workspaces"  # of cuBLAS
 _ROUNDING = 0.02  # of what is allocated in a step
 _SLACK_BYTES = 4 << 20  # CUDA's allocator leaves up to 1 MiB of a block unused, in a few blocks
 _SMALL_BYTES = 1 << 13  # of the engine, for messages that units share without streams
@@ -112,6 +113,8 @@ class Predictor:
         resting = {} if candidate.offload else {WEIGHTS: shards.weights_bytes}
         resting |= {} if candidate.offload else {STATES: shards.states_bytes}
         resting |= {OTHERS: self.problem.other_bytes} if self.problem.other_bytes else {}
+        workspace_bytes = self.problem.machine.workspace_bytes
+        resting |= {WORKSPACES: workspace_bytes} if workspace_bytes else {}
         slack_bytes = _SLACK_BYTES if self.problem.machine.backend == "nccl" else 0
         rounding = {ROUNDING: math.ceil(_ROUNDING * peak.num_bytes) + slack_bytes}
         memory = resting | {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}

@@ -234,7 +234,14 @@ def fully_shard(
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
     unit = Unit(
-        modules, mp_policy, reshard, unused, in_flight, row, broadcasts_buffers=broadcast_buffers
+        modules,
+        device,
+        mp_policy,
+        reshard,
+        unused,
+        in_flight,
+        row,
+        broadcasts_buffers=broadcast_buffers,
     )
     unit.num_parts = num_parts
     with plain_tensors():

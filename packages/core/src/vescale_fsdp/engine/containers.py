@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 class _Copy(NamedTuple):
@@ -92,6 +93,8 @@ def map_tensors(
         return fn(value)
     if isinstance(value, list | tuple | set | frozenset):
         items = [map_tensors(fn, item, copies) for item in value]
+        if isinstance(value, PackedSequence):
+            items[1] = value.batch_sizes  # always on the host
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if hasattr(value, "_fields"):  # a named tuple takes its fields one by one

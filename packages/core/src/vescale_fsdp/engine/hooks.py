@@ -210,6 +210,8 @@ def pre_forward(
     if engine is None:  # who is called first becomes the root
         with plain_tensors():
             engine = make_root(unit)
+    if running.depth == 1 and not engine.is_running:
+        args, kwargs = _moved_inputs(unit, (args, kwargs), copies)
     if unit.before_pass is not None and running.depth == 1 and not engine.is_running:
         if unit.num_pins and method != "forward":  # the forwards in it are passes
             running.depth = 0
@@ -365,6 +367,14 @@ def _may_get_gradients(unit: Unit, call: boundary.Call) -> bool:
     """Whether a backward may reach a call, through its inputs or through parameters in the unit."""
     below = (each for module in unit.modules() for each in units_in(module).values())
     return call.takes_gradients or any(each.trainable for each in below)
+
+
+def _moved_inputs(unit: Unit, value: Any, copies: Copies) -> Any:
+    """Move tensors to the device of an accelerator, as FSDP2 does for the outermost unit."""
+    device = unit.device
+    if device.type == "cpu":
+        return value
+    return map_tensors(lambda tensor: tensor.to(device), value, copies)
 
 
 def _cast_inputs(unit: Unit, value: Any, copies: Copies) -> Any:

@@ -269,6 +269,7 @@ def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
     unit.reshard()
     twin = Unit(
         [],
+        unit.device,
         unit.mp_policy,
         unit.reshard_after_forward,
         unit.unused,

@@ -87,6 +87,7 @@ class Unit(Residency):
 
     Args:
         modules: those that ``fully_shard`` was called on; one, or several that gather together.
+        device: on which they run.
         mp_policy: dtypes of compute, reduction and outputs.
         reshard_after_forward: None means True, except for the root of a model in training.
         row: what is sharded between the passes and micro-batches of a step.
@@ -97,6 +98,7 @@ class Unit(Residency):
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         unused: str,
@@ -107,7 +109,7 @@ class Unit(Residency):
     ) -> None:
         super().__init__()
         self.module_refs = [weakref.ref(module) for module in modules]
-        self.mp_policy = mp_policy
+        self.device, self.mp_policy = device, mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.row = row
         self.reshard_after_backward = row.cuts_parameters

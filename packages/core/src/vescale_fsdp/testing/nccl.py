@@ -9,6 +9,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from vescale_fsdp import compat
 
 # NCCL refuses two ranks on one GPU of a host, and knows a host by NCCL_HOSTID. So each rank says
 # that it is a host of its own, and messages go through sockets of the loopback.
@@ -32,14 +35,14 @@ def nccl_group(timeout_s: float = 60, backend: str = "nccl") -> Iterator[torch.d
         The device of this rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
+    store = compat.default_store()
     os.environ.update(_HOSTS, NCCL_HOSTID=f"rank-{rank}")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.destroy_process_group()
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(backend, store),
+        store=PrefixStore(backend, store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -97,7 +97,8 @@ class Rows(nn.Embedding):
         super().__init__(7, width, dtype=WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(torch.tensor([(now.step + now.rank) % 7])).to(x.dtype)
+        row = torch.tensor([(now.step + now.rank) % 7], device=x.device)
+        return x + super().forward(row).to(x.dtype)
 
 
 class Spare(Linear):

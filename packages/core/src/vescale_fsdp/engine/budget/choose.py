@@ -48,7 +48,14 @@ _SMALLEST = (
     "host_bytes_per_s",
     "host_elements_per_s",
 )
-_LARGEST = ("unit_s", "collective_s", "parameter_s", "sending_s_per_byte", "summing_s_per_byte")
+_LARGEST = (
+    "unit_s",
+    "collective_s",
+    "parameter_s",
+    "sending_s_per_byte",
+    "summing_s_per_byte",
+    "workspace_bytes",
+)
 
 
 def choose(

@@ -81,4 +81,5 @@ def measured_machine(
         summing_s_per_byte=sending.sum_s_per_byte,
         host_bytes_per_s=rates.host_bytes_per_s(device) if has_host else 1e15,
         host_elements_per_s=rates.optimizer_elements_per_s(cpu, dtype, optimizer),
+        workspace_bytes=rates.workspace_bytes(device),
     )

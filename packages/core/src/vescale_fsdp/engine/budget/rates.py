@@ -177,6 +177,24 @@ def host_bytes_per_s(device: torch.device) -> float:
     return here.nbytes / _least_s(lambda: here.copy_(there, non_blocking=True), device)
 
 
+def workspace_bytes(device: torch.device) -> int:
+    """Measure what libraries of matrix products allocate on an accelerator, beside their results.
+
+    cuBLAS has a workspace for each thread and stream: for forward, and for backward (32 MiB each on
+    Hopper). They stay allocated.
+    """
+    x, weight = (torch.zeros(16, 16, device=device, requires_grad=True) for _ in range(2))
+
+    def multiply() -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            nn.functional.linear(
+                x.to(dtype), weight.to(dtype), weight[0].to(dtype)
+            ).sum().backward()
+
+    compat.free_workspaces(device)
+    return devices.allocated_at_most(device, multiply)
+
+
 def optimizer_elements_per_s(
     device: torch.device, dtype: torch.dtype, optimizer: OptimizerName
 ) -> float:
