@@ -11,6 +11,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_fsdp import fully_shard, generating
@@ -33,9 +34,10 @@ def main() -> None:
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
     rank = dist.get_rank()
     prompt = torch.tensor([[1, 2 + rank, 3]])

@@ -13,6 +13,7 @@ import resource
 import torch
 import torch.distributed as dist
 from gpt import GPT, load_text
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from train_gpt import batch_of, make_optimizer, train_step
 
@@ -25,10 +26,11 @@ def make_model(vocabulary_size: int, args: argparse.Namespace) -> GPT:
     model = GPT(vocabulary_size, layers=args.layers, width=args.width)
     policy = OffloadPolicy()
     if args.offload in ("parameters", "all"):
-        policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        policy = CPUOffloadPolicy(pin_memory=False)  # on a GPU: True
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, activations=args.activations, offload_policy=policy)
-    fully_shard(model, offload_policy=policy)
+        fully_shard(block, mesh=mesh, activations=args.activations, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return model
 
 

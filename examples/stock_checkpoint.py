@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gpt import GPT, load_text
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from train_gpt import batch_of, make_optimizer, say, train_step, validate
 
@@ -27,9 +28,10 @@ def make_model(vocabulary_size: int, args: argparse.Namespace) -> GPT:
     """A model that one of the two engines has sharded."""
     shard: Any = stock_fully_shard if args.fsdp2 else fully_shard
     model = GPT(vocabulary_size, layers=args.layers, width=args.width)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        shard(block)
-    shard(model)
+        shard(block, mesh=mesh)
+    shard(model, mesh=mesh)
     return model
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, Data, digest_of, generate, learning_rate_factor, load_text, loss_of
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, default_collate
 
@@ -31,9 +32,10 @@ def make_model(vocabulary_size: int, args: argparse.Namespace) -> GPT:
     model = GPT(vocabulary_size, layers=args.layers, width=args.width)
     # Each call makes a unit: parameters that are unsharded together, before they are used. Inner
     # modules come first; the last call takes all other parameters (embeddings, norm, head).
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 

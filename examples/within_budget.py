@@ -12,6 +12,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from gpt import GPT, load_text, loss_of
+from torch.distributed.device_mesh import init_device_mesh
 from train_gpt import batch_of, make_optimizer, train_step
 
 from vescale_fsdp import Budget, fully_shard, tuning_of
@@ -29,7 +30,8 @@ def make_model(vocabulary_size: int, batch: list[torch.Tensor], args: argparse.N
             loss=lambda logits: loss_of(logits, targets),
             save_to="choice.yaml",
         )
-    fully_shard(model, budget=budget)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, budget=budget)
     return model
 
 

@@ -117,9 +117,13 @@ def test_a_peak_is_not_below_the_allocators_and_at_most_a_tenth_above(
     name: str, usual: Division
 ) -> None:
     candidate, micro_batches = CASES[name]
-    machine = published("h100").machine()
+    h100 = published("h100").machine()
+    machine = replace(h100, workspace_bytes=0)  # no kernel runs here, so none of cuBLAS
     this = Problem((usual,), NUM_RANKS, machine, 0, micro_batches=micro_batches)
     predicted = Predictor(this).predict(candidate)
     real = simulated_peak(candidate, micro_batches)
     # 4 MiB of the prediction are for the allocator, which is much for so small a model.
     assert real <= predicted.peak_bytes <= 1.1 * real + (4 << 20)
+    with_workspaces = Predictor(replace(this, machine=h100)).predict(candidate)
+    assert with_workspaces.peak_bytes == predicted.peak_bytes + (64 << 20)
+    assert with_workspaces.memory["workspaces"] == 64 << 20

@@ -448,3 +448,41 @@ def check_meta() -> None:
 
 def test_offloaded_parameters_from_meta_are_used_on_the_device() -> None:
     run_ranks(check_meta, 2)
+
+
+# --- what the outermost unit is given -------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """Notes the devices of what it is given, and runs a layer that is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.seen: list[str] = []
+
+    def forward(self, batch: dict[str, Any], *, packed: Any) -> Tensor:
+        tensors = [batch["x"], *batch["more"], packed.data, packed.batch_sizes]
+        self.seen = [each.device.type for each in tensors]
+        batch["new"] = batch["x"]
+        return self.layer(batch["x"])
+
+
+def check_inputs() -> None:
+    with nccl_like_world():
+        mesh, model = mesh_on(DEVICE, (2,)), Given()
+        fully_shard(model.layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        batch: dict[str, Any] = {"x": torch.ones(2, 3), "more": (torch.ones(1, dtype=torch.int64),)}
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2)])
+        out = model(batch, packed=packed)
+        out.sum().backward()
+        there = DEVICE.type
+        assert model.seen == [there, there, there, "cpu"]  # batch sizes are always on the host
+        assert batch["x"].device.type == "cpu"
+        assert "new" in batch
+        assert model.layer(torch.ones(2, 3)).device.type == there  # now it is the outermost
+
+
+def test_inputs_of_the_outermost_unit_move_to_the_device_as_with_fsdp2() -> None:
+    run_ranks(check_inputs, 2)

@@ -196,10 +196,6 @@ def is_fsdp2_collective(collective: object) -> bool:
 def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGroup:
     """Make a communicator for these global ranks, in this order. Only these ranks call it.
 
-    NCCL connects it here. At the first collective, a rank would wait in the middle of a step until
-    all others have come to that collective. Some may come to it only after an all-gather that this
-    rank issues later.
-
     Args:
         like: the new group has the same backends as this one, for example a mesh's group. None
             for the default group.
@@ -216,8 +212,6 @@ def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGrou
     with _not_split():
         group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
     assert isinstance(group, ProcessGroup), "the caller is one of the ranks"
-    for kind in kinds if len(ranks) > 1 else ():
-        backends.backend_of(group, kind).eager_connect_single_device(devices.current_device(kind))
     waiting.register(group)
     return group
 

@@ -38,6 +38,9 @@ NETWORK_SHARE = 0.7
 MEMORY_SHARE = 0.74
 COMPUTE_SHARE = 0.5
 _COLLECTIVE_S, _NVLINK_HOP_S, _NETWORK_HOP_S = 8.4e-6, 3.4e-6, 14e-6
+# cuBLAS, for forward's thread and for backward's: what torch asks for on Hopper and Blackwell, and
+# what an H200 took (docs/design/cuda.md).
+_WORKSPACE_BYTES = 2 * (32 << 20)
 # A fused AdamW in fp32 reads four values of an element and writes three.
 _ADAMW_BYTES = 28
 
@@ -89,6 +92,7 @@ class Hardware:
             optimizer_elements_per_s=rate / _ADAMW_BYTES,
             flops_per_s=compute_share * self.flops_per_s,
             host_bytes_per_s=network_share * self.host_bytes_per_s,
+            workspace_bytes=_WORKSPACE_BYTES,
         )
 
 

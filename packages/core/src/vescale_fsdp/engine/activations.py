@@ -192,10 +192,8 @@ class _Saved:
         part = self._part
         whole = part.here if part.kept is None else part.kept.bring(part)
         assert whole is not None, "parts of nobody stay"
-        num_bytes = whole.numel() // self._dtype.itemsize * self._dtype.itemsize
-        # Not by `set_`, which torch's sanitizer takes for a write, while a copy may still read it.
-        elements = whole[:num_bytes].view(self._dtype)
-        view = elements.as_strided(self._size, self._stride, self._offset)
+        view = torch.empty(0, dtype=self._dtype, device=part.device)
+        view.set_(whole.untyped_storage(), self._offset, self._size, self._stride)
         view = view.conj() if self._is_conj else view
         return compat.neg_view(view) if self._is_neg else view
 
