@@ -47,6 +47,16 @@ PARTS = [
         {"TORCH_CUDA_SANITIZER": "1"},
     ),
     Part(
+        "Ranks over NCCL, also more than GPUs",
+        "bits of FSDP2 in four rows of ZeRO's table, the peak of a budget, the simulator's scenarios",
+        [*_PYTEST, f"{_TESTS}/engine/test_cuda_ranks.py", f"{_TESTS}/simulator/test_on_nccl.py"],
+    ),
+    Part(
+        "Random models over NCCL",
+        "losses, gradients and weights of one process on the CPU",
+        ["-m", "packages.core.tests.engine.fuzz", "--device", "cuda", "--cases", "50"],
+    ),
+    Part(
         "Triton's kernels for codes",
         "messages have the bits of torch's operators",
         [*_PYTEST, f"{_TESTS}/dbuffer/test_codec_kernels.py", "-k", "gpu"],
