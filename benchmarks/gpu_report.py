@@ -48,7 +48,7 @@ PARTS = [
     ),
     Part(
         "Ranks over NCCL, also more than GPUs",
-        "bits of FSDP2 in four rows of ZeRO's table, the peak of a budget, the simulator's scenarios",
+        "bits of FSDP2 in four rows of ZeRO's table, a budget's peak, the simulator's scenarios",
         [*_PYTEST, f"{_TESTS}/engine/test_cuda_ranks.py", f"{_TESTS}/simulator/test_on_nccl.py"],
     ),
     Part(

@@ -1,4 +1,4 @@
-"""Several ranks over NCCL, on the GPUs that are there: the bits of FSDP2, and the peak of a budget."""
+"""Ranks over NCCL, also more than there are GPUs: the bits of FSDP2, and the peak of a budget."""
 
 from __future__ import annotations
 

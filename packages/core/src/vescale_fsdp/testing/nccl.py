@@ -39,6 +39,7 @@ def nccl_group(timeout_s: float = 60, backend: str = "nccl") -> Iterator[torch.d
     os.environ.update(_HOSTS, NCCL_HOSTID=f"rank-{rank}")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    dist.barrier()  # else a rank leaves while another still connects to it
     dist.destroy_process_group()
     dist.init_process_group(
         backend,
