@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vescale_fsdp import compat
+from vescale_fsdp import compat, devices
 
 # NCCL refuses two ranks on one GPU of a host, and knows a host by NCCL_HOSTID. So each rank says
 # that it is a host of its own, and messages go through sockets of the loopback.
@@ -37,16 +37,16 @@ def nccl_group(timeout_s: float = 60, backend: str = "nccl") -> Iterator[torch.d
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = compat.default_store()
     os.environ.update(_HOSTS, NCCL_HOSTID=f"rank-{rank}")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", rank % len(devices.describe_all()["devices"]))
     dist.barrier()  # else a rank leaves while another still connects to it
     dist.destroy_process_group()
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(backend, store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    yield device
-    torch.cuda.synchronize()
+    with devices.made_current(device):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(backend, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        yield device
+        devices.synchronize(device)
