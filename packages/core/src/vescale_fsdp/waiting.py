@@ -207,10 +207,8 @@ class Ending:
         self._ended = threading.Event()
         self._is_ready: Callable[[], bool] | None = None
         if has_streams:
-            never_tells = (
-                is_fake()
-            )  # the works of torch's fake group never say that they have ended
-            ready = None if never_tells else getattr(work, "is_completed", None)
+            # Those of torch's fake group never say that they have ended.
+            ready = None if is_fake() else getattr(work, "is_completed", None)
             self._is_ready = ready or (lambda: True)
         else:
             threading.Thread(target=self._run, name="vescale-fsdp wait", daemon=True).start()

@@ -186,10 +186,10 @@ def workspace_bytes(device: torch.device) -> int:
     x, weight = (torch.zeros(16, 16, device=device, requires_grad=True) for _ in range(2))
 
     def multiply() -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            nn.functional.linear(
-                x.to(dtype), weight.to(dtype), weight[0].to(dtype)
-            ).sum().backward()
+        with torch.enable_grad():
+            for dtype in (torch.float32, torch.bfloat16):
+                matrix = weight.to(dtype)
+                nn.functional.linear(x.to(dtype), matrix, matrix[0]).sum().backward()
 
     compat.free_workspaces(device)
     return devices.allocated_at_most(device, multiply)
