@@ -380,7 +380,7 @@ def main() -> int:
             show(model, world_size, results, console)
             judged += verdicts(model, world_size, *results)
             found |= {f"{model}, {world_size}, {each.engine}": asdict(each) for each in results}
-            if kept is not None:  # each time: machines with GPUs are lent for minutes
+            if kept is not None:  # each time: an interrupted run keeps what it has
                 write(kept, {"circumstances": told, "readings": found})
     for verdict in judged:
         console.print(str(verdict), highlight=False)

@@ -204,8 +204,7 @@ def _parts() -> Iterator[Part]:
         "World size 1 uses NCCL. In larger worlds the other ranks do not exist, and nothing is "
         "sent: torch's fake group copies the own part once for each other rank, which is most "
         "of the copies with 64. Here the host's processor limits both engines (host ms is about "
-        "the time of a step), so a faster one changes the ratios. Three rounds of 5 steps: a GPU "
-        "was there for minutes.",
+        "the time of a step), so a faster one changes the ratios. Three rounds of 5 steps only.",
         [read(gpu_single.FILE)],
         [gpu_single.lines()],
     )
