@@ -47,7 +47,7 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
           the core's tests on torch {NEWEST}, an environment of 5.5 GB
   nightly what "test" leaves out (tests marked nightly: stock FSDP2's faults, more random models),
           torchtune's recipes, core-newest, fuzz and faults (2 hours)
-  gpu     all that has only been simulated, on a GPU, and one page of what held (gpu-report.md)
+  gpu     what is simulated elsewhere, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
           build, check and test the wheels and sdists of the tag, into dist/; then publish them

@@ -2,8 +2,8 @@
 
     python3 dev.py gpu
 
-Without a GPU, this code has run only in a simulator. It writes ``gpu-report.md`` to the current
-directory. The exit code is 0 if all parts passed.
+Tests on a CPU run this code in a simulator. It writes ``gpu-report.md`` to the current directory.
+The exit code is 0 if all parts passed.
 """
 
 from __future__ import annotations

@@ -476,13 +476,16 @@ def check_inputs() -> None:
         mesh, model = mesh_on(DEVICE, (2,)), Given()
         fully_shard(model.layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        batch: dict[str, Any] = {"x": torch.ones(2, 3), "more": (torch.ones(1, dtype=torch.int64),)}
+        x = torch.ones(2, 3, requires_grad=True)
+        batch: dict[str, Any] = {"x": x, "more": (torch.ones(1, dtype=torch.int64),)}
         packed = nn.utils.rnn.pack_sequence([torch.ones(2)])
         out = model(batch, packed=packed)
         out.sum().backward()
         there = DEVICE.type
         assert model.seen == [there, there, there, "cpu"]  # batch sizes are always on the host
-        assert batch["x"].device.type == "cpu"
+        assert batch["x"] is x
+        assert x.grad is not None
+        assert x.grad.device.type == "cpu"
         assert "new" in batch
         assert model.layer(torch.ones(2, 3)).device.type == there  # now it is the outermost
 

@@ -117,8 +117,9 @@ class Scenario:
         with simulator or nullcontext():
             for step in range(NUM_STEPS):
                 before = simulator.device.num_host_syncs if simulator else 0
-                if simulator is not None and user is not None:
-                    user.wait_stream(user.device.compute)
+                if user is not None:
+                    compute = simulator.device.compute if simulator else current_stream()
+                    user.wait_stream(compute)
                 with user if user is not None and step else nullcontext():
                     found += self._train(model, optimizer, simulator, step, device)
                 after = simulator.device.num_host_syncs if simulator else 0
@@ -145,6 +146,10 @@ class Scenario:
             loss.backward()  # type: ignore[no-untyped-call]
         others = self.step(model, optimizer, simulator)
         return [*getattr(loss, "held", [loss.detach()]), *(others or [])]
+
+
+def current_stream() -> torch.Stream:
+    return torch.accelerator.current_stream()
 
 
 def new_stream(simulator: Simulator | None, device: str) -> Any:
@@ -217,10 +222,7 @@ def beside(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> Non
     if stream is None:
         plain_step(model, optimizer, simulator)
         return
-    if simulator is None:
-        stream.wait_stream(torch.accelerator.current_stream())
-    else:
-        stream.wait_stream(simulator.device.current)
+    stream.wait_stream(simulator.device.current if simulator else current_stream())
     with stream:
         optimizer.step()
         event = stream.record_event()
