@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import vescale_fsdp
-from vescale_fsdp import devices
+from vescale_fsdp import devices, transfers
 
 ASKED = re.compile(
     r"torch\.cuda\b|torch\.accelerator\b|(?<!devices)\.is_pinned\(|get_device_module|pin_memory\(\)"
@@ -60,16 +60,16 @@ def test_what_comes_from_another_device_is_cast_after_it_has_moved(
         assert options == {"non_blocking": True}
         return original(target, source)
 
-    monkeypatch.setattr(devices, "is_same", lambda one, other: False)
+    monkeypatch.setattr(transfers, "is_same", lambda one, other: False)
     monkeypatch.setattr(Tensor, "copy_", noting)
     target = torch.zeros(3, dtype=torch.bfloat16)
-    devices.copy_async(target, torch.ones(3))
+    transfers.copy_async(target, torch.ones(3))
     assert copies == [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
     assert target.tolist() == [1, 1, 1]
 
 
 def test_staged_copies_are_copies() -> None:
-    staging = devices.Staging()
+    staging = transfers.Staging()
     source = torch.arange(6.0).view(2, 3).t()
     copied = staging.copy(source)
     staging.wait()
@@ -80,6 +80,6 @@ def test_staged_copies_are_copies() -> None:
 
 
 def test_numbers_of_the_host_on_a_cpu() -> None:
-    made = devices.from_host([0, 1, 1], torch.uint8, CPU)
+    made = transfers.from_host([0, 1, 1], torch.uint8, CPU)
     assert made.dtype == torch.uint8
     assert made.tolist() == [0, 1, 1]

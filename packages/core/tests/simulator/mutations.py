@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from vescale_fsdp import devices
+from vescale_fsdp import devices, transfers
 from vescale_fsdp.dbuffer import Comm, PendingReduce
 from vescale_fsdp.engine import hooks
 from vescale_fsdp.engine.group import Group
@@ -76,7 +76,7 @@ def _beside_without_waiting(old: Any) -> Any:
         module = devices.module_of(device)
         if module is None:
             return start()
-        stream = devices._side_stream(device, "to the device")
+        stream = devices.side_stream(device, "to the device")
         with module.stream(stream):
             return devices._Beside(device, stream.record_event(), start())
 
@@ -185,10 +185,10 @@ def _to_the_host_without_waiting(old: Any) -> Any:
     def moved_to_host(source: Any) -> Any:
         module = devices.module_of(source.device)
         value = devices.empty_pinned(source.shape, source.dtype)
-        stream = devices._side_stream(source.device, "to the host")
+        stream = devices.side_stream(source.device, "to the host")
         with module.stream(stream):
             value.copy_(source, non_blocking=True)
-            return devices.Arrival(value, source, stream.record_event())
+            return transfers.Arrival(value, source, stream.record_event())
 
     return moved_to_host
 
@@ -303,15 +303,15 @@ MUTATIONS = [
     ),
     Mutation(
         "offloaded gradients are read before they have arrived",
-        devices.Arrival, "wait", _read_at_once, "offload", _SIDE_LAST,
+        transfers.Arrival, "wait", _read_at_once, "offload", _SIDE_LAST,
     ),
     Mutation(
         "offloaded gradients are copied before they are reduced",
-        devices, "moved_to_host", _to_the_host_without_waiting, "offload", _COMPUTE_LAST,
+        transfers, "moved_to_host", _to_the_host_without_waiting, "offload", _COMPUTE_LAST,
     ),
     Mutation(
         "offloaded gradients are freed on the device before they are copied",
-        devices.Arrival, "release", _source_freed, "offload", _SIDE_LAST,
+        transfers.Arrival, "release", _source_freed, "offload", _SIDE_LAST,
     ),
     Mutation(
         "the gather over the replicas is not waited for",

@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from vescale_fsdp import QuantizedGather, QuantizedReduce, clip_grad_norm_, devices, fully_shard
+from vescale_fsdp import (
+    QuantizedGather,
+    QuantizedReduce,
+    clip_grad_norm_,
+    devices,
+    fully_shard,
+    transfers,
+)
 from vescale_fsdp.engine import activations
 from vescale_fsdp.optim import SOAP, Muon, offload, offload_
 
@@ -234,7 +241,7 @@ def beside(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> Non
 
 def saved(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> list[Tensor]:
     """What an asynchronous save copies to the host before the weights change."""
-    staging = devices.Staging()
+    staging = transfers.Staging()
     copies = [staging.copy(x) for param in model.parameters() for x in _locals(param)]
     staging.wait()
     plain_step(model, optimizer, simulator)

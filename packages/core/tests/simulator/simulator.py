@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import compat, devices, transfers, waiting
 from vescale_fsdp.dbuffer import memory
 
 from .memory import Allocator, Block
@@ -423,7 +423,7 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
             many = several(originals[f"{name}_single"])
             patch(compat, f"{name}_many", simulator.collective(f"{name}_many", many))
         patch(memory, "_POOLS", weakref.WeakValueDictionary())  # and so lanes of this simulation
-        patch(devices, "_LAST", {})
+        patch(transfers, "_LAST", {})
         patch(waiting, "store_wait", store_wait)
         patch(torch.UntypedStorage, "resize_", resize)
         patch(Tensor, "tolist", lambda tensor: simulator.to_list(tensor))

@@ -46,7 +46,7 @@ class Shared(nn.Module):
 
 def check_what_is_moved() -> list[int]:
     sizes: list[int] = []
-    real = activations.devices.Copies.to_host
+    real = activations.transfers.Copies.to_host
 
     def to_host(sources: Any) -> Any:
         sizes.extend(len(source) for source in sources)
@@ -57,7 +57,7 @@ def check_what_is_moved() -> list[int]:
         for block in model:
             fully_shard(block, activations="offload")
         fully_shard(model)
-        with mock.patch.object(activations.devices.Copies, "to_host", to_host):
+        with mock.patch.object(activations.transfers.Copies, "to_host", to_host):
             loss = model(torch.randn(NUM_ROWS, WIDTH)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from vescale_fsdp import devices, fully_shard
+from vescale_fsdp import devices, fully_shard, transfers
 from vescale_fsdp.optim import offload, offload_
 from vescale_fsdp.testing import run_ranks
 
@@ -39,7 +39,7 @@ def check_order() -> list[tuple[str, int]]:
     """What the device has done of the last step, if it computes as late as it may."""
     log: list[tuple[str, int]] = []
     counts = dict.fromkeys(("step", "to the device", "to the host"), 0)
-    copied, step = devices._copied, offload._Streamed._step_on
+    copied, step = transfers._copied, offload._Streamed._step_on
 
     def note(what: str) -> None:
         number = counts[what]
@@ -48,7 +48,7 @@ def check_order() -> list[tuple[str, int]]:
 
     def noted_copy(targets: Any, sources: Any, device: Any, use: str) -> Any:
         event = copied(targets, sources, device, use)
-        with devices._side_stream(device, use):
+        with devices.side_stream(device, use):
             note(use)
         return event
 
@@ -66,7 +66,7 @@ def check_order() -> list[tuple[str, int]]:
 
     with (
         simulated("starve compute") as simulator,
-        mock.patch.object(devices, "_copied", noted_copy),
+        mock.patch.object(transfers, "_copied", noted_copy),
         mock.patch.object(offload._Streamed, "_step_on", noted_step),
     ):
         train(simulator, offloads=True)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, to_json
@@ -272,7 +272,7 @@ class LocalPlan:
 
         Cost: host memory for all that this rank holds, replicas included. No communication.
         """
-        staging = devices.Staging()
+        staging = transfers.Staging()
         copies = [
             piece._replace(data=encoding.staged(piece.data, staging))
             for piece in self.chosen({"boxes": range(len(self._items))})

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, transfers
 from vescale_fsdp.checkpoint.manifest import DTYPES
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError, VeScaleError
 
@@ -218,14 +218,14 @@ def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     """Return the elements in row-major order in host memory. Copies only if needed, or ``copy``."""
     data = plain(tensor.detach()).resolve_conj().resolve_neg()
     if not copy:
-        return devices.on_host(data)
-    staging = devices.Staging()
+        return transfers.on_host(data)
+    staging = transfers.Staging()
     copied = staging.copy(data)
     staging.wait()
     return copied
 
 
-def staged(tensor: torch.Tensor, staging: devices.Staging) -> torch.Tensor:
+def staged(tensor: torch.Tensor, staging: transfers.Staging) -> torch.Tensor:
     """Return a copy in host memory, in row-major order. Valid after ``staging.wait()``."""
     return staging.copy(plain(tensor.detach()).resolve_conj().resolve_neg())
 

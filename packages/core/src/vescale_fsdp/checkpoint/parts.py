@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vescale_fsdp import devices
+from vescale_fsdp import transfers
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, Task
 from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
@@ -34,7 +34,7 @@ def items_of(
 
     With ``copies`` the tensors are copied to host memory.
     """
-    staging, found = devices.Staging(), []
+    staging, found = transfers.Staging(), []
     for item in local.chosen(task):
         data = encoding.staged(item.data, staging) if copies else item.data
         found.append(Item(item.name, data, (item.offsets, item.sizes), item.shape))

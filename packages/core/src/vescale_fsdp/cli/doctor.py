@@ -164,7 +164,8 @@ def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
     outcome.total_s = round(time.monotonic() - begin, 3)
     outcome.values[step], outcome.seconds[step] = None, outcome.total_s
     loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES]
-    return loopback[0] if run_steps(outcome, limit_s) and loopback else ""
+    is_told = os.environ.get("GLOO_SOCKET_IFNAME") in loopback  # a second try says nothing then
+    return loopback[0] if run_steps(outcome, limit_s) and loopback and not is_told else ""
 
 
 def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") -> None:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
@@ -170,7 +170,7 @@ class Comm:
             def copy() -> None:
                 if first is not None:
                     first()
-                devices.copy_async(full, own)
+                transfers.copy_async(full, own)
 
             return devices.start_beside(full.device, copy)
         if custom is not None:
@@ -191,7 +191,7 @@ class Comm:
             if first is not None:  # it is in the dtype of the full face already
                 first()
                 return self.all_gather(full, own)
-            devices.copy_async(buffer.own_slice(), own)
+            transfers.copy_async(buffer.own_slice(), own)
             return self.all_gather(full, buffer.own_slice())
 
         return devices.start_beside(full.device, start)

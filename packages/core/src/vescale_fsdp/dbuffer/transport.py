@@ -42,7 +42,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, interruptible, notes, waiting
+from vescale_fsdp import compat, devices, interruptible, notes, transfers, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.memory import Lasting, SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
@@ -233,7 +233,7 @@ def start_custom_gather(
     def start() -> Waitable | None:
         if first is not None:
             first()
-        devices.copy_async(mine, own)
+        transfers.copy_async(mine, own)
         gather(output_tensor=arrived, input_tensor=mine, group=group, async_op=False)
         return None
 

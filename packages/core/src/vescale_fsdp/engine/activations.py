@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.engine.unit import Unit
 
 Activations: TypeAlias = (
@@ -248,8 +248,8 @@ class Kept:
         )
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
         self._before: weakref.ref[Kept] | None = None
-        self._leaving: devices.Copies | None = None  # to the host
-        self._coming: devices.Copies | None = None  # back
+        self._leaving: transfers.Copies | None = None  # to the host
+        self._coming: transfers.Copies | None = None  # back
         self._hooks.__enter__()
 
     # Forward
@@ -289,7 +289,7 @@ class Kept:
         parts = [part for part in list(self._parts.values()) if part.moves]
         if parts:
             sources = [part.here for part in parts if part.here is not None]
-            self._leaving = devices.Copies.to_host(sources)
+            self._leaving = transfers.Copies.to_host(sources)
             for part, copied in zip(parts, self._leaving.given_up(), strict=True):
                 part.there = copied
 
@@ -318,7 +318,7 @@ class Kept:
         parts = [part for part in list(self._parts.values()) if part.here is None]
         hosts = [part.there for part in parts if part.there is not None]
         if hosts:
-            self._coming = devices.Copies.to_device(hosts, self.device)
+            self._coming = transfers.Copies.to_device(hosts, self.device)
             for part, made in zip(parts, self._coming.given_up(), strict=True):
                 part.here = made
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp import compat, devices, notes, waiting
+from vescale_fsdp import compat, notes, transfers, waiting
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import (
     Comm,
@@ -307,7 +307,7 @@ class Group(MovableParameters):
         """Copy changes in this rank's part of the full buffer to the shard."""
         shard = self.buffer.shard
         if not self.buffer.is_one:
-            own = devices.brought_to(shard, self.buffer.own_slice())
+            own = transfers.brought_to(shard, self.buffer.own_slice())
             was = self._sent()
             changed = (own != was) & ~(own.isnan() & was.isnan())
             shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
@@ -322,7 +322,7 @@ class Group(MovableParameters):
         values = torch.empty(self.layout.shard_size, dtype=buffer.full_dtype, device=device)
         codec.encode(self.layout, self.rank, buffer.shard, message)
         codec.decode(self.layout, self.rank, message, values)
-        return devices.brought_to(buffer.shard, values)
+        return transfers.brought_to(buffer.shard, values)
 
     @property
     def is_stale(self) -> bool:

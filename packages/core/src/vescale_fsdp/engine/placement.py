@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
@@ -280,7 +280,7 @@ class InnerShard:
 
         def start() -> Waitable:
             if codec is None:
-                devices.copy_async(own, shard)
+                transfers.copy_async(own, shard)
             else:
                 codec.encode(buffer.layout, buffer.rank, shard, own)
             return outer.all_gather(values, own)

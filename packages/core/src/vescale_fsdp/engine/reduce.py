@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.dbuffer import (
     SMALLEST_LASTING,
     BlockCodec,
@@ -81,7 +81,7 @@ class Gradients:
         self._summing: tuple[torch.Tensor, PendingReduce] | None = None
         self._unsummed: torch.Tensor | None = None  # reduced shards that wait for the replicas
         self._reduced: torch.Tensor | None = None
-        self._arrival: devices.Arrival | None = None  # of ``_reduced``, if moved to the CPU
+        self._arrival: transfers.Arrival | None = None  # of ``_reduced``, if moved to the CPU
         self._packing = Packing(buffer.layout)  # of all that is not published yet
         self.bind(buffer, slots, pool)
 
@@ -362,11 +362,11 @@ class Gradients:
         shard = self._buffer.shard
         reduced = reduced.to(shard.dtype)
         if self._reduced is None and self._moves_beside(reduced):
-            self._arrival = devices.moved_to_host(reduced)
+            self._arrival = transfers.moved_to_host(reduced)
             self._reduced = self._arrival.value
             return
         self._await_arrival()
-        reduced = devices.brought_to(shard, reduced)
+        reduced = transfers.brought_to(shard, reduced)
         self._reduced = reduced if self._reduced is None else self._reduced.add_(reduced)
 
     def _moves_beside(self, reduced: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, transfers
 from vescale_fsdp.dbuffer import (
     Comm,
     Flags,
@@ -144,7 +144,7 @@ class Usage:
         if asks and comm.size * comm.num_replicas > 1:
             flat = [flag for flags in self._used for flag in flags]
             device = groups[0].pool.device
-            self._flags = Flags(devices.from_host(flat, torch.uint8, device), comm)
+            self._flags = Flags(transfers.from_host(flat, torch.uint8, device), comm)
 
     def finish(self) -> list[list[bool]]:
         """Return for each slot of each group whether to set its gradient."""

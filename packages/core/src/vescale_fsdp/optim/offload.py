@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.optim.group import OptimizerGroup
 from vescale_fsdp.ragged import RaggedTensor, wrap_local
 
@@ -99,20 +99,20 @@ class _Part:
     params: list[torch.Tensor] = field(default_factory=list)
     num_bytes: float = 0
     holders: list[_Holder] = field(default_factory=list)
-    coming: devices.Copies | None = None
+    coming: transfers.Copies | None = None
 
 
 @dataclass
 class _Leaving:
     """Copies to the host, and what they read, which must not be freed before."""
 
-    copies: devices.Copies
+    copies: transfers.Copies
     holders: list[_Holder]
 
     @classmethod
     def of(cls, holders: list[_Holder]) -> _Leaving:
         sources, targets = [each.here for each in holders], [each.host for each in holders]
-        copies = devices.Copies.to_host(sources, targets)
+        copies = transfers.Copies.to_host(sources, targets)
         for each in holders:
             each.settle()
         return cls(copies, holders)
@@ -244,7 +244,7 @@ class _Streamed:
         if part.holders:
             device = _device_of(part.params[0])
             assert device is not None, "it has something on the host"
-            part.coming = devices.Copies.to_device([each.host for each in part.holders], device)
+            part.coming = transfers.Copies.to_device([each.host for each in part.holders], device)
             for each, made in zip(part.holders, part.coming.given_up(), strict=True):
                 each.here = made
 
