@@ -68,7 +68,8 @@ class Step:
         before: what happens before it: ("eval", "no_grad"), ("freeze", "n1.n2"), ...
         passes: forwards and backwards, one entry a micro-batch (`runner` has the kinds).
         syncs_last_only: gradients are reduced in the last micro-batch.
-        clips: whose function clips the gradients: "ours" or "torch".
+        clips: whose function clips the gradients: "ours" or "torch"; or one of `habits.CLIPS`.
+        halves: the script halves the gradients before the optimizer sees them.
         fault: ("forward" or "backward", name): there all ranks raise, reset, and begin again.
     """
 
@@ -77,6 +78,7 @@ class Step:
     syncs_last_only: bool = False
     fault: tuple[str, str] | None = None
     clips: str = ""
+    halves: bool = False
     zeroes: bool = True
 
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from .cases import CONTAINERS, Case, Node, Step, Unit, paths_of, walk
+from .habits import CLIPS, EVENTS, PASSES
 
 __all__ = ["draw"]
 
@@ -44,7 +45,35 @@ RANKS_WHEN = (
 
 def draw(seed: int, world_size: int | None = None) -> Case:
     """The case of a seed. The plain model may refuse it: then draw another."""
-    return _Drawing(random.Random(seed)).case(world_size)
+    case = _Drawing(random.Random(seed)).case(world_size)
+    return _with_habits(case, random.Random(-seed)) if seed // 1000 % 2 else case
+
+
+def _with_habits(case: Case, chance: random.Random) -> Case:
+    """Put what scripts of others do into the steps of a case."""
+    modules = [path for path, node in paths_of(case.root) if node.kind != "Tanh"]
+    # What is lent to units is gathered by all ranks, so that none may leave one out.
+    is_even = not any("rank" in node.when + node.extra for node in walk(case.root))
+    passes = [each for each in PASSES if each != "functional" or is_even]
+
+    def event() -> tuple[str, str]:
+        name = chance.choice(EVENTS)
+        return name, chance.choice(modules) if name.endswith("hook") else ""
+
+    def kind_of_pass(kind: str) -> str:
+        return chance.choice(passes) if chance.random() < 0.3 else kind
+
+    def with_some(step: Step) -> Step:
+        before = tuple(event() for _ in range(chance.choice([0, 0, 1, 1, 2])))
+        return replace(
+            step,
+            before=step.before + before,
+            passes=tuple(map(kind_of_pass, step.passes)),
+            clips=chance.choice(CLIPS) if chance.random() < 0.2 else step.clips,
+            halves=chance.random() < 0.1,
+        )
+
+    return replace(case, steps=tuple(map(with_some, case.steps)))
 
 
 class _Drawing:

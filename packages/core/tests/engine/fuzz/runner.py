@@ -30,6 +30,7 @@ from vescale_fsdp.testing.nccl import nccl_group
 
 from .cases import Case, Step
 from .drawing import draw
+from .habits import CLIPS, Habits
 from .programs import program_of
 
 __all__ = ["REFUSED", "Failure", "Invalid", "check", "drawn"]
@@ -160,7 +161,7 @@ def _compared(rank: int, record: Record, expected: Record, tolerance: float) -> 
     return None
 
 
-class _Player:
+class _Player(Habits):
     """Plays the steps of a program for some ranks, and writes down what can be compared."""
 
     def __init__(self, space: dict[str, Any], ranks: Any, device: str = "cpu") -> None:
@@ -170,14 +171,15 @@ class _Player:
         self.records: dict[int, Record] = {rank: [] for rank in self.ranks}
         # Once: a root that is gathered between two passes shows others.
         self.named = dict(self.model.named_parameters())
-        params = list(self.named.values())
-        if space["OPTIMIZER"] == "sgd":
-            self.optimizer: Any = torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
-        else:
-            foreach = True if space["OPTIMIZER"] == "adamw-foreach" else None
-            self.optimizer = torch.optim.AdamW(
-                params, lr=0.01, eps=1e-3, weight_decay=0.1, foreach=foreach
-            )
+        self.optimizer = self.made_optimizer(list(self.named.values()))
+        self.hooked: dict[str, Tensor] = {}  # sums of what backward hooks have seen in a pass
+        self.input_is_wanted: bool = space["INPUT_WANTS_GRADIENT"]
+
+    def made_optimizer(self, params: list[nn.Parameter]) -> Any:
+        if self.space["OPTIMIZER"] == "sgd":
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+        foreach = True if self.space["OPTIMIZER"] == "adamw-foreach" else None
+        return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1, foreach=foreach)
 
     def made(self) -> nn.Module:
         raise NotImplementedError
@@ -194,6 +196,10 @@ class _Player:
             if step.fault:
                 self.breaks_off(step)
             self.passes(step)
+            if step.halves:
+                for param in self.named.values():
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
             self.write_all("gradient", self.gradients())
             if step.clips:
                 self.write("norm", self.clipped(step.clips))
@@ -222,6 +228,9 @@ class _Player:
             self.set_sync(not step.syncs_last_only or micro == len(step.passes) - 1)
             name, _, path = kind.partition(" ")
             getattr(self, f"pass_{name}")(rank, *([path] if path else []))
+            for where in sorted(self.hooked):
+                self.write(f"seen by a hook: {where}", self.hooked[where], rank)
+            self.hooked.clear()
 
     def loss(self, rank: int, which: int = 0, path: str = "") -> Tensor:
         seed = 1000 * self.now.step + 100 * self.now.micro + 10 * which + rank
@@ -231,9 +240,9 @@ class _Player:
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
         ).to(self.device)
-        x.requires_grad_(self.space["INPUT_WANTS_GRADIENT"] and torch.is_grad_enabled())
+        x.requires_grad_(self.input_is_wanted and torch.is_grad_enabled())
         self.x = x
-        out = self.model.get_submodule(path)(x)
+        out = (self.calls or self.model.get_submodule(path))(x)
         while not isinstance(out, Tensor):
             out = out["y"] if isinstance(out, dict) else out[0]
         loss = out.double().square().mean() + 0.1 * out.double().sum()
@@ -313,11 +322,16 @@ class _Player:
         return dict(self.named)
 
     def clipped(self, whose: str) -> Tensor:
+        if whose in CLIPS:
+            norm: Tensor = getattr(self, f"clip_{whose.replace(' ', '_')}")()
+            return norm
         return torch.nn.utils.clip_grad_norm_(self.named.values(), 0.5)
 
     # Events
 
     def happens(self, event: str, argument: str) -> None:
+        if event == "remesh":
+            self.averaged = None  # it is on the former mesh
         getattr(self, f"event_{event}")(argument)
 
     def event_eval(self, mode: str, model: nn.Module | None = None) -> None:
@@ -359,10 +373,13 @@ class _Player:
 
     def event_copy(self, _: str) -> None:
         """A copy wants the units resharded (it says so)."""
+        self.reshard_all()
+        self.event_eval("no_grad", copy.deepcopy(self.model))
+
+    def reshard_all(self) -> None:
         for path, module in self.model.named_modules():
             if hasattr(module, "reset_iter_state"):
                 self.event_reshard(path)
-        self.event_eval("no_grad", copy.deepcopy(self.model))
 
     def event_remesh(self, _: str) -> None:
         """The ranks form another world, in another order. Gradients are lost."""
