@@ -5,7 +5,7 @@ Python program: plain modules from `parts`, a function ``shard``, and a list of 
 this text on ranks, and beside them in one process that has the plain model and plays one rank after
 the other; it compares losses, gradients (None with None), norms and weights after each step. What
 hangs is ended by a watchdog, with the stacks of all ranks. `minimise` makes a case smaller that
-fails.
+fails. Half of the cases (odd seeds) also have what training scripts of others do (`habits`).
 
 ::
 
@@ -18,7 +18,8 @@ A program that was printed runs by itself, from the root of the repository:
 
 What is not drawn, because the engine refuses it by name or says that it does not do it: double
 backwards, copies of a model whose units are unsharded, in-place changes of a unit's input, units
-that only some ranks run beside lists of units to prefetch, or that they run several times in a row.
+that only some ranks run beside lists of units to prefetch or ``functional_call``, or that they run
+several times in a row.
 What is drawn and may be refused is counted apart: an exception in a backward on all ranks, after
 units that one of them has left out.
 """
