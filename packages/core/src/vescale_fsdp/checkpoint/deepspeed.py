@@ -1,8 +1,6 @@
 """Reads DeepSpeed's checkpoints without DeepSpeed: of ZeRO stages 1, 2 and 3, and universal ones.
 
-Weights are read from the optimizer's fp32 copies. The files are pickles. The unpickler builds only
-tensors and plain containers. An object of any other class becomes an empty placeholder, and no code
-of its module runs.
+Weights are read from the optimizer's fp32 copies. The files are pickles (`pickles`).
 
 The files ``zero_pp_rank_R_mp_rank_00_optim_states.pt`` have the elements of parameters like this::
 
@@ -16,9 +14,7 @@ A universal checkpoint has a folder for each parameter: ``zero/NAME/fp32.pt``, `
 from __future__ import annotations
 
 import math
-import pickle
 import re
-import types
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,11 +22,10 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import compat
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.encoding import dtype_name
-from vescale_fsdp.checkpoint.files import size_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Span, TensorEntry
+from vescale_fsdp.checkpoint.pickles import loaded
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -97,7 +92,7 @@ class ZeroCheckpoint:
         if model_file is None:
             raise CheckpointIncompleteError(f"{folder} has no {_MODEL}")
         try:
-            states = _loaded(model_file)
+            states = loaded(model_file)
             self._groups = [dict(group) for group in states["param_shapes"]]
             if (folder / _ZERO).is_dir():
                 self._take_universal()
@@ -168,7 +163,7 @@ class ZeroCheckpoint:
             raise CheckpointIncompleteError(
                 f"{self._folder} has no zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             )
-        ranks = [_loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
+        ranks = [loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
         count = ranks[0]["partition_count"]
         count = max(count) if isinstance(count, (list, tuple)) else count
         if count != len(ranks):
@@ -291,7 +286,7 @@ class ZeroCheckpoint:
                             f"{self._folder} has no {_ZERO}/{name}/{kind}.pt"
                         )
                 for path in kinds[name].values():
-                    value = _loaded(path)
+                    value = loaded(path)
                     value = value["param"] if isinstance(value, dict) else value
                     if path.stem == "fp32":
                         self._add(f"model.{name}", shape, [value.reshape(-1)])
@@ -299,7 +294,7 @@ class ZeroCheckpoint:
                         self._add_state(
                             name, path.stem, shape, value, lambda v=value: [v.reshape(-1)]
                         )
-        common = _loaded(self._folder / _ZERO / "optimizer_state.pt")
+        common = loaded(self._folder / _ZERO / "optimizer_state.pt")
         inner = common.get("optimizer_state_dict", {}).get("state", {}).values()
         steps = [state["step"] for state in inner if "step" in state]  # of stage 3, in no folder
         for name, states in self.texts.get("optimizer.0", {"state": {}})["state"].items():
@@ -327,7 +322,7 @@ class ZeroCheckpoint:
                 path = self._folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
                 if path not in files:
                     raise CheckpointIncompleteError(f"{self._folder} has no {path.name}")
-        every = [_loaded(path)["frozen_param_fragments"] or {} for path in files if frozen]
+        every = [loaded(path)["frozen_param_fragments"] or {} for path in files if frozen]
         shared = states.get("shared_params") or {}
         tied = dict(shared if isinstance(shared, dict) else [tuple(pair) for pair in shared])
         for name, value in module.items():
@@ -437,93 +432,3 @@ def _plain(values: dict[str, Any], where: str) -> dict[str, Any]:
         if not tensors:
             found[key] = encoded
     return found
-
-
-# Pickles
-
-
-class _Foreign:
-    """The placeholder for an object of a class that `_Unpickler` does not import."""
-
-    def __init__(self, *args: Any, **_: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
-
-    def append(self, _: Any) -> None:
-        """Called for a pickled list, and ignored."""
-
-    def extend(self, _: Any) -> None:
-        """Called for a pickled list, and ignored."""
-
-    def __setitem__(self, *_: Any) -> None:
-        """Called for a pickled dict, and ignored."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds tensors and plain containers. All else becomes `_Foreign`."""
-
-    _known = frozenset({("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device")})
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or function for a name in the pickle. Imports only dtypes and `_known` ones."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._known:
-            return super().find_class(module, name)
-        return _REBUILT.get((module, name), _Foreign)
-
-
-class _Function:
-    """A function that a file may call. The file cannot set attributes of it."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __setstate__(self, _: Any) -> None:
-        raise pickle.UnpicklingError("the file changes a function")
-
-
-def _tensor_alone(data: Any, *_: Any) -> Any:
-    """Replaces torch's functions that make a parameter of a tensor. Returns the tensor."""
-    return data
-
-
-def _tensor_of_type(make: Any, _kind: Any, args: Any, _attributes: Any) -> Any:
-    return make(*args)
-
-
-_REBUILT = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(compat.rebuild_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Function(_tensor_alone),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Function(_tensor_alone),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_tensor_of_type),
-    ("torch.serialization", "_get_layout"): _Function(compat.layout_of_name),
-}
-_MODULE: Any = types.ModuleType("vescale_fsdp_unpickler")  # torch.load takes its unpickler from it
-_MODULE.Unpickler = _Unpickler
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        size_of(path)  # raises for a FIFO, on which torch would wait
-        # By torch's reader: a file may be made so that `zipfile` finds other names in it.
-        names = compat.archive_records(path)
-        if any(name.endswith("constants.pkl") for name in names):
-            raise ValueError("it is a TorchScript archive, which has code")
-        # weights_only refuses files with DeepSpeed's classes. `_Unpickler` imports none of them.
-        return torch.load(
-            path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
-        )
-    except FileNotFoundError as error:
-        raise CheckpointIncompleteError(f"{path} is missing") from error
-    except CheckpointCorruptError:
-        raise
-    except Exception as error:  # damaged bytes can raise any exception
-        raise CheckpointCorruptError(f"{path} cannot be read: {error!r}") from error
