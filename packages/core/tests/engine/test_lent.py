@@ -200,6 +200,35 @@ def test_calls_within_a_forward_and_within_unsharded() -> None:
     run_ranks(nested_and_pinned, 2)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def unused_outputs() -> None:
+    """Backward meets the second head's values, and brings no gradient for them."""
+    grads: list[list[Tensor | None]] = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Heads())
+        if shards:
+            fully_shard(model[1])
+            fully_shard(model)
+        values = {name: 0.5 * param for name, param in model.named_parameters()}
+        functional_call(model, values, (batch(0),))[0].sum().backward()
+        grads.append([p.grad if p.grad is None else whole(p.grad) for p in model.parameters()])
+    assert [grad is None for grad in grads[1]] == [False] * 4 + [True] * 2
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_values_of_an_output_that_no_loss_uses_get_no_gradient() -> None:
+    run_ranks(unused_outputs, 2)
+
+
 def in_two_dtypes() -> None:
     model = make(shards=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     expected = model(batch(0))

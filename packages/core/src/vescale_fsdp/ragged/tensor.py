@@ -362,17 +362,24 @@ def _spec_for(
     return spec
 
 
+# Zeros that autograd makes in place of no gradient are plain tensors, so these functions ask for
+# none (`set_materialize_grads`), and pass on that there is no gradient.
+
+
 class _ToLocal(torch.autograd.Function):
     """RaggedTensor -> flat local part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RaggedTensor, grad_spec: DTensorSpec) -> torch.Tensor:
         ctx.grad_spec = grad_spec
+        ctx.set_materialize_grads(False)
         local = tensor._arrived()
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         spec = ctx.grad_spec
         flat = grad.reshape(-1)
         return RaggedTensor.from_local(flat, spec.mesh, spec.placements, shape=spec.shape), None
@@ -384,10 +391,13 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedTensor:
         ctx.placements = [Replicate() if p.is_partial() else p for p in spec.placements]
+        ctx.set_materialize_grads(False)
         return wrap_local(local.detach(), spec, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None
         return grad.redistribute(placements=ctx.placements).to_local(), None
 
 
@@ -405,10 +415,13 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         ctx.placements = [Replicate() if p.is_partial() else p for p in tensor._spec.placements]
         ctx.dtype, ctx.backward_dtype = tensor.dtype, backward_dtype
+        ctx.set_materialize_grads(False)
         return _moved(tensor, placements, async_op, forward_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         dtype = ctx.backward_dtype or ctx.dtype
         cast_grad = cast(DTensor, grad.to(dtype))
         moved = cast_grad.redistribute(placements=ctx.placements).to(ctx.dtype)
