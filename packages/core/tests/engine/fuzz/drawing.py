@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .cases import CONTAINERS, Case, Node, Step, Unit, paths_of, walk
 from .habits import CLIPS, EVENTS, PASSES
+from .habits import LEAVES as OTHER_LEAVES
 
 __all__ = ["draw"]
 
@@ -73,7 +74,15 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
             halves=chance.random() < 0.1,
         )
 
-    return replace(case, steps=tuple(map(with_some, case.steps)))
+    tied = {name for pair in case.ties for name in pair}
+
+    def with_others(node: Node) -> Node:
+        if node.kind == "Linear" and node.name not in tied and chance.random() < 0.3:
+            return replace(node, kind=chance.choice(OTHER_LEAVES))
+        return replace(node, children=tuple(map(with_others, node.children)))
+
+    steps = tuple(map(with_some, case.steps))
+    return replace(case, root=with_others(case.root), steps=steps)
 
 
 class _Drawing:

@@ -27,9 +27,10 @@ else:
     Player = object
 
 EVENTS = ("hook", "prehook", "backward_hook")  # on a module
-EVENTS += ("ema", "dcp", "reload_optimizer", "new_optimizer", "to")
+EVENTS += ("ema", "dcp", "reload_optimizer", "new_optimizer", "to", "data", "swap", "foreach")
 PASSES = ("grad", "only_input", "inputs", "functional", "around", "reentrant", "on_cpu")
 CLIPS = ("inf", "one", "value", "by hand")
+LEAVES = ("Recurrent", "Attention", "Normed", "Listed")  # modules with ways of their own
 
 
 class Habits(Player):
@@ -95,6 +96,26 @@ class Habits(Player):
 
     def event_to(self, _: str) -> None:
         self.model.to(self.device).requires_grad_(True)
+
+    def event_data(self, _: str) -> None:
+        """Weights change past autograd, which counts no version."""
+        for param in self.named.values():
+            param.data.mul_(0.9)
+
+    def event_swap(self, _: str) -> None:
+        """Other weights for a forward, and the former ones after it."""
+        kept = [param.detach().clone() for param in self.named.values()]
+        for param in self.named.values():
+            param.data.copy_(0.5 * param.data)
+        self.event_eval("no_grad")
+        for param, value in zip(self.named.values(), kept, strict=True):
+            param.data.copy_(value)
+
+    def event_foreach(self, _: str) -> None:
+        """As the step of an optimizer of one's own."""
+        params = [param.detach() for param in self.named.values()]
+        torch._foreach_mul_(params, 0.9)
+        torch._foreach_add_(params, torch._foreach_sign(params), alpha=0.01)
 
     # Passes
 

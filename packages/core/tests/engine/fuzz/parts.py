@@ -109,6 +109,56 @@ class Spare(Linear):
         self.spare = nn.Parameter(torch.randn(width, 3, dtype=WIDE))
 
 
+class Recurrent(nn.GRU):
+    """Has a list of its weights beside those that are registered."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, batch_first=True, dtype=WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y, _ = super().forward(torch.tanh(x).to(self.weight_hh_l0.dtype)[:, None])
+        return y[:, 0].to(x.dtype)  # type: ignore[no-any-return]
+
+
+class Attention(nn.MultiheadAttention):
+    """Takes a fused path without gradients, which reads weights of its child."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, batch_first=True, dtype=WIDE)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        rows = torch.tanh(x).to(self.in_proj_weight.dtype)[None]
+        y, _ = super().forward(rows, rows, rows, need_weights=False)
+        return y[0].to(x.dtype)  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """A weight that is computed from two parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(width, width, dtype=WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(torch.tanh(x).to(self.linear.bias.dtype))
+        return y.to(x.dtype)
+
+
+class Listed(nn.Module):
+    """Parameters in containers, a buffer, and a tensor that is a parameter seen otherwise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList(torch.full((width,), 0.8 + i, dtype=WIDE) for i in range(2))
+        self.named = nn.ParameterDict({"b": nn.Parameter(torch.ones(1, width, dtype=WIDE))})
+        self.register_buffer("shift", torch.full((width,), 0.1, dtype=WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.listed[0].to(x.dtype) + self.named["b"].view(-1).to(x.dtype)
+        return y * self.listed[1].expand_as(y).to(x.dtype) + self.shift.to(x.dtype)  # type: ignore[operator]
+
+
 class Heads(nn.Module):
     """Two outputs, each of a weight of its own."""
 
