@@ -53,9 +53,10 @@ def draw(seed: int, world_size: int | None = None) -> Case:
 def _with_habits(case: Case, chance: random.Random) -> Case:
     """Put what scripts of others do into the steps of a case."""
     modules = [path for path, node in paths_of(case.root) if node.kind != "Tanh"]
-    # What is lent to units is gathered by all ranks, so that none may leave one out.
+    # Where ranks leave out units: what is lent to one is gathered by all; and a checkpoint that
+    # hides the forward of the root leaves nothing to predict its backward from.
     is_even = not any("rank" in node.when + node.extra for node in walk(case.root))
-    passes = [each for each in PASSES if each != "functional" or is_even]
+    passes = [each for each in PASSES if each not in ("functional", "reentrant") or is_even]
 
     def event() -> tuple[str, str]:
         name = chance.choice(EVENTS)
