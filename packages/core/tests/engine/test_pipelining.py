@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import (
     PipelineStage,
+    ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
@@ -73,7 +74,7 @@ def expected() -> list[nn.Module]:
 def check(kind: Any, shard: Any, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     number, data_rank = (mesh.get_local_rank(name) for name in ("stage", "data"))
-    is_v = kind is ScheduleZBVZeroBubble
+    is_v = kind in (ScheduleDualPipeV, ScheduleZBVZeroBubble)
     mine: dict[int, nn.Module] = {}
     for index in (number, NUM_STAGES - 1 - number if is_v else number + 2):
         mine[index] = make(Chunk, seed=index)
@@ -114,6 +115,10 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
 def test_a_zero_bubble_pipeline_trains_as_one_process(kind: Any, options: dict[str, Any]) -> None:
     run_ranks(check, 4, kind, vescale_fsdp.fully_shard, options)
+
+
+def test_so_does_one_of_both_directions() -> None:
+    run_ranks(check, 4, ScheduleDualPipeV, vescale_fsdp.fully_shard, {})
 
 
 @pytest.mark.nightly
