@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from vescale_fsdp_accelerate.budgets import budget_for
 from vescale_fsdp_accelerate.elastic import elastic_training
 from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+from vescale_fsdp_accelerate.registered import as_whole, refuse_sharded
 from vescale_fsdp_accelerate.replacing import (
     Replacement,
     granularity_for,
@@ -40,7 +41,7 @@ from vescale_fsdp_accelerate.replacing import (
     replacement_for,
 )
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
-from vescale_fsdp_accelerate.switching import Switch, granularities_of, is_ours
+from vescale_fsdp_accelerate.switching import Switch, check_owned, granularities_of, is_ours
 
 __all__ = ["VeScaleAccelerator"]
 
@@ -183,6 +184,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             }
         finally:
             self._waiting, self._loaders = [], []
+        for optimizer in self._inner(args) if models else ():
+            self._switch.move([optimizer])
+            check_owned(optimizer, self._models)
         result = []
         for each, placement in zip(args, placements, strict=True):
             if isinstance(each, nn.Module):
@@ -245,9 +249,13 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         return model
 
     def _known_optimizers(self) -> list[Optimizer]:
-        prepared = [each.optimizer for each in self._optimizers]
-        all_of_them = [*prepared, *(unwrapped(each) for each in self._waiting)]
-        return [each.inner if isinstance(each, Replacement) else each for each in all_of_them]
+        return self._inner([*self._optimizers, *self._waiting])
+
+    @staticmethod
+    def _inner(objects: Iterable[Any]) -> list[Optimizer]:
+        """Return the optimizers among objects, without wrappers."""
+        plain = [unwrapped(each) for each in objects if isinstance(each, Optimizer)]
+        return [each.inner if isinstance(each, Replacement) else each for each in plain]
 
     def _compile(self, model: nn.Module) -> None:
         if self.state.dynamo_plugin.backend == DynamoBackend.NO:
@@ -408,7 +416,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         stage = saving.begin(folder)
         config.automatic_checkpoint_naming = False
         try:
-            super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
+            with as_whole(self):
+                super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
         finally:
             config.automatic_checkpoint_naming = is_named
         self.wait_for_everyone()
@@ -436,7 +445,17 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if folder.is_dir():
                 saving.finish(folder)
                 checkpoints.verify(folder)
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        with as_whole(self):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save an object in the first process, as in Accelerate.
+
+        Raises:
+            TypeError: a tensor in it is sharded.
+        """
+        refuse_sharded(obj)
+        super().save(obj, f, safe_serialization=safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's full tensors in the first process, and {} in the others."""

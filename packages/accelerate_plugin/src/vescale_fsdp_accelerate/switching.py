@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import AdamW8bit, OptimizerGroup, Shampoo
 
-__all__ = ["Switch", "granularities_of", "is_ours"]
+__all__ = ["Switch", "check_owned", "granularities_of", "is_ours"]
 
 
 class Switch:
@@ -28,6 +28,10 @@ class Switch:
     def __init__(self) -> None:
         # Weak keys: an old parameter is freed when it is sharded, unless an optimizer holds it.
         self._sharded: Any = WeakIdKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        """Pickle nothing: in another process there are other parameters."""
+        return Switch, ()
 
     def record(self, model: nn.Module, last: dict[str, Any]) -> None:
         """Record which parameter has replaced which, and update ``last``.
@@ -106,6 +110,22 @@ def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
     return value.shape == param.shape and (value.dim() > 0 or name != "step")
+
+
+def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    """Raise if an optimizer has no parameter of the models.
+
+    Raises:
+        ValueError: nothing would train.
+    """
+    known = {id(param) for model in models for param in model.parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if params and not any(id(param) in known for param in params):
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(params)} parameters, and none of them is one of "
+            "the models that were prepared, so that nothing would train. Make the optimizer of "
+            "model.parameters(), after the last change of the model"
+        )
 
 
 def is_ours(optimizer: torch.optim.Optimizer) -> bool:

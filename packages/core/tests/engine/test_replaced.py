@@ -109,9 +109,8 @@ def check_replaced(placements: Sequence[Placement], how: str, options: dict[str,
     assert full_gradients(model)["weight"].tolist() == torch.full(SHAPE, 14.0).tolist()  # 7 * 2
     assert model.weight.placements == own
     torch.testing.assert_close(full_parameters(model)["weight"], values(), rtol=1e-6, atol=0)
-    if how == "load":  # an optimizer that was made after it goes on
-        optimizer.step()
-        torch.testing.assert_close(full_parameters(model)["weight"], values() - 7)
+    optimizer.step()  # it was made after the parameter was replaced, and holds the new one
+    torch.testing.assert_close(full_parameters(model)["weight"], values() - 7)
 
 
 def check_all(cases: list[list[Placement]], options: dict[str, Any]) -> None:
@@ -169,6 +168,27 @@ def load_in_two_parts() -> None:
 
 def test_a_model_on_meta_takes_its_tensors_in_several_loads() -> None:
     run_ranks(load_in_two_parts, 2, timeout_s=60)
+
+
+def replace_what_is_unsharded() -> None:
+    """As fairseq2 does, to show plain parameters: between `unshard` and `reshard` by hand."""
+    model = Matrix()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = dict(model.named_parameters())
+    model.unshard()  # type: ignore[operator]
+    for name, param in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(param.detach()))
+    assert model.state_dict()["weight"].shape == SHAPE
+    model.reshard()  # type: ignore[operator]
+    assert all(param is before[name] for name, param in model.named_parameters())
+    model(torch.ones(SHAPE)).backward()
+    optimizer.step()
+    assert full_parameters(model)["weight"].tolist() == torch.full(SHAPE, -7.0).tolist()
+
+
+def test_what_replaces_unsharded_parameters_is_dropped_at_reshard() -> None:
+    run_ranks(replace_what_is_unsharded, 2)
 
 
 def check_refused() -> None:

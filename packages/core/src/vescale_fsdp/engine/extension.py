@@ -336,10 +336,10 @@ class ExtensionGroup(Group):
         slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
         if local is not local_of(param):
             param = nn.Parameter(slot.wrap(local), requires_grad=param.requires_grad)
-        slot.sharded, slot.gathered = param, None
+        slot.gathered = None
+        slot.hold(param)
         slot.register(param)
         buffer = self._allocate([slot.shape], local.dtype, local.device)
-        slot.local = local
         self.gradients.bind(buffer, self.slots, self.pool)
 
     def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Self:
@@ -355,9 +355,9 @@ class ExtensionGroup(Group):
         sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
         memo[id(slot.sharded)] = sharded
         local = local_of(sharded)
-        twin.slots = [
-            replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
-        ]
+        new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
+        new.hold(sharded)
+        twin.slots = [new]
         twin.gradients = self.gradients.copied(buffer, twin.slots, twin.pool)
         return twin
 

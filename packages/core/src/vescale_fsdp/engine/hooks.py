@@ -39,7 +39,7 @@ from vescale_fsdp.engine.containers import Copies, map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.late import num_calls, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
-from vescale_fsdp.engine.ownership import refuse_waiting
+from vescale_fsdp.engine.ownership import follow_ties, refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.engine.writers import may_write_data
@@ -422,6 +422,8 @@ def make_root(unit: Unit) -> Engine:
                 group.rebind()
             for slot in group.slots:
                 setattr(slot.sharded, NAME, slot.fqn)
+    if not has_lent:
+        follow_ties(list(units.values()))
     warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     for group in (group for below in units.values() for group in below.groups):

@@ -34,13 +34,18 @@ class Place(NamedTuple):
     made: torch.Tensor
 
 
-def show_sharded(slots: Sequence[Slot]) -> None:
-    """Register the sharded parameters, except where other code has registered another tensor."""
+def show_sharded(slots: Sequence[Slot], *, drops: bool = False) -> None:
+    """Register the sharded parameters, except where other code has registered another tensor.
+
+    Args:
+        drops: replace plain parameters too, which have replaced those that were unsharded by hand.
+    """
     for slot in slots:
         for module_ref, name in slot.sites:
             if (module := module_ref()) is not None:
                 now = module._parameters.get(name)
-                if now is slot.gathered or now is None:
+                is_plain = isinstance(now, nn.Parameter) and not isinstance(now, DTensor)
+                if now is slot.gathered or now is None or (drops and is_plain):
                     module._parameters[name] = slot.sharded
 
 

@@ -38,7 +38,7 @@ class MovableParameters(Parameters):
 
         ``module.to()``, ``to_empty()`` and ``load_state_dict(assign=True)`` give a parameter
         another local tensor, or register another parameter. The data is copied into the shard
-        (a new one, if dtype or device changed), and the parameters keep their identity.
+        (a new one, if dtype or device changed). The registered parameters keep their identity.
         """
         assert self.is_sharded, "the sharded parameters are registered"
         for slot in self.slots:
@@ -50,7 +50,7 @@ class MovableParameters(Parameters):
             for param, slot, view in zip(current, self.slots, views, strict=True)
         ):
             for slot in self.slots:  # an assignment of data has wrapped the memory anew
-                slot.local = local_of(slot.sharded)
+                slot.hold(slot.sharded)
             return
         dtypes = {param.dtype for param in current}
         kinds = {param.device.type for param in current}
@@ -105,6 +105,7 @@ class MovableParameters(Parameters):
             memo[id(slot.sharded)] = sharded
             local = local_of(sharded)
             new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
+            new.hold(sharded)
             twin.slots.append(new)
         twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
         twin._make_gathered()
@@ -178,17 +179,15 @@ class MovableParameters(Parameters):
             mesh = mesh_at_rest(slot.axes, slot.inner, slot.fqn)
             slot.spec = spec_at_rest(mesh, placed, slot.spec.shape, dtype)
             fresh = slot.new_sharded(view, param.requires_grad)
-            # Keep its identity: an optimizer may hold it.
-            if param is slot.sharded and _is_alike(param, fresh):
+            # What is registered keeps its identity: an optimizer may hold it.
+            if _is_alike(param, fresh):
                 param._local_tensor, param._spec = fresh._local_tensor, fresh._spec  # type: ignore[attr-defined]
                 param.__dict__.update(fresh.__dict__)  # its name, which `module.to()` drops
-            elif param is slot.sharded:
-                fresh.grad = param.grad
-                torch.utils.swap_tensors(slot.sharded, fresh)
             else:
-                slot.sharded = fresh
-            slot.register(slot.sharded)
-            slot.local = local_of(slot.sharded)
+                fresh.grad = param.grad
+                torch.utils.swap_tensors(param, fresh)
+            slot.hold(param)
+            slot.register(param)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
 

@@ -5,6 +5,11 @@ in several units (a head tied to an embedding in another block) belongs to the i
 contains all of its uses, because that unit stays unsharded for all of them. So if a unit has taken
 a parameter, and a later call finds it in another unit, the first unit releases it. The parameter
 then waits, not sharded, for a call whose modules contain all of its uses.
+
+Code may also tie sharded parameters (``head.weight = embedding.weight``), as it does where weights
+are loaded into a model that was made on meta. Nothing moves then, because an optimizer may have
+states for the layout: `follow_ties` adds the use to the unit that has the parameter, if that
+contains it. If not, each use gathers it for itself (`lent`).
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.placement import local_data, placement_of
 from vescale_fsdp.engine.quantized import Choice
-from vescale_fsdp.engine.slot import ParamToShard, Site
+from vescale_fsdp.engine.slot import ParamToShard, Site, holder_of
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor
@@ -135,6 +140,37 @@ def mark_taken(params: Sequence[ParamToShard], unit: Unit) -> None:
     """Store on the original parameters which unit has taken them."""
     for item in params:
         setattr(item.param, _OWNER, weakref.ref(unit))
+
+
+def follow_ties(units: Sequence[Unit]) -> None:
+    """Add uses to parameters that were tied to others since they were sharded. No communication.
+
+    Warns, because what was in the place of such a parameter is still gathered with its unit.
+    """
+    unit_of_slot = {id(slot): unit for unit in units for slot in unit.slots()}
+    inside: dict[int, set[int]] = {}  # ids of the modules below a unit
+    tied: dict[str, str] = {}
+    for home, slot in [(unit, slot) for unit in units for slot in unit.slots()]:
+        for site in list(slot.sites):
+            module, name = site[0](), site[1]
+            if module is None or not slot.is_tied_away(module, name):
+                continue
+            holder = holder_of(module._parameters[name])  # type: ignore[arg-type]
+            assert holder is not None, "it is tied to it"
+            tied[_join(home.fqn, slot.fqn)] = holder.fqn
+            unit = unit_of_slot.get(id(holder))
+            if unit is None:  # of another model
+                continue
+            if id(unit) not in inside:
+                inside[id(unit)] = {id(m) for each in unit.modules() for m in each.modules()}
+            if id(module) in inside[id(unit)]:
+                slot.sites.remove(site)
+                holder.sites.append(site)
+    if tied:
+        warn_user(
+            f"parameters were tied after fully_shard: {tied}. They train as one, but what was in "
+            "the place of the former is still gathered with its unit. Tie them before fully_shard"
+        )
 
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # they have made a step

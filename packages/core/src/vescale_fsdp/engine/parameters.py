@@ -41,7 +41,6 @@ from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import (
     ParamToShard,
     Slot,
-    local_of,
     resting_spec,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -191,8 +190,7 @@ class Parameters(ABC):
             local=view,
             original=weakref.ref(p.param),
         )
-        slot.sharded = slot.new_sharded(view, p.param.requires_grad)
-        slot.local = local_of(slot.sharded)
+        slot.hold(slot.new_sharded(view, p.param.requires_grad))
         slot.register(slot.sharded)
         return slot
 

@@ -36,9 +36,10 @@ from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
+_HOLDERS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of sharded
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A parameter: the sharded one, the unsharded one, and where they are registered."""
 
@@ -61,6 +62,11 @@ class Slot:
         self.lies_plainly = self.given is None and not self.dim
         whole = all(placement.is_replicate() for placement in self.spec.placements)
         self.is_replicated = whole and not self.dim
+
+    def hold(self, sharded: nn.Parameter) -> None:
+        """Set the sharded parameter, for optimizers and state dicts."""
+        self.sharded, self.local = sharded, local_of(sharded)
+        _HOLDERS[id(sharded)] = self
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """Return the sharded tensor for this rank's part, which may be flat."""
@@ -104,15 +110,21 @@ class Slot:
         return as_gathered(view.movedim(0, self.dim) if self.dim else view, self.given)
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in the modules."""
+        """Register ``param`` in the modules, except where a tie has registered another slot's."""
         for module_ref, name in self.sites:
-            if (module := module_ref()) is not None:
+            if (module := module_ref()) is not None and not self.is_tied_away(module, name):
                 module._parameters[name] = param
+
+    def is_tied_away(self, module: nn.Module, name: str) -> bool:
+        """Whether the sharded parameter of another slot is registered at a site of this one."""
+        param = module._parameters.get(name)
+        return param is not None and holder_of(param) not in (None, self)
 
     def registered(self) -> nn.Parameter:
         """The parameter that is registered in the modules now.
 
-        A tensor that is no parameter stands in for one during a call (see `lent`).
+        A tensor that is no parameter stands in for one during a call (see `lent`). The parameter of
+        another slot, to which code has tied this one since, is not this slot's.
 
         Raises:
             RuntimeError: none is registered by its name any more.
@@ -127,7 +139,9 @@ class Slot:
                 "fully_shard it was removed, or replaced by a parametrization (torch.nn.utils."
                 "parametrize, parametrizations or prune). Do that before fully_shard"
             )
-        param = None if module is None else module._parameters[name]
+        if module is None or self.is_tied_away(module, name):
+            return self.sharded
+        param = module._parameters[name]
         return param if isinstance(param, nn.Parameter) else self.sharded
 
 
@@ -160,6 +174,12 @@ class ParamToShard:
         """This rank's data to shard, in the order of the buffer."""
         data = local_data(self.param)
         return data.movedim(self.dim, 0) if self.dim else data
+
+
+def holder_of(param: torch.Tensor) -> Slot | None:
+    """Return the slot of which ``param`` is the sharded parameter."""
+    slot = _HOLDERS.get(id(param))
+    return slot if slot is not None and slot.sharded is param else None
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:
