@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,36 @@ def structured_run(root: Path, kind: str, epochs: int, path: Any = None) -> Any:
     return model.losses, full_parameters(model)
 
 
+class LogsNorms(LitModel):
+    """Logs what is computed from sharded parameters, and runs a copy of itself after steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.log("norm", norm, sync_dist=True)
+        self.log("largest", self.blocks[0].up.weight.abs().max(), sync_dist=True, reduce_fx="max")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.copied = copy.deepcopy(self)
+        with torch.no_grad():
+            assert torch.equal(self.copied.loss(batch), self.loss(batch))
+        self.copied = None
+
+
+def logged(root: Path) -> None:
+    found = {}
+    for strategy in ("vescale_fsdp", "ddp"):
+        trainer = make_trainer(strategy, root, max_steps=2, limit_val_batches=1)
+        model = make_model(LogsNorms)
+        if strategy == "ddp":
+            model.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+        trainer.fit(model, loader(), loader())
+        metrics = trainer.callback_metrics
+        found[strategy] = [metrics[name].item() for name in ("norm", "largest")]
+    assert found["vescale_fsdp"] == pytest.approx(found["ddp"], rel=1e-5)
+
+
 def callback_scenarios(root: Path) -> None:
+    logged(root)
     import warnings
 
     for harmless in ("Checkpoint directory .* exists and is not empty", "The dirpath has changed"):

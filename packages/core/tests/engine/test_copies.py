@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def check_copy_trains_alike() -> None:
 
 def test_a_copy_has_its_own_parameters_and_trains_alike() -> None:
     run_ranks(check_copy_trains_alike, WORLD_SIZE)
+
+
+def check_copy_through_a_proxy() -> None:
+    """As of a Lightning module: its Trainer's profiler has a weak proxy of it."""
+    model = make(MLP)
+    shard_units(model, model.layers)
+    model(inputs_of(0, 0))
+    model.__dict__["owner"] = {"model": weakref.proxy(model)}
+    twin = copy.deepcopy(model)
+    assert twin.owner["model"] is twin
+    assert torch.equal(twin(inputs_of(1, 0)), model(inputs_of(1, 0)))
+
+
+def test_a_model_that_something_in_it_has_a_weak_proxy_of_is_copied_once() -> None:
+    run_ranks(check_copy_through_a_proxy, WORLD_SIZE)
 
 
 def check_copy_with_gradients(options: dict[str, str]) -> None:

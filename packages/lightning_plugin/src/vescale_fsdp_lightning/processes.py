@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import init_process_group
@@ -143,6 +144,8 @@ class Processes:
         """Return the mean, or another ``reduce_op``, over processes. Only tensors are reduced."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
+        if isinstance(tensor, DTensor):  # computed from sharded parameters: a norm of gradients
+            tensor = tensor.full_tensor()
         return self._utilities("distributed")._sync_ddp_if_available(
             tensor, group, reduce_op=reduce_op
         )

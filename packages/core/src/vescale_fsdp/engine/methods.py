@@ -155,6 +155,9 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
 
         No communication. The copy has its own root. Optimizers do not update it.
         """
+        if id(self) in memo:  # met again, through a weak proxy
+            known: FSDPModule = memo[id(self)]
+            return known
         unit = self._unit()
         twin_unit: Unit = memo.get(id(unit)) or copied(unit, memo)
         twin = object.__new__(type(self))  # FSDPModule.__new__ makes the original class
