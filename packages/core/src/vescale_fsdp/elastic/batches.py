@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -244,12 +246,27 @@ class _Once:
 
 
 class WorkerInit:
-    """Initializes a worker of a loader: it ignores SIGTERM, which torchrun sends to it too."""
+    """Initializes a worker of a loader: only its own rank may end it by SIGTERM.
+
+    torchrun sends SIGTERM to all processes of a rank, which finishes its step first, and needs the
+    worker for it. At its end the rank itself ends workers that are left, and waits for them.
+    """
 
     def __init__(self, given: Callable[[int], Any] | None) -> None:
         self._given = given
 
     def __call__(self, number: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
+        else:  # on macOS: a group of its own, which torchrun's signal does not reach
+            os.setpgid(0, 0)
         if self._given is not None:
             self._given(number)
+
+
+def _end_for(parent: int) -> None:
+    """End this process when SIGTERM comes from ``parent``."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # else the loader reports a worker that has failed

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vescale_fsdp import checkpoint, waiting
-from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, collect
+from vescale_fsdp.checkpoint.contents import Optimizers, Stateful, capture, collect, restorer
 from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.elastic import attempts, memory, worlds
 from vescale_fsdp.elastic.batches import Batches, Step, is_indexed
@@ -29,11 +29,13 @@ from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
+from vescale_fsdp.elastic.unsaved import Modes, gradients_wait, put
 from vescale_fsdp.engine import check_remesh
 from vescale_fsdp.errors import RankMismatchError
 
 _log = logging.getLogger(__name__)
 _MOST_LOSSES = 5
+_MOST_OPEN = 100  # steps over which gradients are accumulated, without a checkpoint
 _OWN_SIGNAL_S = 5.0  # torchrun sends SIGTERM to all ranks within this time
 
 
@@ -176,6 +178,10 @@ class Run:
         self._counter = StepCounter(options.optimizer)
         self._loop: object = None  # the one that has the next step
         self._goes_on = False
+        self._is_due = self._is_due_on_disk = False
+        self._num_open = 0  # steps in a row after which gradients wait
+        self._modes: Modes | None = None  # of the modules, at the last memory checkpoint
+        self._set_random: Callable[[], None] | None = None  # as it was when the state was saved
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
@@ -193,13 +199,19 @@ class Run:
         if self.source == "start":
             self._num_samples = 0
         self._step_on_disk = None if self.source == "memory" else self.step
+        self._is_due = self._is_due_on_disk = False
+        # What loops do before their first step may draw numbers: each ``iter(DataLoader)`` does.
+        self._set_random = None if self.source == "start" else restorer(capture())
+        if self._modes is None:
+            self._modes = Modes(self._options.modules)
+        else:  # this process goes on
+            self._modes.restore()
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
 
     def take(self, extra: Mapping[str, Any]) -> None:
         """Continue from the values that were saved with a state."""
-        self.extra.clear()  # the same object: a loop may hold it
-        self.extra.update({key: each for key, each in extra.items() if key not in ("step", KEY)})
+        put(self.extra, {key: each for key, each in extra.items() if key not in ("step", KEY)})
         self.step = int(extra.get("step", 0))
         own = extra.get(KEY, {})
         self._num_samples = own.get("samples")
@@ -318,6 +330,9 @@ class Run:
 
     def begin_step(self, num_samples: int, step: Step | None = None) -> None:
         """Remember that a loop is in a step, until `made` counts it."""
+        if self._set_random is not None:
+            self._set_random()
+            self._set_random = None
         self._left = _Left(num_samples, self._counter.count, step)
 
     def check_loop(self, loop: object) -> None:
@@ -382,27 +397,51 @@ class Run:
     def made(self, num_samples: int = 0, *, is_last: bool = False) -> None:
         """Count a step, and save if it is time. Collective.
 
+        Nothing is saved while gradients wait for an optimizer's step in a later one of these.
+
         `steps` and `batches` call it. Call it yourself only if others drive the loop.
 
         Args:
             num_samples: that the step took, of all ranks.
             is_last: the training is done: save on disk.
         """
+        is_open = self._is_open()
         self._add(num_samples)
         if is_last:  # also after a signal: there is nothing to come back for
             self.end()
             return
         options = self._options
+        self._is_due |= self.step % options.every == 0
+        if options.every_on_disk is not None:
+            self._is_due_on_disk |= self.step % options.every_on_disk == 0
+        if is_open:  # the gradients are in no checkpoint
+            return
         if self._stop is not None and _rank_and_size()[0] == 0 and _hosts_wait():
             self._stop.ask()
         stops = self._stop is not None and self._stop.requested()
-        if stops or self.step % options.every == 0:
+        if stops or self._is_due:
             self._keep()
-        is_due = options.every_on_disk is not None and self.step % options.every_on_disk == 0
+        is_due_on_disk, self._is_due, self._is_due_on_disk = self._is_due_on_disk, False, False
         if stops:
-            self._leave(is_due)
-        elif is_due:
+            self._leave(is_due_on_disk)
+        elif is_due_on_disk:
             self._save(async_=True)
+
+    def _is_open(self) -> bool:
+        """Whether gradients of the step that was made wait for an optimizer, in a later one.
+
+        The same on all ranks. False after so many that the loop must train by other means.
+        """
+        left = self._left
+        has_stepped = left is None or left.num_optimizer_steps != self._counter.count
+        is_open = not has_stepped and gradients_wait(self._options.modules)
+        self._num_open = self._num_open + 1 if is_open else 0
+        if self._num_open == _MOST_OPEN:
+            _log.warning(
+                "no optimizer has made a step in %d steps with gradients: these are not saved",
+                _MOST_OPEN,
+            )
+        return 0 < self._num_open < _MOST_OPEN
 
     def end(self) -> None:
         """Save on disk, as at the end of the context. Collective."""
@@ -426,6 +465,7 @@ class Run:
     def _keep(self) -> None:
         """Begin a memory checkpoint. Waits for the one before."""
         options, began = self._options, time.monotonic()
+        self._modes = Modes(options.modules)
         self._keeper.finish()
         contents = collect(
             options.model, options.optimizer, self._state(), options.stateful, with_rng=True

@@ -1,4 +1,4 @@
-"""``parameters`` and ``zero_grad`` of any module that holds sharded ones.
+"""``parameters``, ``zero_grad`` and gradients of any module that holds sharded ones.
 
 The root and some units stay unsharded between forward and backward, and their unsharded parameters
 are registered. Optimizers, clipping and ``zero_grad`` must get the sharded ones then, which have
@@ -46,6 +46,14 @@ def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: boo
         for group in unit.groups:
             group.gradients.drop_waiting()
     original(module, set_to_none)
+
+
+def has_gradients(module: nn.Module) -> bool:
+    """Whether a parameter has a gradient, or gradients wait for a backward that reduces them."""
+    groups = [group for unit in units_in(module).values() for group in unit.groups]
+    if any(group.gradients.are_waiting for group in groups):
+        return True
+    return any(param.grad is not None for param in module.parameters())
 
 
 def reach_from_outside() -> None:

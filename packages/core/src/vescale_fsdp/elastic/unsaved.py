@@ -1,0 +1,68 @@
+"""What a process has that no saved state contains: modes of modules, and gradients that wait.
+
+A process that goes on after a loss keeps its modules. The step that failed may have left them in
+another mode, for example in the middle of an evaluation, or between ``requires_grad_(False)`` and
+``requires_grad_(True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from vescale_fsdp.engine import has_gradients
+
+__all__ = ["Modes", "gradients_wait", "put"]
+
+
+class Modes:
+    """``training`` of modules and ``requires_grad`` of parameters, as they are now.
+
+    Args:
+        roots: of the modules.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._roots = list(roots)
+        self._training = {m: m.training for root in self._roots for m in root.modules()}
+        # By module and name: while parameters are unsharded others are registered.
+        self._flags = {
+            (root, name): param.requires_grad
+            for root in self._roots
+            for name, param in root.named_parameters()
+        }
+
+    def restore(self) -> None:
+        """Set them again. Modules and parameters that are new since are left alone."""
+        for module, training in self._training.items():
+            module.training = training
+        for root in self._roots:
+            for name, param in root.named_parameters():
+                if param.requires_grad != self._flags.get((root, name), param.requires_grad):
+                    param.requires_grad_(not param.requires_grad)
+
+
+def gradients_wait(roots: Sequence[nn.Module]) -> bool:
+    """Whether a parameter has a gradient, or will get one from earlier backwards."""
+    return any(has_gradients(root) for root in roots)
+
+
+def put(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a dict these entries. Dicts and lists in it stay the same objects, as a loop holds them.
+
+    ::
+
+        losses = run.extra.setdefault("losses", [])     before the loop; appended to in each step
+    """
+    for key in target.keys() - values.keys():
+        del target[key]
+    for key, value in values.items():
+        held = target.get(key)
+        if isinstance(held, dict) and isinstance(value, Mapping):
+            put(held, value)
+        elif isinstance(held, list) and isinstance(value, list):
+            held[:] = value
+        else:
+            target[key] = value
