@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from vescale_fsdp import elastic
 from vescale_fsdp.elastic.batches import WorkerInit
-from vescale_fsdp.elastic.unsaved import Modes, put
+from vescale_fsdp.elastic.unsaved import ModesBySteps, put
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import Numbers, Stop, make
@@ -100,13 +100,18 @@ def test_dicts_and_lists_stay_the_same_objects() -> None:
 def test_modes_are_restored() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(2).eval())
     model[0].bias.requires_grad_(False)
-    modes = Modes([model])
-    model.eval()
+    modes = ModesBySteps([model], 0)
+    modes.note(2)
+    model[0].bias.requires_grad_(True)  # in step 3, on purpose
+    modes.note(4)
+    model.eval()  # and a rank is lost
     model.requires_grad_(False)
     model.append(nn.Linear(2, 2))
-    modes.restore()
-    assert [module.training for module in model] == [True, True, False, True]
-    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
+    for step, bias in ((4, True), (3, False), (0, False)):
+        modes.restore(step)
+        assert [module.training for module in model] == [True, True, False, True]
+        flags = [p.requires_grad for p in model.parameters()]
+        assert flags == [True, bias, True, True, True, True]
 
 
 def test_a_worker_is_ended_by_its_rank_alone() -> None:

@@ -29,7 +29,7 @@ from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
-from vescale_fsdp.elastic.unsaved import Modes, gradients_wait, put
+from vescale_fsdp.elastic.unsaved import ModesBySteps, gradients_wait, put
 from vescale_fsdp.engine import check_remesh
 from vescale_fsdp.errors import RankMismatchError
 
@@ -180,7 +180,7 @@ class Run:
         self._goes_on = False
         self._is_due = self._is_due_on_disk = False
         self._num_open = 0  # steps in a row after which gradients wait
-        self._modes: Modes | None = None  # of the modules, at the last memory checkpoint
+        self._modes: ModesBySteps | None = None
         self._set_random: Callable[[], None] | None = None  # as it was when the state was saved
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
@@ -203,9 +203,9 @@ class Run:
         # What loops do before their first step may draw numbers: each ``iter(DataLoader)`` does.
         self._set_random = None if self.source == "start" else restorer(capture())
         if self._modes is None:
-            self._modes = Modes(self._options.modules)
+            self._modes = ModesBySteps(self._options.modules, self.step)
         else:  # this process goes on
-            self._modes.restore()
+            self._modes.restore(self.step)
         signals = self._options.signals
         self._stop = checkpoint.StopOnSignal(*signals) if signals else None
 
@@ -459,13 +459,14 @@ class Run:
     def _state(self) -> dict[str, Any]:
         if self.before_save is not None:
             self.before_save()
+        if self._modes is not None:
+            self._modes.note(self.step)
         own = {"samples": self._num_samples, "attempt": self.attempt, "marks": self.marks}
         return {**self.extra, "step": self.step, KEY: own}
 
     def _keep(self) -> None:
         """Begin a memory checkpoint. Waits for the one before."""
         options, began = self._options, time.monotonic()
-        self._modes = Modes(options.modules)
         self._keeper.finish()
         contents = collect(
             options.model, options.optimizer, self._state(), options.stateful, with_rng=True

@@ -14,10 +14,10 @@ from torch import nn
 
 from vescale_fsdp.engine import has_gradients
 
-__all__ = ["Modes", "gradients_wait", "put"]
+__all__ = ["ModesBySteps", "gradients_wait", "put"]
 
 
-class Modes:
+class _Modes:
     """``training`` of modules and ``requires_grad`` of parameters, as they are now.
 
     Args:
@@ -34,6 +34,10 @@ class Modes:
             for name, param in root.named_parameters()
         }
 
+    def is_as(self, other: _Modes) -> bool:
+        """Whether nothing differs."""
+        return self._training == other._training and self._flags == other._flags
+
     def restore(self) -> None:
         """Set them again. Modules and parameters that are new since are left alone."""
         for module, training in self._training.items():
@@ -42,6 +46,31 @@ class Modes:
             for name, param in root.named_parameters():
                 if param.requires_grad != self._flags.get((root, name), param.requires_grad):
                     param.requires_grad_(not param.requires_grad)
+
+
+class ModesBySteps:
+    """The modes after each step whose state was saved. Memory: those that differ.
+
+    Args:
+        roots: of the modules.
+        step: the one that they are at now.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], step: int) -> None:
+        self._roots = roots
+        self._changes = [(step, _Modes(roots))]
+
+    def note(self, step: int) -> None:
+        """Remember the modes after ``step`` steps."""
+        now = _Modes(self._roots)
+        if not now.is_as(self._changes[-1][1]):
+            self._changes.append((step, now))
+
+    def restore(self, step: int) -> None:
+        """Set the modes that were noted last, up to ``step``."""
+        while len(self._changes) > 1 and self._changes[-1][0] > step:
+            del self._changes[-1]
+        self._changes[-1][1].restore()
 
 
 def gradients_wait(roots: Sequence[nn.Module]) -> bool:
