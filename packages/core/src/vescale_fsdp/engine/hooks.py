@@ -408,7 +408,9 @@ def make_root(unit: Unit) -> Engine:
         if below.engine is not None:
             raise RuntimeError(
                 f"FSDP state has already been lazily initialized for {name}\n"
-                "FSDP requires running forward through the root module first"
+                "FSDP requires running forward through the root module first. It has run by "
+                "itself, or in another model: run all of this model once before its parts; load "
+                "the weights of a part of a trained model into a new one"
             )
     names = {id(param): name for name, param in module.named_parameters()}
     has_lent = compat.in_functional_call()  # then what is registered is not to be kept
