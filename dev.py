@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -70,7 +71,7 @@ def main() -> int:
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
     if command == "core-newest":
-        return core_newest(arguments) or 0
+        return core_newest(arguments)
     if command == "nightly":
         return nightly()
     if command == "gpu":
@@ -94,31 +95,33 @@ def gpu(arguments: list[str]) -> int:
     return 0
 
 
-def core_newest(arguments: list[str], limit_s: float | None = None) -> int | None:
-    """Run the core's tests on the newest torch. All other pins hold, but for what torch brings.
-
-    Args:
-        limit_s: for the environment to be made; None for no limit.
-
-    Returns:
-        The exit code, or None if the environment was not made in that time.
-    """
+def core_newest(arguments: list[str]) -> int:
+    """Run the core's tests on the newest torch."""
     install_tox()
+    can_make_newest(None)
+    return run_environment("core-newest", arguments)
+
+
+def can_make_newest(limit_s: float | None) -> bool:
+    """Whether the environment of the newest torch can be made. All other pins hold."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     others = [pin for pin in pins if not pin.startswith(("torch==", "triton=="))]
     newest = DEV / "constraints-newest.txt"
     newest.write_text("\n".join([f"torch=={NEWEST}", *others, ""]))
-    if limit_s is not None and not can_make("core-newest", limit_s):
-        print(f"--- core-newest: torch {NEWEST} was not installed in {limit_s} s", flush=True)
-        return None
-    return run_environment("core-newest", arguments)
+    return can_make("core-newest", limit_s)
 
 
-def can_make(name: str, limit_s: float) -> bool:
+def can_make(name: str, limit_s: float | None = None) -> bool:
     """Whether one of tox's environments is there, or can be made in so many seconds."""
     make = [PYTHON, "-m", "tox", "run", "-q", "--notest", "-e", name]
     with subprocess.Popen(
-        make, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+        make,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # if it fails, the run that follows says why
+        stderr=subprocess.DEVNULL,
+        start_new_session=limit_s is not None,
     ) as process:
         try:
             return process.wait(limit_s) == 0
@@ -132,7 +135,7 @@ def nightly() -> int:
     codes = [
         run_environment(name, ["-m", "nightly"]) for name in ("core", "integration", "deepspeed")
     ]
-    codes.append(core_newest([]) or 0)
+    codes.append(core_newest([]))
     others = ("clients-torchtune", "fuzz", "faults")
     return max(*codes, *(run_environment(name, []) for name in others))
 
@@ -171,14 +174,20 @@ def release(arguments: list[str]) -> int:
 def test() -> int:
     """Run every environment, also after one failed, and end with one line of counts."""
     shutil.rmtree(REPORTS, ignore_errors=True)
+    install_tox()
+    # While one runs, the next ones are made. "lint" runs in "integration", and so makes that too.
+    pool = ThreadPoolExecutor(1)
+    order = sorted(TESTED, key=["lint", "integration"].__contains__, reverse=True)
+    made = {name: pool.submit(can_make, name) for name in order}
+    made["core-newest"] = pool.submit(can_make_newest, NEWEST_LIMIT_S)
+    made["integration"].result()
+    pool.shutdown(wait=False)
     passed = failed = skipped = 0
-    for name in [*TESTED, "core-newest"]:
-        if name == "core-newest":
-            code = core_newest(NEWEST_PART, NEWEST_LIMIT_S)
-        else:
-            code = run_environment(name, [])
-        if code is None:
+    for name, is_made in made.items():
+        if not is_made.result() and name == "core-newest":
+            print(f"--- {name}: torch {NEWEST} was not installed in {NEWEST_LIMIT_S} s", flush=True)
             continue
+        code = run_environment(name, NEWEST_PART if name == "core-newest" else [])
         tests, bad, left_out = read_report(REPORTS / f"{name}.xml")
         if code not in (0, NO_TESTS) and not bad:
             bad = 1  # lint, an installation or a crash: there is no count to read
@@ -195,11 +204,15 @@ def run_environment(name: str, arguments: list[str]) -> int:
     print(f"\n{f' {name} ':=^100}", flush=True)
     start = time.monotonic()
     call = [PYTHON, "-m", "tox", "run", "-e", name, "--", *arguments]
-    search = f"{PYTHON.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    environ = {**os.environ, "PATH": search, "VIRTUALENV_NO_PERIODIC_UPDATE": "1"}
-    code = subprocess.run(call, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL).returncode
+    code = subprocess.run(call, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL).returncode
     print(f"--- {name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
     return code
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that runs tox."""
+    search = f"{PYTHON.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": search, "VIRTUALENV_NO_PERIODIC_UPDATE": "1"}
 
 
 def read_report(path: Path) -> tuple[int, int, int]:
