@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from vescale_fsdp import elastic
+from vescale_fsdp.checkpoint.saving import finish_saves
 from vescale_fsdp.elastic.batches import WorkerInit
 from vescale_fsdp.elastic.unsaved import ModesBySteps, put
 from vescale_fsdp.testing import run_ranks
@@ -36,6 +37,8 @@ def own_loop(root: Path, stop_at: int | None, options: dict[str, Any]) -> list[A
             iter(DataLoader(Numbers()))  # draws a number, as in each epoch of a loop of one's own
             for number in run.steps(until=UNTIL):
                 if number == stop_at:
+                    run._keeper.finish()
+                    finish_saves()()
                     raise Stop
                 x, y = Numbers()[2 * number + dist.get_rank()]
                 model.set_requires_gradient_sync((number + 1) % WINDOW == 0)  # type: ignore[operator]
@@ -77,6 +80,7 @@ def never_steps(root: Path) -> int:
     ):
         for number in run.steps(until=200):
             if number == steps:
+                run._keeper.finish()
                 raise Stop
             model(torch.ones(6)).sum().backward()
     assert run.last_kept is not None

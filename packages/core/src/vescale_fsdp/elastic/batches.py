@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class Step:
             self.weight = part.num_samples * self._scale
             yield next(self._batches)
         self._is_over = True
+
+    def end(self) -> None:
+        """Release the loader, and so its workers. The loop may hold the last step for ever."""
+        self._batches = iter(())
 
     def __enter__(self) -> Step:
         self.was_entered = True
@@ -193,7 +197,7 @@ class Batches:
 
     def steps(
         self, number: int, num_samples: int, until: int, make: Callable[..., Step] = Step
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Yield the steps from ``number`` to ``until``.
 
         Args:
@@ -219,8 +223,11 @@ class Batches:
         scale = self._num_ranks / self.global_batch
         for step in range(number, until):
             made = make(step, parts_from(step), batches, scale)
-            yield made
-            made.check_taken()
+            try:
+                yield made
+                made.check_taken()
+            finally:
+                made.end()
 
 
 def is_indexed(data: Any) -> bool:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,14 +283,16 @@ class Run:
                 # Also on ranks that go on: those that have joined them begin their loop.
                 self.check_batches(data, global_batch, micro_batch, seed)
                 loop = self.begin_loop(self.made)
-                for step in batches.steps(self.step, self.samples_before(global_batch), until):
-                    step.goes_on = can_go_on
-                    self.begin_step(global_batch, step)
-                    yield step
-                    self.check_loop(loop)
-                    self._goes_on = can_go_on and step.was_entered
-                    step.check_taken()
-                    self.made(global_batch, is_last=self.step + 1 >= until)
+                steps = batches.steps(self.step, self.samples_before(global_batch), until)
+                with closing(steps):
+                    for step in steps:
+                        step.goes_on = can_go_on
+                        self.begin_step(global_batch, step)
+                        yield step
+                        self.check_loop(loop)
+                        self._goes_on = can_go_on and step.was_entered
+                        step.check_taken()
+                        self.made(global_batch, is_last=self.step + 1 >= until)
             except Exception as error:
                 meeting = worlds.current()
                 if not (self._goes_on and is_loss(error)):
