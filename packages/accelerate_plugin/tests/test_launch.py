@@ -42,7 +42,7 @@ def launch(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return python("-m", module, "launch", "--main_process_port", "0", *arguments, **environ)
 
 
-def reports(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def reports(done: subprocess.CompletedProcess[str]) -> list[Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, done.stdout + done.stderr
     return [json.loads(line.removeprefix("REPORT ")) for line in lines]
@@ -66,6 +66,20 @@ def test_an_unchanged_script_runs_on_veScale_by_config(config: Path) -> None:
     config.write_text(f"{config.read_text()}\n{GUARD}: true\n")
     found = reports(launch("--config", str(config), SCRIPT, "--lr", "1"))
     assert found == [EXPECTED, EXPECTED]
+
+
+def test_a_script_may_import_transformers_before_all_else(config: Path, tmp_path: Path) -> None:
+    """``transformers.trainer`` imports accelerate, and so our classes, in the middle of itself."""
+    script = tmp_path / "first.py"
+    script.write_text(
+        "from transformers import Trainer\n"
+        "import json, transformers\n"
+        "found = [transformers.trainer.Accelerator.__name__]\n"
+        "found.append(hasattr(Trainer.save_model, '_vescale_fsdp'))\n"
+        "print('REPORT', json.dumps(found))\n"
+    )
+    done = launch("--config", str(config), "--num_processes", "1", str(script))
+    assert reports(done) == [["VeScaleAccelerator", True]]
 
 
 def test_the_runner_needs_no_hook(config: Path) -> None:

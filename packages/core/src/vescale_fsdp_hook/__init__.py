@@ -22,12 +22,19 @@ Callback = Callable[[ModuleType], None]
 def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback(module)`` right after module ``name`` has been executed.
 
-    At once, if it is imported already. Asking twice with the same callback is asking once. An
+    At once, if it is imported already. A module that is being executed now, because it imports what
+    calls this, counts as not imported. Asking twice with the same callback is asking once. An
     exception in the callback is raised to whoever imports the module.
     """
     module = sys.modules.get(name)
     if module is not None:
-        callback(module)
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and getattr(
+            spec, "_initializing", False
+        ):  # importlib's: it is being executed
+            _Executing.of(spec).add(callback)
+        else:
+            callback(module)
         return
     finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
     if finder is None:
@@ -36,6 +43,42 @@ def when_imported(name: str, callback: Callback) -> None:
     callbacks = finder.waiting.setdefault(name, [])
     if callback not in callbacks:
         callbacks.append(callback)
+
+
+class _Executing(ModuleSpec):
+    """The spec of a module that is being executed. It calls back when importlib says it is done."""
+
+    waiting: list[Callback]
+
+    @classmethod
+    def of(cls, spec: ModuleSpec) -> _Executing:
+        """Change the class of a spec to this one."""
+        if not isinstance(spec, cls):
+            spec.__class__ = cls
+            vars(spec)["waiting"] = []
+        assert isinstance(spec, cls)
+        return spec
+
+    def add(self, callback: Callback) -> None:
+        """Call this one too."""
+        if callback not in self.waiting:
+            self.waiting.append(callback)
+
+    @property
+    def _initializing(self) -> bool:
+        is_executing: bool = vars(self)["_initializing"]
+        return is_executing
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        if value:
+            return
+        callbacks = vars(self).pop("waiting")
+        self.__class__ = ModuleSpec  # type: ignore[assignment]
+        module = sys.modules.get(self.name)  # None: it has raised
+        for callback in callbacks if module is not None else ():
+            callback(module)
 
 
 class _Finder(MetaPathFinder):

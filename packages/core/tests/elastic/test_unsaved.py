@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.saving import finish_saves
+from vescale_fsdp.elastic import batches as batches_module
 from vescale_fsdp.elastic.batches import WorkerInit
 from vescale_fsdp.elastic.unsaved import ModesBySteps, put
 from vescale_fsdp.testing import run_ranks
@@ -69,6 +71,43 @@ def test_no_state_is_saved_while_gradients_wait_for_the_optimizer(
         assert found == expected[begins:]
 
 
+def two_optimizers(root: Path, stop_at: int | None) -> list[Any]:
+    """One of them steps in each of ``run.steps``, the other accumulates over several."""
+    model, *_ = make()
+    slow = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+    fast = torch.optim.SGD(model[2:].parameters(), lr=0.1)  # type: ignore[index]
+    with (
+        contextlib.suppress(Stop),
+        elastic.training(
+            root / "run",
+            model,
+            {"slow": slow, "fast": fast},
+            memory_directory=root / f"host{dist.get_rank()}",
+            signals=(),
+            every=3,
+        ) as run,
+    ):
+        first = run.step
+        for number in run.steps(until=UNTIL):
+            if number == stop_at:
+                run._keeper.finish()
+                raise Stop
+            x, y = Numbers()[2 * number + dist.get_rank()]
+            nn.functional.mse_loss(model(x), y).backward()
+            for optimizer in (fast, slow) if (number + 1) % WINDOW == 0 else (fast,):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [first, *(param.full_tensor().tolist() for param in model.parameters())]  # type: ignore[attr-defined]
+
+
+def test_each_optimizer_is_waited_for(tmp_path: Path) -> None:
+    quiet = run_ranks(two_optimizers, 2, tmp_path / "quiet", None)
+    run_ranks(two_optimizers, 2, tmp_path / "torn", 7)
+    torn = run_ranks(two_optimizers, 2, tmp_path / "torn", None)
+    assert [each[0] for each in torn] == [4, 4]
+    assert [each[1:] for each in torn] == [each[1:] for each in quiet]
+
+
 def never_steps(root: Path) -> int:
     model, optimizer, _ = make()
     steps = 105
@@ -118,16 +157,56 @@ def test_modes_are_restored() -> None:
         assert flags == [True, bias, True, True, True, True]
 
 
-def test_a_worker_is_ended_by_its_rank_alone() -> None:
+def test_a_worker_is_ended_by_the_end_of_its_rank_alone() -> None:
     """torchrun sends SIGTERM to it too. At exit multiprocessing waits until it has ended."""
     loader = DataLoader(Numbers(), num_workers=1, worker_init_fn=WorkerInit(None))
     batches: Any = iter(loader)
     next(batches)
     (worker,) = batches._workers
-    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    worker.terminate()
     time.sleep(0.5)
     assert worker.is_alive()
     next(batches)
-    worker.terminate()
-    worker.join(20)
-    assert not worker.is_alive()
+    flag = batches_module._has_ended()
+    flag.fill_(True)
+    try:
+        worker.terminate()
+        worker.join(20)
+        assert not worker.is_alive()
+    finally:
+        flag.fill_(False)
+
+
+SCRIPT = """
+import subprocess, sys, torch
+from torch.utils.data import DataLoader
+from vescale_fsdp.elastic import batches as batches_module
+from vescale_fsdp.elastic.batches import WorkerInit
+
+class Decoded(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        decoder = subprocess.Popen(["sleep", "100"])
+        decoder.terminate()
+        decoder.wait()
+        return index
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    options = {"multiprocessing_context": "spawn"} if how == "spawn" else {}
+    loader = DataLoader(Decoded(), num_workers=1, worker_init_fn=WorkerInit(None), **options)
+    batches = iter(loader)  # and so the worker lives when this process ends
+    print(next(batches))
+    if how == "raise":
+        raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "raise"])
+def test_a_process_ends_although_workers_live_and_so_do_what_they_start(
+    tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "script.py", how], timeout=60, check=False)
+    assert done.returncode == (3 if how == "raise" else 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -253,27 +254,33 @@ class _Once:
 
 
 class WorkerInit:
-    """Initializes a worker of a loader: only its own rank may end it by SIGTERM.
+    """Initializes a worker of a loader: only the end of its rank ends it by SIGTERM.
 
     torchrun sends SIGTERM to all processes of a rank, which finishes its step first, and needs the
     worker for it. At its end the rank itself ends workers that are left, and waits for them.
+
+    The signal is handled, not blocked or ignored, because processes that the data starts would
+    inherit that.
     """
 
     def __init__(self, given: Callable[[int], Any] | None) -> None:
-        self._given = given
+        self._given, self._has_ended = given, _has_ended()
 
     def __call__(self, number: int) -> None:
-        if hasattr(signal, "sigwaitinfo"):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
-        else:  # on macOS: a group of its own, which torchrun's signal does not reach
-            os.setpgid(0, 0)
+        has_ended = self._has_ended
+
+        def end(_signal: int, _frame: object) -> None:
+            if has_ended.item():
+                os._exit(0)  # else the loader reports a worker that has failed
+
+        signal.signal(signal.SIGTERM, end)
         if self._given is not None:
             self._given(number)
 
 
-def _end_for(parent: int) -> None:
-    """End this process when SIGTERM comes from ``parent``."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)  # else the loader reports a worker that has failed
+@functools.cache
+def _has_ended() -> Tensor:
+    """Whether this process ends, in memory that it shares with its workers."""
+    flag: Tensor = torch.zeros(1, dtype=torch.bool).share_memory_()
+    atexit.register(flag.fill_, True)  # is called before multiprocessing ends the workers
+    return flag

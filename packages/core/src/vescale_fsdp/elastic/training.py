@@ -158,7 +158,7 @@ class _Left(NamedTuple):
     """A step that a loop has begun, and not counted yet."""
 
     num_samples: int
-    num_optimizer_steps: int  # before it
+    counts: Sequence[int]  # of the optimizers' steps, before it
     step: Step | None = None
 
 
@@ -335,7 +335,7 @@ class Run:
         if self._set_random is not None:
             self._set_random()
             self._set_random = None
-        self._left = _Left(num_samples, self._counter.count, step)
+        self._left = _Left(num_samples, self._counter.counts, step)
 
     def check_loop(self, loop: object) -> None:
         """Raise if another loop has begun since ``loop``, a token, had its last step."""
@@ -352,7 +352,7 @@ class Run:
         If none has, the step comes again in the next loop.
         """
         left, self._left = self._left, None
-        if left is None or left.num_optimizer_steps == self._counter.count:
+        if left is None or left.counts == self._counter.counts:
             return None
         if left.step is not None:
             left.step.check_taken()
@@ -435,14 +435,22 @@ class Run:
         The same on all ranks. False after so many that the loop must train by other means.
         """
         left = self._left
-        has_stepped = left is None or left.num_optimizer_steps != self._counter.count
-        is_open = not has_stepped and gradients_wait(self._options.modules)
+        idle = [] if left is None else self._counter.idle(left.counts)
+        none_stepped = left is not None and len(idle) == len(left.counts)
+        is_open = bool(idle) and gradients_wait(
+            self._options.modules, None if none_stepped else idle
+        )
         self._num_open = self._num_open + 1 if is_open else 0
         if self._num_open == _MOST_OPEN:
             _log.warning(
                 "no optimizer has made a step in %d steps with gradients: these are not saved",
                 _MOST_OPEN,
             )
+        return self.has_open_gradients
+
+    @property
+    def has_open_gradients(self) -> bool:
+        """Whether gradients wait for an optimizer after the last step: nothing is saved then."""
         return 0 < self._num_open < _MOST_OPEN
 
     def end(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from vescale_fsdp.engine import has_gradients
+from vescale_fsdp.engine import parameters_with_gradients
 
 __all__ = ["ModesBySteps", "gradients_wait", "put"]
 
@@ -73,9 +74,17 @@ class ModesBySteps:
         self._changes[-1][1].restore()
 
 
-def gradients_wait(roots: Sequence[nn.Module]) -> bool:
-    """Whether a parameter has a gradient, or will get one from earlier backwards."""
-    return any(has_gradients(root) for root in roots)
+def gradients_wait(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None) -> bool:
+    """Whether a parameter has a gradient, or will get one from earlier backwards.
+
+    Args:
+        optimizers: whose parameters to look at. None: all of the modules'.
+    """
+    waiting = {id(param) for root in roots for param in parameters_with_gradients(root)}
+    if optimizers is None:
+        return bool(waiting)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return any(id(param) in waiting for group in groups for param in group["params"])
 
 
 def put(target: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -48,12 +48,12 @@ def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: boo
     original(module, set_to_none)
 
 
-def has_gradients(module: nn.Module) -> bool:
-    """Whether a parameter has a gradient, or gradients wait for a backward that reduces them."""
+def parameters_with_gradients(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have a gradient, or get one from backwards that did not reduce it yet."""
     groups = [group for unit in units_in(module).values() for group in unit.groups]
-    if any(group.gradients.are_waiting for group in groups):
-        return True
-    return any(param.grad is not None for param in module.parameters())
+    slots = [slot for group in groups if group.gradients.are_waiting for slot in group.slots]
+    found = [slot.sharded for slot in slots if slot.sharded.requires_grad]
+    return found + [param for param in module.parameters() if param.grad is not None]
 
 
 def reach_from_outside() -> None:

@@ -263,7 +263,7 @@ class ReplicaRun:
 
     def _has_stepped(self) -> bool:
         left = self._run._left
-        return left is not None and left.num_optimizer_steps != self._run._counter.count
+        return left is not None and left.counts != self._run._counter.counts
 
     def _made(self, until: int, num_samples: int) -> None:
         if self._exchange.step != self._run.step + 1:
@@ -275,7 +275,8 @@ class ReplicaRun:
         if self._exchange.step == until:
             self._exchange.finish()
         self._run.made(num_samples, is_last=self._run.step + 1 >= until)
-        if self._links.is_wished and self._run.step < until:
+        # One that joins has no gradients, and would take its share of those that wait.
+        if self._links.is_wished and self._run.step < until and not self._run.has_open_gradients:
             self._exchange.admit()
             self._log()
 
