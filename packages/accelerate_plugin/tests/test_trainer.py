@@ -213,3 +213,50 @@ def test_a_weight_of_the_root_is_whole_after_a_forward_without_gradients(tmp_pat
     found, expected = run_ranks(penalize, 2, tmp_path)[0]
     for key in ("losses", "norms", "after"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def make_t5() -> Any:
+    transformers.set_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        decoder_start_token_id=0, dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def generate(folder: Path, ours: bool, moments: str) -> list[Any]:
+    """What is predicted before and after training: the encoder runs before the model ever has."""
+    import os
+
+    with accelerator(accelerate.PartialState):
+        if ours:
+            os.environ |= to_environment(Options(), {})
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+            del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+        use(VeScaleAccelerator if ours else accelerate.Accelerator)
+        try:
+            arguments = transformers.Seq2SeqTrainingArguments(
+                output_dir=str(folder), per_device_train_batch_size=2, max_steps=2, use_cpu=True,
+                per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, save_strategy="no",
+                predict_with_generate=True, generation_max_length=6,
+            )  # fmt: skip
+            trainer = transformers.Seq2SeqTrainer(
+                model=make_t5(), args=arguments, train_dataset=Sentences(8)
+            )
+            found = [trainer.predict(Sentences(4))] if "before" in moments else []
+            trainer.train()
+            found.append(trainer.predict(Sentences(4)))
+            return [[each.predictions.tolist(), each.metrics["test_loss"]] for each in found]
+        finally:
+            use(accelerate.Accelerator)
+
+
+def test_sequences_are_generated_before_and_after_training(tmp_path: Path) -> None:
+    found = run_ranks(generate, 2, tmp_path, True, "before and after")
+    # Under DDP, a Trainer that has predicted first reduces no gradients (transformers 5.23).
+    before, _ = run_ranks(generate, 2, tmp_path, False, "before and after")[0]
+    (after,) = run_ranks(generate, 2, tmp_path, False, "after")[0]
+    for rank in range(2):
+        for mine, theirs in zip(found[rank], (before, after), strict=True):
+            assert mine[0] == theirs[0]
+            assert mine[1] == pytest.approx(theirs[1], rel=1e-6)

@@ -13,7 +13,8 @@ for ``checkpoint-N``          in addition to `checkpoints`: the adapters' files,
 
 ``compute_loss_context_manager`` keeps the root's parameters unsharded after its forward in
 evaluation, as they are in training, because ``compute_loss`` may use them. The training loop is
-wrapped for `ElasticCallback`.
+wrapped for `ElasticCallback`. A step of ``predict_with_generate`` runs in `generating`, because
+``generate`` calls an encoder by itself, before the model has run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import FSDPModule, unsharded
+from vescale_fsdp import FSDPModule, generating, unsharded
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp_accelerate import elastic_loop
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
@@ -43,6 +44,7 @@ __all__ = ["is_peft", "register"]
 def register() -> None:
     """Replace the Trainer's methods by ours for models of our plug-in. Idempotent."""
     when_imported("transformers.trainer", _replace)
+    when_imported("transformers.trainer_seq2seq", _replace_in_seq2seq)
 
 
 def _replace(module: ModuleType) -> None:
@@ -71,6 +73,24 @@ def _replace(module: ModuleType) -> None:
     module.Trainer.save_model = save_model
     module.Trainer.compute_loss_context_manager = compute_loss_context_manager
     elastic_loop.replace(module.Trainer)
+
+
+def _replace_in_seq2seq(module: ModuleType) -> None:
+    stock: Callable[..., Any] = module.Seq2SeqTrainer.prediction_step
+    if hasattr(stock, "_vescale_fsdp"):
+        return
+
+    @functools.wraps(stock)
+    def prediction_step(
+        self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **how: Any
+    ) -> Any:
+        generates = self.args.predict_with_generate and not prediction_loss_only
+        is_ours = generates and isinstance(self.model, FSDPModule)
+        with generating(self.model) if is_ours else nullcontext():
+            return stock(self, model, inputs, prediction_loss_only, *args, **how)
+
+    prediction_step._vescale_fsdp = True  # type: ignore[attr-defined]
+    module.Seq2SeqTrainer.prediction_step = prediction_step
 
 
 def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:

@@ -171,7 +171,10 @@ class Run:
         source: where the state is from: "memory", "disk" or "start".
         extra: values of the first rank that are saved and restored with the state.
         before_save: called on all ranks before each save; it may change ``extra``.
+        random_at_first_step: sets the random generators when a loop begins its first step.
     """
+
+    random_at_first_step: Callable[[], None] | None = None
 
     def __init__(self, options: Options, attempt: Attempt) -> None:
         self._options = options
@@ -181,7 +184,6 @@ class Run:
         self._is_due = self._is_due_on_disk = False
         self._num_open = 0  # steps in a row after which gradients wait
         self._modes: ModesBySteps | None = None
-        self._set_random: Callable[[], None] | None = None  # as it was when the state was saved
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
@@ -201,7 +203,7 @@ class Run:
         self._step_on_disk = None if self.source == "memory" else self.step
         self._is_due = self._is_due_on_disk = False
         # What loops do before their first step may draw numbers: each ``iter(DataLoader)`` does.
-        self._set_random = None if self.source == "start" else restorer(capture())
+        self.random_at_first_step = None if self.source == "start" else restorer(capture())
         if self._modes is None:
             self._modes = ModesBySteps(self._options.modules, self.step)
         else:  # this process goes on
@@ -332,9 +334,9 @@ class Run:
 
     def begin_step(self, num_samples: int, step: Step | None = None) -> None:
         """Remember that a loop is in a step, until `made` counts it."""
-        if self._set_random is not None:
-            self._set_random()
-            self._set_random = None
+        if self.random_at_first_step is not None:
+            self.random_at_first_step()
+            self.random_at_first_step = None
         self._left = _Left(num_samples, self._counter.counts, step)
 
     def check_loop(self, loop: object) -> None:

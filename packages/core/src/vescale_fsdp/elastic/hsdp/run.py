@@ -339,8 +339,9 @@ class ReplicaRun:
                 self._run.marks.get(_KEY, 0),
             )  # fmt: skip
         self._source = "replica"
+        # Numbers that it has drawn before must not come again.
         place = f"{self.member.replica} {self._inside.rank} {self._run.step}"
-        seed_for(f"replica {place}")()
+        self._run.random_at_first_step = seed_for(f"replica {place}")
 
     def _leave(self) -> None:
         self._pulse.stop()
