@@ -71,3 +71,31 @@ def test_a_step_of_any_optimizer_is_counted_until_the_counter_is_closed() -> Non
     assert found.pop("several") == [0, 2, 2]
     assert found == {name: [0, 1, 1] for name in found}
     assert len(found) == len(MADE) - 1
+
+
+def awaits() -> list[bool]:
+    """A generator and a discriminator in turns: what the other's backward leaves is not used."""
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = {
+        "one": torch.optim.SGD(one.parameters()),
+        "other": torch.optim.SGD(other.parameters()),
+    }
+    counter = StepCounter(optimizers)
+    found = []
+    for number in range(6):
+        since = counter.counts
+        if number % 2:  # its own gradients alone, which stay until its next turn
+            optimizers["other"].zero_grad()
+            other(torch.ones(1, 2)).sum().backward()
+            optimizers["other"].step()
+        else:  # and some of the other, which that drops in its turn
+            optimizers["one"].zero_grad()
+            other(one(torch.ones(1, 2))).sum().backward()
+            optimizers["one"].step()
+        found.append(counter.is_one_awaited(since, set()))
+    counter.close()
+    return found
+
+
+def test_gradients_that_a_step_has_used_do_not_wait() -> None:
+    assert awaits() == [True, False] * 3

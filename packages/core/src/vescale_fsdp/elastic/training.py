@@ -437,11 +437,8 @@ class Run:
         The same on all ranks. False after so many that the loop must train by other means.
         """
         left = self._left
-        idle = [] if left is None else self._counter.idle(left.counts)
-        none_stepped = left is not None and len(idle) == len(left.counts)
-        is_open = bool(idle) and gradients_wait(
-            self._options.modules, None if none_stepped else idle
-        )
+        modules = self._options.modules
+        is_open = left is not None and gradients_wait(modules, self._counter, left.counts)
         self._num_open = self._num_open + 1 if is_open else 0
         if self._num_open == _MOST_OPEN:
             _log.warning(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from vescale_fsdp.engine import parameters_with_gradients
+from vescale_fsdp.elastic.counting import StepCounter
+from vescale_fsdp.engine import unreduced_parameters
 
 __all__ = ["ModesBySteps", "gradients_wait", "put"]
 
@@ -74,17 +74,20 @@ class ModesBySteps:
         self._changes[-1][1].restore()
 
 
-def gradients_wait(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None) -> bool:
-    """Whether a parameter has a gradient, or will get one from earlier backwards.
+def gradients_wait(roots: Sequence[nn.Module], counter: StepCounter, since: Sequence[int]) -> bool:
+    """Whether gradients wait for a step of an optimizer that comes later.
 
     Args:
-        optimizers: whose parameters to look at. None: all of the modules'.
+        since: the `counts` of the optimizers' steps when the last step of the loop began.
     """
-    waiting = {id(param) for root in roots for param in parameters_with_gradients(root)}
-    if optimizers is None:
-        return bool(waiting)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return any(id(param) in waiting for group in groups for param in group["params"])
+    if not since:  # there are none
+        return False
+    unreduced = {id(param) for root in roots for param in unreduced_parameters(root)}
+    if counter.counts != since:
+        return counter.is_one_awaited(since, unreduced)
+    # None has made one. With `flatten_` an optimizer has other parameters than the modules.
+    params = [param for root in roots for param in root.parameters()]
+    return bool(unreduced) or any(param.grad is not None for param in params)
 
 
 def put(target: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ from vescale_fsdp.engine.granularity import (
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.late import late_modules
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
-from vescale_fsdp.engine.outside import parameters_with_gradients
+from vescale_fsdp.engine.outside import unreduced_parameters
 from vescale_fsdp.engine.profiling import profile
 from vescale_fsdp.engine.quantized import (
     ErrorFeedback,
@@ -113,7 +113,6 @@ __all__ = [
     "map_tensors",
     "mark_blank",
     "may_be_hidden",
-    "parameters_with_gradients",
     "profile",
     "register_fsdp_forward_method",
     "remesh",
@@ -123,5 +122,6 @@ __all__ = [
     "stream_parameters",
     "trace_of_trial",
     "tuning_of",
+    "unreduced_parameters",
     "unsharded",
 ]

@@ -48,12 +48,11 @@ def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: boo
     original(module, set_to_none)
 
 
-def parameters_with_gradients(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that have a gradient, or get one from backwards that did not reduce it yet."""
+def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters with gradients of earlier backwards that are not reduced yet."""
     groups = [group for unit in units_in(module).values() for group in unit.groups]
     slots = [slot for group in groups if group.gradients.are_waiting for slot in group.slots]
-    found = [slot.sharded for slot in slots if slot.sharded.requires_grad]
-    return found + [param for param in module.parameters() if param.grad is not None]
+    return [slot.sharded for slot in slots if slot.sharded.requires_grad]
 
 
 def reach_from_outside() -> None:
