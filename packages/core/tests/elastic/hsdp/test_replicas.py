@@ -366,3 +366,55 @@ def forgets(root: Path) -> str:
 def test_a_step_without_the_others_is_an_error(tmp_path: Path) -> None:
     (text,) = run_ranks(forgets, 1, tmp_path)
     assert "step 0 was made without the gradients of the other replicas" in text
+
+
+WINDOW = 6
+
+
+def accumulate(root: Path, replica: int, fault: Fault) -> list[tuple[int, float]]:
+    """The steps of one optimizer's step are several of the loop's. Each adds 1 to the gradient."""
+    model = nn.Linear(2, 1, bias=False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with elastic.replicas(
+        root / "run", model, optimizer, replica=replica, num_replicas=2, timeout_s=20.0,
+        every=100, every_on_disk=None, signals=(), memory_directory=root / "memory",
+    ) as run:  # fmt: skip
+        for number in run.steps(until=3 * WINDOW):
+            fault(run, number)
+            model(torch.ones(1, 2)).sum().backward()
+            run.reduce_gradients()
+            found.append((number, model.weight.grad.full_tensor()[0, 0].item()))  # type: ignore[union-attr]
+            if (number + 1) % WINDOW == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def returns_while_gradients_wait(root: Path) -> list[tuple[int, float]]:
+    def leave(run: elastic.ReplicaRun, step: int) -> None:
+        if step == 2:
+            raise Stop
+
+    def wait(run: elastic.ReplicaRun, step: int) -> None:
+        if step == WINDOW + 1:
+            alone.touch()
+            while not run._pulse.is_wished:
+                time.sleep(0.01)
+
+    replica, alone = split(root, 1), root / "alone"
+    if replica == 1:
+        return accumulate(root, 1, wait)
+    with pytest.raises(Stop):
+        accumulate(root, 0, leave)
+    while not alone.exists():
+        time.sleep(0.01)
+    return accumulate(root, 0, lambda *_: None)
+
+
+def test_a_replica_joins_when_no_gradients_wait(tmp_path: Path) -> None:
+    returned, stayed = run_ranks(returns_while_gradients_wait, 2, tmp_path)
+    expected = [(number, number % WINDOW + 1.0) for number in range(3 * WINDOW)]
+    assert stayed == expected
+    assert returned == expected[2 * WINDOW :]
