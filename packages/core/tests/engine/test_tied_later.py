@@ -87,10 +87,13 @@ def check_tied(own_units: tuple[str, ...], options: dict[str, Any]) -> None:
         torch.testing.assert_close(found, expected(), msg=lambda m, when=when: f"{when}: {m}")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("own_units", [(), ("embed",), ("head", "body"), ("embed", "head")])
-def test_they_train_as_one(own_units: tuple[str, ...], options: dict[str, Any]) -> None:
-    run_ranks(check_tied, 2, own_units, options)
+UNITS: list[tuple[str, ...]] = [(), ("embed",), ("head", "body"), ("embed", "head")]
+CASES = [(units, "zero3") for units in UNITS] + [(("embed",), "zero1"), (("head", "body"), "ddp")]
+
+
+@pytest.mark.parametrize(("own_units", "name"), CASES)
+def test_they_train_as_one(own_units: tuple[str, ...], name: str) -> None:
+    run_ranks(check_tied, 2, own_units, OPTIONS[name])
 
 
 def made_on_meta() -> None:
