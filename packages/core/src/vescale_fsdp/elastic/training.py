@@ -442,7 +442,7 @@ class Run:
         self._num_open = self._num_open + 1 if is_open else 0
         if self._num_open == _MOST_OPEN:
             _log.warning(
-                "no optimizer has made a step in %d steps with gradients: these are not saved",
+                "gradients have waited for an optimizer for %d steps, and are not saved now",
                 _MOST_OPEN,
             )
         return self.has_open_gradients

@@ -80,7 +80,7 @@ def gradients_wait(roots: Sequence[nn.Module], counter: StepCounter, since: Sequ
     Args:
         since: the `counts` of the optimizers' steps when the last step of the loop began.
     """
-    if not since:  # there are none
+    if all(now != before for now, before in zip(counter.counts, since, strict=True)):
         return False
     unreduced = {id(param) for root in roots for param in unreduced_parameters(root)}
     if counter.counts != since:

@@ -1,8 +1,8 @@
 """The sharded parameters of a group, and the plan of their buffer. `moving` moves them to another.
 
-Each parameter has two ``nn.Parameter`` objects, which never change: the sharded one (a
-RaggedTensor, for optimizer and state dict) and the unsharded one (a plain view of the full buffer,
-for forward and backward).
+Each parameter has two ``nn.Parameter`` objects: the sharded one (a RaggedTensor, for optimizer and
+state dict) and the unsharded one (a plain view of the full buffer, for forward and backward). The
+first changes only if other code registers another one.
 """
 
 from __future__ import annotations
