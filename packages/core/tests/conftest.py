@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and which numbers of ranks run at each change."""
+"""Fixtures of all tests, and which numbers of ranks and which samples run at each change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _AT_EACH_CHANGE = 3
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as nightly that run with other numbers of ranks at each change."""
+    """Mark tests as nightly that run with other parameters at each change."""
+    _mark_other_ranks(items)
+    _mark_other_samples(items)
+
+
+def _mark_other_ranks(items: list[pytest.Item]) -> None:
     numbers = {id(item): _num_ranks(item) for item in items}
     known: dict[str, set[int]] = {}
     for item in items:
@@ -23,6 +28,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             there = known[_function(item)]
             kept = _AT_EACH_CHANGE if _AT_EACH_CHANGE in there else max(there)
             if number not in (1, kept):
+                item.add_marker(pytest.mark.nightly)
+
+
+def _mark_other_samples(items: list[pytest.Item]) -> None:
+    """Of a test marked ``sampled(n)``, n sets of parameters run at each change, evenly spread."""
+    samples: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("nightly"):
+            samples.setdefault(_function(item), []).append(item)
+    for sets in samples.values():
+        marker = sets[0].get_closest_marker("sampled")
+        assert marker is not None, "asked above"
+        (wanted,) = marker.args
+        kept = {number * len(sets) // wanted for number in range(wanted)}
+        for number, item in enumerate(sets):
+            if number not in kept:
                 item.add_marker(pytest.mark.nightly)
 
 

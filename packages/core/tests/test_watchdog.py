@@ -56,6 +56,7 @@ def train(width: int, where: str, seconds: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [4, 128])
 @pytest.mark.parametrize("where", ["forward", "step"])
+@pytest.mark.sampled(2)
 def test_a_rank_that_waits_says_for_what_and_for_whom(width: int, where: str) -> None:
     _, waits = run_ranks(train, 2, width, where, "1")
     # On a busy machine there may be others.

@@ -98,6 +98,7 @@ def load(path: Path, shard: Layout) -> State:
 
 
 @pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.sampled(2)
 def test_any_layout_loads_what_any_other_has_saved(saved: Layout, tmp_path: Path) -> None:
     before = run_ranks(save, 4, tmp_path / "step", saved)[0]
     for loaded, world_size in [(flat, 3), (hybrid, 4), (tensor_parallel, 2), (even, 2)]:

@@ -200,7 +200,9 @@ def measure_few(is_fused: bool) -> dict[str, int]:
         return {name: measure_one(*CASES[name], is_long=False, is_fused=is_fused) for name in FEW}
 
 
-@pytest.fixture(scope="module", params=["adamw", "adamw_fused"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("adamw", marks=pytest.mark.nightly), "adamw_fused"]
+)
 def measured_few(request: pytest.FixtureRequest) -> tuple[OptimizerName, dict[str, int]]:
     ranks = run_ranks(measure_few, 2, request.param == "adamw_fused")
     return request.param, {name: max(rank[name] for rank in ranks) for name in FEW}

@@ -116,6 +116,7 @@ def test_no_more_hosts_than_allowed(tmp_path: Path) -> None:
     assert len(again[0].names) == 2, "the spare one has taken its place"
 
 
+@pytest.mark.nightly
 def test_a_host_that_comes_waits_for_ranks_in_a_long_step(tmp_path: Path) -> None:
     """Else it would begin a world of its own, with an older state."""
     a, b = Host(tmp_path, "a", 1, 3), Host(tmp_path, "b", 1, 3)
@@ -132,6 +133,7 @@ def test_a_host_that_comes_waits_for_ranks_in_a_long_step(tmp_path: Path) -> Non
     assert not coming.is_alive()
 
 
+@pytest.mark.nightly
 def test_a_host_that_comes_after_all_have_gone(tmp_path: Path) -> None:
     a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
     a.join()
@@ -140,6 +142,7 @@ def test_a_host_that_comes_after_all_have_gone(tmp_path: Path) -> None:
     assert len(b.join()[0].names) == 1
 
 
+@pytest.mark.nightly
 def test_a_host_that_comes_to_the_second_training_of_a_process(tmp_path: Path) -> None:
     a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
     a.join()

@@ -204,6 +204,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn", "raise"])
+@pytest.mark.sampled(1)
 def test_a_process_ends_although_workers_live_and_so_do_what_they_start(
     tmp_path: Path, how: str
 ) -> None:

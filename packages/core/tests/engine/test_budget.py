@@ -196,6 +196,7 @@ def test_less_memory_is_slower() -> None:
     assert least.step_s > most.step_s
 
 
+@pytest.mark.nightly  # 20 s; others measure too
 def test_the_machine_is_measured() -> None:
     one, other = run_ranks(chosen_and_trained, 2, "1GiB", {"machine": None}, None)
     assert one == other

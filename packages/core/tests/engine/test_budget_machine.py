@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,6 +33,7 @@ def test_two_ranks() -> None:
         assert 0 < machine.unit_s + machine.collective_s < 1
 
 
+@pytest.mark.nightly
 def test_replicas_are_between_nodes() -> None:
     machine = run_ranks(measured, 4, (2, 2))[0]
     assert machine.ranks_per_node == 2

@@ -131,6 +131,7 @@ def test_ranks_may_stop_after_any_number_of_tokens(world: int, limit: int | None
         {"in_flight": 4},
     ],
 )
+@pytest.mark.sampled(3)
 def test_so_they_may_with(options: dict[str, Any]) -> None:
     run_ranks(check, 2, 0, options)
 
@@ -365,6 +366,7 @@ def check_any(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(4)
 def test_each_rank_may_run_what_it_likes(seed: int) -> None:
     run_ranks(check_any, 2 + seed % 2, seed)
 

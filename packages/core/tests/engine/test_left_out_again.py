@@ -195,6 +195,7 @@ def check(
 @pytest.mark.parametrize(
     "model_class", [Stretch, ReentrantStretch, Inside, Nested, EmptyRoot, EmptyAround]
 )
+@pytest.mark.sampled(9)
 def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> None:
     run_ranks(check, 2, model_class, where, ONE, None, timeout_s=TIMEOUT_S)
 
@@ -202,6 +203,7 @@ def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> No
 @pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("where", [rank_0, rank_0_later, in_turn])
 @pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
+@pytest.mark.sampled(5)
 def test_ranks_leave_out_units_of_two_forwards_before_a_backward(
     model_class: type[nn.Module], where: Where, reshard: bool | None
 ) -> None:
@@ -211,6 +213,7 @@ def test_ranks_leave_out_units_of_two_forwards_before_a_backward(
 @pytest.mark.parametrize("orders", [MIXED, CROSSED])
 @pytest.mark.parametrize("where", [rank_0, in_turn])
 @pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
+@pytest.mark.sampled(7)
 def test_ranks_leave_out_units_while_steps_change_their_order(
     model_class: type[nn.Module], where: Where, orders: tuple[str, ...]
 ) -> None:

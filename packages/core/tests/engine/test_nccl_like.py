@@ -127,6 +127,7 @@ def check_training(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_offloaded_parameters_train_as_on_gloo_with(name: str) -> None:
     run_ranks(check_training, 2, name, (2,), {}, {})
 
@@ -142,6 +143,7 @@ def test_offloaded_parameters_train_as_on_gloo_with(name: str) -> None:
         ((4,), {"reshard_after_forward": 2}, {}),
     ],
 )
+@pytest.mark.sampled(3)
 def test_so_they_do_where(
     shape: tuple[int, ...], options: dict[str, Any], more: dict[str, Any]
 ) -> None:

@@ -162,6 +162,7 @@ def killed(width: int, place: str) -> None:
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("place", ["forward", "backward", "third step"])
+@pytest.mark.sampled(3)
 def test_a_rank_that_was_killed_leaves_no_survivor(place: str, width: int) -> None:
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:

@@ -79,6 +79,7 @@ def check_training(
         partial.new_on_rank_0,
     ],
 )
+@pytest.mark.sampled(6)
 def test_blocks_may_be_left_out_on_any_rank_in_any_step(choice: Choice) -> None:
     check_training(2, choice)
 

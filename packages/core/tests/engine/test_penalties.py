@@ -80,5 +80,6 @@ def check(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"reshard_after_forward": False}, {"sharding": "zero1"}, {"sharding": "ddp"}]
 )
+@pytest.mark.sampled(2)
 def test_they_have_the_gradients_of_one_process(options: dict[str, Any]) -> None:
     run_ranks(check, 2, options)

@@ -356,6 +356,7 @@ def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy, before: str) 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), CASTS], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("before", ["", "unshard", "writeback"])
 @pytest.mark.parametrize("sharding", ["ddp", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(7)
 def test_replicas_begin_with_the_parameters_of_the_first(
     sharding: str, policy: MixedPrecisionPolicy, before: str
 ) -> None:

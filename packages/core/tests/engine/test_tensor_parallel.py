@@ -107,6 +107,7 @@ def _clip(model: nn.Module, limit: float) -> Tensor:
     ("names", "sizes"),
     [(("data", "tensor"), (2, 2)), (("data", "tensor"), (1, 4)), (("data", "tensor"), (4, 1))],
 )
+@pytest.mark.sampled(2)
 def test_training_equals_fsdp2_after_tensor_parallelism(
     names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> None:
@@ -212,6 +213,7 @@ def check_named_axes(names: tuple[str, ...], sizes: tuple[int, ...], dims: Any) 
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_axes_of_a_whole_mesh_by_name(
     names: tuple[str, ...], sizes: tuple[int, ...], dims: Any
 ) -> None:

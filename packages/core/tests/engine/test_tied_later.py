@@ -92,6 +92,7 @@ CASES = [(units, "zero3") for units in UNITS] + [(("embed",), "zero1"), (("head"
 
 
 @pytest.mark.parametrize(("own_units", "name"), CASES)
+@pytest.mark.sampled(4)
 def test_they_train_as_one(own_units: tuple[str, ...], name: str) -> None:
     run_ranks(check_tied, 2, own_units, OPTIONS[name])
 

@@ -152,6 +152,7 @@ def check(
 
 @pytest.mark.parametrize("update", [by_data, by_data_in_place, in_place, by_lists])
 @pytest.mark.parametrize("model_class", [BYOL, MoCo, DINO])
+@pytest.mark.sampled(5)
 def test_a_teacher_that_moves_inside_of_a_step(
     model_class: type[SelfDistillation], update: Update
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_teacher_that_moves_inside_of_a_step(
 
 @pytest.mark.parametrize("in_flight", [1, 4])
 @pytest.mark.parametrize("model_class", [BYOL, MoCo, DINO])
+@pytest.mark.sampled(2)
 def test_a_teacher_that_moves_whatever_is_gathered_ahead(
     model_class: type[SelfDistillation], in_flight: int
 ) -> None:

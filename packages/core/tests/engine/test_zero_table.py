@@ -223,6 +223,7 @@ def check_default() -> None:
     assert len(rows) == 1
 
 
+@pytest.mark.nightly
 def test_nothing_named_is_zero3_on_one_axis_and_hsdp_on_two() -> None:
     run_ranks(check_default, 4, timeout_s=120)
 

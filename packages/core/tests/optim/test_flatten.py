@@ -277,6 +277,7 @@ def check_scenario(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.sampled(6)
 def test_numbers_are_the_same_when_users(name: str) -> None:
     run_ranks(check_scenario, 2, name)
 

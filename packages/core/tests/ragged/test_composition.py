@@ -167,6 +167,7 @@ def check_walk(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sampled(3)
 def test_any_layout_becomes_any_other(shape: Shape) -> None:
     run_ranks(check_walk, 4, shape)
 

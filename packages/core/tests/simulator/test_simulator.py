@@ -17,9 +17,8 @@ from .streams import SimulationError
 TIMEOUT_S = 100
 # Scenarios at each change, one of each mechanism; the others, with what these combine: nightly.
 AT_EACH_CHANGE = {
-    *("default", "in_flight=1", "zero1", "accumulation", "frozen and unused", "checkpointing"),
-    *("branch on a stream", "optimizer on a stream", "quantized", "Shard(1)", "Muon", "hsdp"),
-    *("parts of 2", "one rank", "activations", "all on the host", "asynchronous save"),
+    *("default", "zero1", "accumulation", "frozen and unused", "checkpointing", "hsdp"),
+    *("branch on a stream", "optimizer on a stream", "quantized", "asynchronous save"),
 }
 MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}

@@ -114,6 +114,7 @@ def unreachable(root: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_replica_that_cannot_be_reached_ends_and_the_others_go_on(tmp_path: Path) -> None:
     first, second = run_ranks(unreachable, 2, tmp_path)
     assert first.startswith("never together")

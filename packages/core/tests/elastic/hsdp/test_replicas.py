@@ -255,6 +255,7 @@ def of_another_width(root: Path) -> str:
         return str(error)
 
 
+@pytest.mark.nightly
 def test_another_model_is_refused_and_does_no_harm(tmp_path: Path) -> None:
     first, second = run_ranks(of_another_width, 2, tmp_path)
     assert first == "(0,)"

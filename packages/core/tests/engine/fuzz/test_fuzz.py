@@ -16,6 +16,7 @@ TIMEOUT_S = 20
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sampled(24)
 def test_like_one_process_that_plays_all_ranks(seed: int) -> None:
     program = program_of(drawn(seed))
     failure = check(program, TIMEOUT_S)
