@@ -133,7 +133,8 @@ def can_make(name: str, limit_s: float | None = None) -> bool:
 def nightly() -> int:
     """Run what takes too long for every change, also after a part has failed."""
     codes = [
-        run_environment(name, ["-m", "nightly"]) for name in ("core", "integration", "deepspeed")
+        run_environment(name, ["-m", "nightly"])
+        for name in ("core", "lightning", "accelerate", "integration", "deepspeed")
     ]
     codes.append(core_newest([]))
     others = ("clients-torchtune", "fuzz", "faults")

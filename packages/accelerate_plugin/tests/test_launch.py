@@ -88,6 +88,7 @@ def test_the_runner_needs_no_hook(config: Path) -> None:
     assert reports(done) == [EXPECTED, EXPECTED]
 
 
+@pytest.mark.nightly
 def test_a_worker_without_the_hook_does_not_train_on_another_engine(
     config: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_an_unknown_key_is_refused_before_a_process_starts(config: Path) -> None
     assert "REPORT" not in done.stdout
 
 
+@pytest.mark.nightly
 def test_processes_on_cpu_that_nobody_asked_for_do_not_train_alone(config: Path) -> None:
     config.write_text(config.read_text().replace("use_cpu: true", "use_cpu: false"))
     done = launch("--config", str(config), SCRIPT, CUDA_VISIBLE_DEVICES="")

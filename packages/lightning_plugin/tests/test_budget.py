@@ -31,20 +31,25 @@ def what_was_chosen(model: nn.Module) -> Any:
     return tuning.chosen
 
 
-def budgets(root: Path, expected: Run) -> None:
-    """Each trains as DDP does. Activations count if the model shows its inputs."""
-    tokens = torch.zeros(4, 8, dtype=torch.long)
-    path = root / "choice.yaml"
-    cases: list[tuple[Any, type[LitModel], bool]] = [
-        ("auto", Exemplified, True),
-        ("1GiB", LitModel, False),
-        (Budget(memory="50%", inputs=tokens, save_to=path), LitModel, True),
-        (Budget(memory="1GiB"), Exemplified, True),
-    ]
-    for budget, cls, has_activations in cases:
-        model = make_model(cls)
-        assert_equal(fit(VeScaleFSDPStrategy(budget=budget), root, model), expected)
-        assert ("activations" in what_was_chosen(model).memory) is has_activations
+def check(budget: Any, root: Path, cls: type[LitModel], *, has_activations: bool) -> Run:
+    """Train within a budget. Activations count if the model shows its inputs."""
+    model = make_model(cls)
+    run = fit(VeScaleFSDPStrategy(budget=budget), root, model)
+    assert ("activations" in what_was_chosen(model).memory) is has_activations
+    return run
+
+
+def like_ddp(root: Path) -> None:
+    expected = fit("ddp", root)
+    assert_equal(check("auto", root, Exemplified, has_activations=True), expected)
+    assert_equal(check("1GiB", root, LitModel, has_activations=False), expected)
+
+
+def chosen_once(root: Path) -> None:
+    """A file of choices gives the same training, without measuring."""
+    tokens, path = torch.zeros(4, 8, dtype=torch.long), root / "choice.yaml"
+    budget = Budget(memory="50%", inputs=tokens, save_to=path)
+    expected = check(budget, root, LitModel, has_activations=True)
     assert_equal(fit(VeScaleFSDPStrategy(budget=str(path)), root), expected)
 
 
@@ -72,7 +77,7 @@ class Manual(LitModel):
         self.automatic_optimization = False
 
 
-def refusals(root: Path) -> None:
+def manual_optimization_is_refused(root: Path) -> None:
     with pytest.raises(ValueError, match=r"budget=.* is for automatic optimization"):
         fit(VeScaleFSDPStrategy(budget="1GiB"), root, make_model(Manual))
 
@@ -93,7 +98,7 @@ def fabric_losses(strategy: VeScaleFabricStrategy) -> tuple[list[float], nn.Modu
     return losses, model.module
 
 
-def with_fabric() -> None:
+def with_fabric(root: Path) -> None:
     plain, _ = fabric_losses(VeScaleFabricStrategy())
     budget = Budget(memory="1GiB", inputs=torch.zeros(4, 12), micro_batches=2)
     losses, model = fabric_losses(VeScaleFabricStrategy(budget=budget))
@@ -101,18 +106,24 @@ def with_fabric() -> None:
     assert what_was_chosen(model).memory["activations"] > 0
 
 
-def scenarios(folder: str) -> None:
-    root = Path(folder)
-    expected = fit("ddp", root)
-    budgets(root, expected)
-    mixed(root)
-    micro_batches(root)
-    refusals(root)
-    with_fabric()
+def scenario(name: str, folder: str) -> None:
+    SCENARIOS[name](Path(folder))
 
 
-def test_budgets(tmp_path: Path) -> None:
-    run_ranks(scenarios, 2, str(tmp_path), timeout_s=120)
+AT_EACH_CHANGE = [like_ddp, chosen_once, micro_batches, manual_optimization_is_refused]
+NIGHTLY = [mixed, with_fabric]
+SCENARIOS = {each.__name__: each for each in AT_EACH_CHANGE + NIGHTLY}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if each in NIGHTLY else [])
+        for name, each in SCENARIOS.items()
+    ],
+)
+def test_budgets(name: str, tmp_path: Path) -> None:
+    run_ranks(scenario, 2, name, str(tmp_path), timeout_s=120)
 
 
 @pytest.mark.parametrize(
