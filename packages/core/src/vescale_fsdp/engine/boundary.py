@@ -13,6 +13,11 @@ the last consumer. `PreBackward` returns aliases, so that in-place operations on
 work. `PostBackward` returns its inputs themselves: an in-place operation on an input that the
 caller still uses would give wrong results silently, but this way torch raises.
 
+A unit that returns several tensors may have computed one from another: logits from a hidden state.
+The caller's hooks on the hidden state must see what comes back through the logits, so it cannot be
+an alias. So of several outputs, the nodes that made them are watched instead: backward unshards the
+parameters before the first of these nodes runs.
+
 In forward mode (dual tensors), tangents pass through as their primal values.
 
 What a forward puts into a container of its inputs is an output too.
@@ -21,6 +26,7 @@ What a forward puts into a container of its inputs is an output too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +51,7 @@ class Call(ABC):
 
     @abstractmethod
     def pre_backward(self) -> None:
-        """Called when backward has reached the outputs."""
+        """Called when backward has reached the outputs; again for each of several ones."""
 
     @abstractmethod
     def post_backward(self) -> None:
@@ -83,7 +89,9 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     tensors = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
     if not tensors:
         return value, False
-    passed = _PreBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if len(tensors) > 1 and not compat.is_transforming():
+        tensors = [tensor for tensor in tensors if not _watch(call, tensor)]
+    passed = _PreBackward.apply(call, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
     if copies is not None:
         copies.carry_back(lambda item: replace_tensors(item, tensors, passed))
     return replace_tensors(value, tensors, passed), True
@@ -100,9 +108,53 @@ def leave_again(
     if was_reachable is None:
         return leave(call, value, copies)
     nodes = [tensor.grad_fn for tensor in tensors_requiring_grad(value)]
-    if all(getattr(node, "call", None) is call for node in nodes):
+    if all(_is_of(call, node) or _is_watched(call, node) for node in nodes):
         return value, was_reachable
     return leave(call, value)[0], True
+
+
+_CALLS = "vescale_fsdp calls"  # in the metadata of a node: those that returned its tensor
+
+
+def _watch(call: Call, tensor: torch.Tensor) -> bool:
+    """Call `Call.pre_backward` before the node of ``tensor`` runs. Returns whether it can.
+
+    It cannot for a leaf, and for an input of the unit that is returned as it is.
+    """
+    if tensor.grad_fn is None or _is_of(call, tensor.grad_fn):
+        return False
+    # An in-place operation on a view gives other nodes to it and to its base.
+    for node in (tensor.grad_fn, None if tensor._base is None else tensor._base.grad_fn):
+        if node is not None and not _is_watched(call, node):
+            calls: list[Call] = node.metadata.setdefault(_CALLS, [])
+            if not calls:
+                node.register_prehook(partial(_reach, calls))
+            calls.append(call)
+    return True
+
+
+def _is_watched(call: Call, node: Any) -> bool:
+    return node is not None and call in node.metadata.get(_CALLS, ())
+
+
+def _is_of(call: Call, node: Any) -> bool:
+    return getattr(node, "call", None) is call
+
+
+def _reach(calls: list[Call], _: tuple[torch.Tensor | None, ...]) -> None:
+    """Begin the backward of the calls that returned a tensor: of the outermost unit first."""
+    for call in reversed(calls):
+        _begin(call)
+
+
+def _begin(call: Call) -> None:
+    if torch.is_grad_enabled():  # the second backward would find freed parameters
+        raise NotImplementedError(
+            f"a backward with create_graph=True through the sharded module {call.where} is not "
+            "supported yet by vescale_fsdp; compute this term without create_graph, or on a "
+            "module that is not sharded"
+        )
+    call.pre_backward()
 
 
 class _PreBackward(torch.autograd.Function):
@@ -114,13 +166,7 @@ class _PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the second backward would find freed parameters
-            raise NotImplementedError(
-                f"a backward with create_graph=True through the sharded module "
-                f"{ctx.call.where} is not supported yet by vescale_fsdp; compute "
-                "this term without create_graph, or on a module that is not sharded"
-            )
-        ctx.call.pre_backward()
+        _begin(ctx.call)
         return (None, *grads)
 
     @staticmethod

@@ -213,11 +213,15 @@ class _Call(Call):
     def __init__(self, notes: Notes, unit: int, number: int, kept: Kept | None) -> None:
         super().__init__(f"unit {unit}")
         self._notes, self.unit, self.number, self.kept = notes, unit, number, kept
+        self._has_begun = False  # its backward
 
     def note(self, event: Event, **more: Any) -> None:
         self._notes.note(event, self.unit, self.number, **more)
 
     def pre_backward(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         self.note(Event.BACKWARD)
         if self.kept is not None:
             self.kept.prefetch()
