@@ -125,6 +125,29 @@ def test_the_tensors_of_a_functional_call_are_used(options: dict[str, Any]) -> N
     run_ranks(compared, 2, options)
 
 
+def own_parameters(options: dict[str, Any]) -> None:
+    """They stay those of the optimizer, in the caller's dictionary too, and train as ever."""
+    expected, model = make(shards=False), make(shards=True, **options)
+    for each in (expected, model):
+        values = dict(each.named_parameters())
+        given = dict(values)
+        output = functional_call(
+            each, values, (batch(0, None if each is expected else dist.get_rank()),)
+        )
+        assert all(values[name] is param for name, param in given.items())
+        if each is model:  # it would be the gradient of this rank's loss alone
+            with pytest.raises(RuntimeError, match="not have been used in the graph"):
+                torch.autograd.grad(output.sum(), [*values.values()], retain_graph=True)
+        output.square().mean().backward()
+    found = [whole(p.grad) for p in model.parameters()]
+    torch.testing.assert_close(found, [whole(p.grad) for p in expected.parameters()])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_models_own_parameters_are_handed_back(options: dict[str, Any]) -> None:
+    run_ranks(own_parameters, 2, options)
+
+
 def handed_back() -> None:
     model = make(shards=True)
     before = list(model.parameters())

@@ -126,7 +126,7 @@ def _watch(call: Call, tensor: torch.Tensor) -> bool:
     # An in-place operation on a view gives other nodes to it and to its base.
     for node in (tensor.grad_fn, None if tensor._base is None else tensor._base.grad_fn):
         if node is not None and not _is_watched(call, node):
-            calls: list[Call] = node.metadata.setdefault(_CALLS, [])
+            calls: list[Call] = node.metadata.setdefault(_CALLS, [])  # type: ignore[attr-defined]
             if not calls:
                 node.register_prehook(partial(_reach, calls))
             calls.append(call)

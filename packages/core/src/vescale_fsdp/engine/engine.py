@@ -165,6 +165,10 @@ class Engine(Executor):
         finally:
             if not passes.is_in_forward:
                 self._has_left = how["has_failed"] and passes.wants_gradients
+        if not passes.is_in_forward and compat.in_functional_call():
+            # What is registered goes into the caller's dictionary, and has to be the parameters.
+            for each in self.units():
+                each.park()
 
     def begin_pass(self, first: Residency) -> None:
         """Wait for the user's events before all-gathers, and start those of outer axes."""
