@@ -224,13 +224,13 @@ class _Player(Habits):
         """All forwards and backwards of a step on one rank."""
         for micro, kind in enumerate(step.passes):
             self.now.micro, self.now.rank = micro, rank
+            self.hooked.clear()  # of a step that was broken off
             self.label = f"step {self.now.step}, micro-batch {micro}"
             self.set_sync(not step.syncs_last_only or micro == len(step.passes) - 1)
             name, _, path = kind.partition(" ")
             getattr(self, f"pass_{name}")(rank, *([path] if path else []))
             for where in sorted(self.hooked):
                 self.write(f"seen by a hook: {where}", self.hooked[where], rank)
-            self.hooked.clear()
 
     def loss(self, rank: int, which: int = 0, path: str = "") -> Tensor:
         seed = 1000 * self.now.step + 100 * self.now.micro + 10 * which + rank
