@@ -60,7 +60,7 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
 
     def event() -> tuple[str, str]:
         name = chance.choice(EVENTS)
-        return name, chance.choice(modules) if name.endswith("hook") else ""
+        return name, chance.choice(modules) if name.endswith("hook") or name == "scale" else ""
 
     def kind_of_pass(kind: str) -> str:
         return chance.choice(passes) if chance.random() < 0.3 else kind

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     Player = object
 
-EVENTS = ("hook", "prehook", "backward_hook")  # on a module
+EVENTS = ("hook", "prehook", "backward_hook", "scale")  # on a module
 EVENTS += ("ema", "dcp", "reload_optimizer", "new_optimizer", "to", "data", "swap", "foreach")
 PASSES = ("grad", "only_input", "inputs", "functional", "around", "reentrant", "on_cpu")
 CLIPS = ("inf", "one", "value", "by hand")
@@ -68,6 +68,16 @@ class Habits(Player):
             return tree_map_only(Tensor, lambda tensor: 0.5 * tensor, inputs)
 
         self.model.get_submodule(path).register_full_backward_hook(hook)
+
+    def event_scale(self, path: str) -> None:
+        """Gradients that reach an output are scaled, of each output in another way."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for number, each in enumerate(tree_leaves(output)):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(lambda g, factor=0.5 + number: factor * g)
+
+        self.model.get_submodule(path).register_forward_hook(hook)
 
     def event_ema(self, _: str) -> None:
         """An average of the weights, and a forward with it."""

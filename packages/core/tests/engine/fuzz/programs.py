@@ -71,15 +71,20 @@ def _container(node: Node, case: Case, faults: set[str]) -> str:
             made = f"nn.ModuleList({made} for _ in range({child.copies}))"
         lines.append(f"        self.{child.name} = {made}")
     body = ["inputs = x"] if node.kind == "Residual" else []
-    for stretch in _stretches(node):
+    stretches = _stretches(node)
+    shows = node.output == "dict" and len(stretches) > 1
+    for number, stretch in enumerate(stretches):
+        if shows and number == len(stretches) - 1:
+            body.append("hidden = x")  # an output that another is computed from
         body += _stretch(stretch, faults)
     if node.kind == "Residual":
         body.append("x = inputs + x")
+    shown = '"hidden": hidden, ' if shows else ""
     ends = {
         "tensor": "return x",
         "view": "return x.view(-1).view(x.shape)",
         "tuple": "return x, None, 3",
-        "dict": 'return {"y": x, "size": len(x)}',
+        "dict": f'return {{"y": x, {shown}"size": len(x)}}',
     }
     body.append(ends[node.output])
     lines += ["", "    def forward(self, x: Tensor) -> Any:", *_indented(body, 2)]
