@@ -60,7 +60,9 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
 
     def event() -> tuple[str, str]:
         name = chance.choice(EVENTS)
-        return name, chance.choice(modules) if name.endswith("hook") or name == "scale" else ""
+        if name == "scale":  # where one output is computed from another, if there are such modules
+            return name, chance.choice(several or modules)
+        return name, chance.choice(modules) if name.endswith("hook") else ""
 
     def kind_of_pass(kind: str) -> str:
         return chance.choice(passes) if chance.random() < 0.3 else kind
@@ -78,12 +80,16 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
     tied = {name for pair in case.ties for name in pair}
 
     def with_others(node: Node) -> Node:
+        if node.kind in CONTAINERS and node.output == "tensor" and chance.random() < 0.4:
+            node = replace(node, output="dict")
         if node.kind == "Linear" and node.name not in tied and chance.random() < 0.3:
             return replace(node, kind=chance.choice(OTHER_LEAVES))
         return replace(node, children=tuple(map(with_others, node.children)))
 
+    root = with_others(case.root)
+    several = [path for path, node in paths_of(root) if node.output == "dict" and node.children]
     steps = tuple(map(with_some, case.steps))
-    return replace(case, root=with_others(case.root), steps=steps)
+    return replace(case, root=root, steps=steps)
 
 
 class _Drawing:
