@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import RankMismatchError, compat, waiting
+from vescale_fsdp import RankMismatchError, compat, notes, waiting
 from vescale_fsdp.dbuffer.transport import Exchange
 from vescale_fsdp.testing import run_ranks
 
@@ -103,3 +103,19 @@ def after_a_restart() -> str:
 
 def test_communicators_from_before_a_restart_are_left_alone() -> None:
     assert "The others: rank 1" in run_ranks(after_a_restart, 2, timeout_s=30)[0]
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError("broken pipe")
+
+
+def test_ranks_whose_notes_cannot_be_read_are_not_said_to_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notes, "_store_of", lambda ranks: Gone())
+    text = notes.of([0, 2])
+    assert text.startswith("rank 0 cannot be asked: the process that holds the store has ended")
+    assert "rank 2 cannot be asked" in text

@@ -121,14 +121,13 @@ def of(ranks: Sequence[int]) -> str:
     Waits up to `_GRACE_S` for missing notes, because ranks that were just cut off are writing them.
     """
     found: dict[int, str] = {}
+    missing = "waits for no collective: it computes, sleeps, does something else, or has died"
     if (store := _store_of(ranks)) is not None:
-        _in_time(lambda: _read(store, ranks, found))
+        has_answered = _in_time(lambda: _read(store, ranks, found))
+        if not has_answered:
+            missing = "cannot be asked: the process that holds the store has ended or hangs"
     return "; ".join(
-        f"rank {rank} {found[rank]}"
-        if rank in found
-        else f"rank {rank} waits for no collective: it computes, sleeps, does something else, or "
-        "has died (its log says which)"
-        for rank in ranks
+        f"rank {rank} {found.get(rank, f'{missing} (its log says which)')}" for rank in ranks
     )
 
 
@@ -152,13 +151,16 @@ def _read(store: Any, ranks: Sequence[int], found: dict[int, str]) -> None:
         time.sleep(0.02)
 
 
-def _in_time(ask: Callable[[], None]) -> None:
-    """Call ``ask``, which uses the store. Give up if the store does not answer or is gone."""
+def _in_time(ask: Callable[[], None]) -> bool:
+    """Call ``ask``, which uses the store. Returns whether the store has answered in time."""
+    is_done = threading.Event()
 
     def run() -> None:
         with contextlib.suppress(Exception):
             ask()
+            is_done.set()
 
     thread = threading.Thread(target=run, name="vescale-fsdp note", daemon=True)
     thread.start()
     thread.join(_STORE_S)
+    return is_done.is_set()
