@@ -50,6 +50,7 @@ from vescale_fsdp.compat.patches import (
     has_other_init_group,
     members_of,
     refuse_boxes,
+    refuse_overwriting,
     register_first_forward_hook,
     register_first_step_post_hook,
     replace_init_group,
@@ -63,6 +64,7 @@ from vescale_fsdp.compat.patches import (
     set_fsdp2_state,
     support_foreach,
     without_step_hooks,
+    write_all_boxes,
 )
 from vescale_fsdp.compat.versions import (
     TENSOR_DATA,
@@ -113,11 +115,11 @@ __all__ = [
     "new_gloo_group", "new_group",
     "num_holders", "outside_functorch", "preserve_versions", "pytree", "queue_backward_callback",
     "rebuild_tensor", "recompute", "recorded", "reduce_scatter_many", "reduce_scatter_single",
-    "refuse_boxes", "register_first_forward_hook",
+    "refuse_boxes", "refuse_overwriting", "register_first_forward_hook",
     "register_first_step_post_hook", "replace_init_group", "replace_module_methods",
     "route_creation", "route_distribution", "route_from_local", "route_numbers",
     "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
     "support_foreach", "symmetric_memory", "takes_functional_gradient", "uses_symmetric_memory",
-    "wish_of_backward", "without_step_hooks", "without_torch_function",
+    "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import queue
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -218,6 +220,88 @@ def support_foreach(tensor_type: type[torch.Tensor]) -> None:
     """Let ``torch.optim`` use its foreach kernels for a tensor type. It compares exact types."""
     if tensor_type not in _foreach_supported_types:
         _foreach_supported_types.append(tensor_type)
+
+
+def write_all_boxes() -> None:
+    """Let safetensors that ``torch.distributed.checkpoint`` writes have all boxes of each tensor.
+
+    Torch's writer keeps one tensor for each file and name, the last. A flat range may be several
+    boxes, and then the others get files of their own, ``...-box-00002.safetensors``. Its readers
+    and its consolidation take all files of the directory.
+    """
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        _write_sub_tensor_to_file_optimized as copy_into_whole,
+    )
+
+    def written(original: Any, self: Any, planner: Any, files: queue.Queue[Any]) -> Any:
+        if self.serialization_format == filesystem.SerializationFormat.SAFETENSORS:
+            given, files = files, queue.Queue()
+            while not given.empty():
+                for each in _one_box_of_each_name(self, *given.get()):
+                    files.put(each)
+        return original(self, planner, files)
+
+    def copied(original: Any, whole: Any, part: Any, size: int, shape: Any, *rest: Any) -> None:
+        if shape:
+            original(whole, part, size, shape, *rest)
+        else:  # torch leaves a tensor without dimensions zero
+            whole[:] = part
+
+    _route(filesystem._FileSystemWriter._write_data, written)
+    _route(copy_into_whole, copied)
+
+
+def _one_box_of_each_name(writer: Any, path: Any, key: str, items: list[Any]) -> Iterator[Any]:
+    """The files, ``(path, name, items)``, that hold what one of torch's writers puts into one."""
+    counts: dict[str, int] = {}
+    files: list[list[Any]] = [[]]
+    for item in items:
+        number = counts.get(item.index.fqn, 0)
+        counts[item.index.fqn] = number + 1
+        if number == len(files):
+            files.append([])
+        files[number].append(item)
+    yield path, key, files[0]
+
+    def place(number: int) -> tuple[Any, str]:
+        stem, suffix = os.path.splitext(key)
+        name = f"{stem}-box-{number + 1:05}{suffix}"
+        return writer.fs.concat_path(writer.path, name), name
+
+    number = 1
+    for file in files[1:]:
+        yield *place(number), file
+        number += 1
+    while writer.fs.exists(place(number)[0]):  # an older save into this directory had more
+        writer.fs.rm_file(place(number)[0])
+        number += 1
+
+
+def refuse_overwriting(message: str) -> None:
+    """Let torch's HuggingFaceStorageWriter raise if files or tensors would overwrite each other.
+
+    Without ``save_distributed`` the names of files do not tell ranks apart, so the last rank to
+    write would win. The first rank sees the plans of all. All raise, before anything is written.
+
+    Args:
+        message: with ``{name}``, of a tensor in such a file.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    def planned(original: Any, self: Any, plans: list[Any]) -> Any:
+        writers: dict[int, int] = {}
+        seen: set[str] = set()
+        for rank, plan in enumerate([] if self.save_distributed else plans):
+            for item in plan.items:
+                name = item.index.fqn
+                file = (self.fqn_to_index_mapping or {}).get(name, 1)
+                if writers.setdefault(file, rank) != rank or name in seen:
+                    raise ValueError(message.format(name=name))
+                seen.add(name)
+        return original(self, plans)
+
+    _route(HuggingFaceStorageWriter.prepare_global_plan, planned)
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:

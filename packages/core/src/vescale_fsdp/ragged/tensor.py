@@ -452,6 +452,13 @@ def _moved(
 
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
+# ``torch.distributed.checkpoint`` would keep one box of each tensor in a file of safetensors.
+compat.write_all_boxes()
+compat.refuse_overwriting(
+    "the file of {name!r} has tensors of several ranks, and HuggingFaceStorageWriter would keep "
+    "only what the last of them writes: pass save_distributed=True and enable_consolidation=True, "
+    "or call vescale_fsdp.checkpoint.save_safetensors(path, model)"
+)
 # What ``torch.load(weights_only=True)`` may call; these only build what they are given.
 torch.serialization.add_safe_globals(
     [NormPartial, RaggedShard, RaggedTensor, _rebuild, _rebuild_placement]
