@@ -75,7 +75,8 @@ def convert(
         CheckpointIncompleteError: there is no checkpoint at ``source``, or a file is missing.
         CheckpointCorruptError: its bytes differ from those that were saved, or it is refused.
         CheckpointMismatchError: it already has that format.
-        CheckpointValueError: the other format cannot hold one of its values; names the value.
+        CheckpointValueError: the other format cannot hold one of its values; names the value. Or
+            states are by number, without ``param_names``: only `import_dcp` can name them.
         CheckpointExistsError, CheckpointWriteError: the target cannot be written.
 
     After an error there are no new files.
@@ -201,6 +202,7 @@ def _stock_state(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_vescale(job: _Job) -> bytes:
+    _check_names(job.source)
     chunks: list[Any] = []
     texts: list[Any] = []
     with DataWriter(job.stage.path, seal.data_name(0)) as writer:
@@ -214,3 +216,16 @@ def _to_vescale(job: _Job) -> bytes:
         writer.finish()
     part = {"file": [writer.name, writer.num_bytes], "chunks": chunks, "values": texts}
     return manifest_text(job.stage, job.source.step, [part])
+
+
+def _check_names(source: Source) -> None:
+    """Raise if an optimizer has its parameters by number, which no `load` can take."""
+    for name, text in source.texts.items():
+        groups = text["param_groups"] if name.startswith("optimizer.") else []
+        listed = [group.get("params") for group in groups if isinstance(group, dict)]
+        if any(type(each) is int for params in listed for each in params or ()):
+            raise CheckpointValueError(
+                f"the states of {name} are by number, as optimizer.state_dict() has them, and this "
+                "format has them by name: load them with checkpoint.import_dcp(path, model, "
+                "optimizer), then save. The model alone can be converted to safetensors"
+            )

@@ -282,7 +282,8 @@ def import_dcp(
         path: of the directory.
         model: of the same architecture.
         optimizer: one, or a mapping of names. Each loads the states of its parameters, which the
-            directory has by optimizer name or merged for all optimizers.
+            directory has by optimizer name or merged for all optimizers. States by number, as of
+            ``optimizer.state_dict()``, are those of this optimizer's parameters, in their order.
         strict: refuse a checkpoint that lacks entries of the model or the optimizers.
         model_key: prefix of the model's keys: "model", "app.model"; "" for none. By default it is
             detected.
@@ -301,7 +302,8 @@ def import_dcp(
         CheckpointIncompleteError: there is no such checkpoint, or it lacks files or entries.
         CheckpointCorruptError: it holds something that is not of this format or could run code,
             or an item cannot be read.
-        CheckpointMismatchError: an entry has another shape.
+        CheckpointMismatchError: an entry has another shape, or states by number are of another
+            number of parameters.
 
     After an error nothing has changed on any rank.
     """
@@ -316,8 +318,19 @@ def import_dcp(
         with DataReader(directory.folder, directory.files, advice="; nothing was loaded") as reader:
             optimizers = named(optimizer)
             keys = (model_key, optimizer_key)
+
+            def by_number(name: str, groups: list[dict[str, Any]]) -> dict[Any, str]:
+                weights_of(model, weights)  # puts shards in place of unsharded parameters
+                return NamedOptimizer(name, optimizers[name], model).by_number(groups)
+
             found = StockNames(
-                directory, reader, optimizers, *keys, strict=strict, with_model=weights != "none"
+                directory,
+                reader,
+                optimizers,
+                *keys,
+                strict=strict,
+                with_model=weights != "none",
+                by_number=by_number,
             )
             manifest = Manifest(
                 Seal(directory.digest, 0, None, ""), 1, {}, directory.files, found.tensors, {}

@@ -11,6 +11,10 @@ Keys are paths joined by dots: ``model.layers.0.weight``, ``optimizer.state.laye
     model.<fqn>      optimizer.state...    the usual form; `export_dcp` writes it
     app.model.<fqn>  app.optim.state...    objects with state_dict(), as in PyTorch's tutorials
     <fqn>            optimizer.state...    torchtitan
+    <fqn>            state.<fqn>.step      states and options flattened, beside the model
+
+States of ``optimizer.state_dict()`` are by number: ``optim.state.0.step``. Their names are those
+that the saved groups list (``param_names``), else those of the optimizer that they are loaded into.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import hashlib
 import io
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ from vescale_fsdp.checkpoint.manifest import (
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,
+    CheckpointMismatchError,
     CheckpointValueError,
 )
 
@@ -251,6 +256,7 @@ _MODELS = ("model", "app.model", "state_dict.model", "")
 _OPTIMIZERS = ("optimizer", "optim", "app.optimizer", "app.optim")
 
 KeyPath = tuple[str | int, ...]
+ByNumber = Callable[[str, list[dict[str, Any]]], dict[Any, str]]
 
 
 class StockNames:
@@ -262,6 +268,8 @@ class StockNames:
         optimizer_key: the same for the optimizers.
         strict: raise if an optimizer is missing.
         with_model: find the model.
+        by_number: gives the names of parameters that saved groups list by number, from the name of
+            the optimizer and these groups. None: without ``param_names`` they keep numbers.
 
     Attributes:
         tensors: the tensors, by the names that `save` uses.
@@ -279,31 +287,34 @@ class StockNames:
         *,
         strict: bool = True,
         with_model: bool = True,
+        by_number: ByNumber | None = None,
     ) -> None:
-        self._directory, self._reader = directory, reader
+        self._directory, self._reader, self._by_number = directory, reader, by_number
         self.tensors: dict[str, TensorEntry] = {}
         self.texts: dict[str, Any] = {}
-        found = self._found(_OPTIMIZERS if optimizer_key is None else (optimizer_key,), "")
-        taken = set(found)
-        model: dict[str, KeyPath] = {}
-        if with_model:
-            model = self._found(_MODELS if model_key is None else (model_key,), "model", taken)
+        prefixes = _OPTIMIZERS if optimizer_key is None else (optimizer_key,)
+        found = self._found(filter(None, prefixes), "")
+        what = "model" if with_model else ""
+        model = self._found(_MODELS if model_key is None else (model_key,), what, set(found))
         self._names = {".".join(map(str, rest)) for rest in model.values()}
+        if not found and not optimizer_key:
+            found = self._flattened()
+            model = {key: rest for key, rest in model.items() if key not in found}
+            self._names -= found.keys()
         self.texts["model"] = {}
-        for key, rest in model.items():
+        for key, rest in model.items() if with_model else ():
             # Parameters may be in nested dicts; an extra state is one value.
             is_extra = str(rest[0]).endswith("_extra_state")
             path = rest if is_extra else (".".join(map(str, rest)),)
             put(self.texts["model"], path, self._leaf(key, "model", rest))
-        if not with_model:
-            model = self._found(_MODELS if model_key is None else (model_key,), "", taken)
-        for name in self._optimizers(found) if optimizers is None else optimizers:
-            tree = self._tree(name, found)
+        wanted = self._optimizers(found) if optimizers is None else list(optimizers)
+        for name in wanted:
+            tree = self._tree(name, found, wanted)
             if tree["param_groups"]:
                 self.texts[f"optimizer.{name}"] = tree
             elif strict:
                 raise self._lacks(name)
-        known = taken | set(model)
+        known = found.keys() | model.keys()
         self.others = [key for key in directory.paths if key not in known]
 
     def _found(
@@ -350,23 +361,63 @@ class StockNames:
             return sorted(heads)  # the names of the optimizers
         return ["0"] if heads else []
 
-    def _tree(self, name: str, found: dict[str, KeyPath]) -> encoding.Json:
+    def _flattened(self) -> dict[str, KeyPath]:
+        """Find ``state.<fqn>.step`` and ``param_groups.<fqn>.lr`` beside the model's entries.
+
+        A name is that of a tensor of the model which has options.
+        """
+        keys = [key for key, path in self._directory.paths.items() if len(path) == 1]
+        paths = {key: self._path((key,)) for key in keys}
+        named = {path[1] for path in paths.values() if path[0] == "param_groups" and len(path) == 3}
+        heads = ("state", "param_groups")
+        return {
+            key: (key,)
+            for key, path in paths.items()
+            if len(path) == 3 and path[0] in heads and path[1] in named
+        }
+
+    def _tree(self, name: str, found: dict[str, KeyPath], wanted: list[str]) -> encoding.Json:
         """Return states and options of one optimizer; of all if they are saved merged."""
         mine = {key: rest[1:] for key, rest in found.items() if rest[0] == name}
-        tree: dict[str, Any] = {"state": {}, "param_groups": []}
+        paths = {key: self._path(rest) for key, rest in (mine or found).items()}
+        paths = {key: path for key, path in paths.items() if len(path) > 2}  # others are not read
+        groups: list[Any] = []
         by_name: dict[str, dict[str, Any]] = {}
-        for key, rest in (mine or found).items():
-            path = self._path(rest)
-            if path[0] not in tree or len(path) < 3:
-                continue  # neither a state nor an option of a parameter
-            leaf = self._leaf(key, f"optimizer.{name}", path)
-            if path[0] == "param_groups" and type(path[1]) is str:
-                group = by_name.setdefault(path[1], {"params": [path[1]]})
-                put(group, path[2:], leaf)
-            else:
-                put(tree, path, leaf)
-        tree["param_groups"] += by_name.values()
+        for key, path in paths.items():
+            if path[0] == "param_groups":
+                leaf = self._leaf(key, f"optimizer.{name}", path)
+                if isinstance(path[1], str):
+                    put(by_name.setdefault(path[1], {"params": [path[1]]}), path[2:], leaf)
+                else:
+                    put(groups, path[1:], leaf)
+        if not mine and len(wanted) > 1 and _numbers(groups):
+            raise CheckpointMismatchError(
+                f"{self._directory.folder} has the states of one optimizer, by number: pass that "
+                f"optimizer, not {len(wanted)}"
+            )
+        names = self._name_numbers(name, groups)
+        tree: dict[str, Any] = {"state": {}, "param_groups": [*groups, *by_name.values()]}
+        for key, path in paths.items():
+            if path[0] == "state":
+                path = ("state", names.get(path[1], path[1]), *path[2:])
+                put(tree, path, self._leaf(key, f"optimizer.{name}", path))
         return tree
+
+    def _name_numbers(self, optimizer: str, groups: list[Any]) -> dict[str | int, str]:
+        """Put names in place of numbers into groups. Returns the name of each number."""
+        numbers = _numbers(groups)
+        listed = [each.get("param_names") for each in groups] if numbers else []
+        given = [name for each in listed if isinstance(each, list) for name in each]
+        if numbers and len(given) == len(numbers) and set(map(str, given)) <= self._names:
+            names: dict[Any, str] = dict(zip(numbers, given, strict=True))
+        elif numbers and self._by_number is not None:
+            names = self._by_number(optimizer, groups)
+        else:
+            return {}
+        for group in groups:
+            group["params"] = [names[number] for number in group["params"]]
+            group.pop("param_names", None)
+        return {str(number): name for number, name in names.items()}
 
     def _lacks(self, name: str) -> CheckpointIncompleteError:
         return CheckpointIncompleteError(
@@ -389,6 +440,14 @@ class StockNames:
         if head == "param_groups" and parts[0].isdecimal():
             return head, int(parts[0]), *parts[1:]
         return rest
+
+
+def _numbers(groups: list[Any]) -> list[int]:
+    """The numbers of parameters in groups; [] if any is a name, or a group has no list of them."""
+    lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    listed = [each for each in lists if isinstance(each, list)]
+    found = [number for each in listed for number in each]
+    return found if len(listed) == len(lists) and all(type(n) is int for n in found) else []
 
 
 def put(tree: Any, path: KeyPath, leaf: Any) -> None:

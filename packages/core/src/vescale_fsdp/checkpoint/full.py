@@ -205,9 +205,8 @@ def _by_name(
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Return the saved states and groups with the parameter names of ``named``."""
     listed = [key for group in saved["param_groups"] for key in group["params"]]
-    title, own = named.name, list(named.params)
     if all(isinstance(key, str) for key in listed):
-        differ = sorted(set(listed) ^ set(own))
+        differ = sorted(set(listed) ^ set(named.params))
         if differ:
             raise CheckpointMismatchError(
                 f"either the checkpoint's optimizer or this {named.name} does not have "
@@ -215,24 +214,11 @@ def _by_name(
                 "it was when it was saved"
             )
         return dict(saved["state"]), list(saved["param_groups"])
-    if len(listed) != len(own):
-        raise CheckpointMismatchError(
-            f"the checkpoint has an optimizer with {len(listed)} parameters, and {title} has "
-            f"{len(own)}; make it as it was when it was saved"
-        )
-    name_of = dict(zip(listed, own, strict=True))
+    name_of = named.by_number(saved["param_groups"])
     groups = [
         {**group, "params": [name_of[key] for key in group["params"]]}
         for group in saved["param_groups"]
     ]
-    sizes, own_sizes = (
-        [len(group["params"]) for group in each] for each in (groups, named.optimizer.param_groups)
-    )
-    if sizes != own_sizes:
-        raise CheckpointMismatchError(
-            f"the checkpoint has groups of {sizes} parameters, and {title} has {own_sizes}; make "
-            "it as it was when it was saved"
-        )
     return {name_of.get(key, key): value for key, value in saved["state"].items()}, groups
 
 

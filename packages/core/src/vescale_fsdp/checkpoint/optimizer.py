@@ -69,6 +69,31 @@ class NamedOptimizer:
 
     # Load
 
+    def by_number(self, groups: list[dict[str, Any]]) -> dict[Any, str]:
+        """Return the name of each parameter that saved groups list by number.
+
+        Numbers count an optimizer's parameters, in the order of its groups.
+
+        Raises:
+            CheckpointMismatchError: the groups do not have as many parameters as these.
+        """
+        listed = [key for group in groups for key in group["params"]]
+        if len(listed) != len(self.params):
+            raise CheckpointMismatchError(
+                f"the checkpoint has an optimizer with {len(listed)} parameters, and {self.name} "
+                f"has {len(self.params)}; make it as it was when it was saved"
+            )
+        sizes, own_sizes = (
+            [len(group["params"]) for group in each]
+            for each in (groups, self.optimizer.param_groups)
+        )
+        if sizes != own_sizes:
+            raise CheckpointMismatchError(
+                f"the checkpoint has groups of {sizes} parameters, and {self.name} has "
+                f"{own_sizes}; make it as it was when it was saved"
+            )
+        return self._names_by_key(groups)
+
     def make_states(self, saved: Mapping[str, State]) -> list[tuple[str, str]]:
         """Make the saved states that the optimizer lacks. Returns (parameter, state) names.
 
