@@ -188,6 +188,14 @@ def test_a_file_in_the_way_is_an_error_of_ours(tmp_path: Path) -> None:
         save_plain(tmp_path / "file" / "step-1")
 
 
+def test_a_place_without_folders_is_said(tmp_path: Path) -> None:
+    message = (
+        r"/proc/nope.* cannot be made: (no folder can be made in /proc|there is no permission)"
+    )
+    with pytest.raises(CheckpointWriteError, match=message):  # the second if we are not root
+        save_plain(Path("/proc/nope"))
+
+
 # Failures on ranks: clear on every rank, nothing left behind
 
 

@@ -85,7 +85,7 @@ def test_damage_is_named_by_file_and_tensor_and_is_code_1(root: Path, capsys: Ca
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (lambda path: os.truncate(path / "rank-00000.bin", 20), "has 20 bytes, expected"),
     "data gone": (lambda path: (path / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
-    "manifest gone": (lambda path: (path / "manifest.json").unlink(), "no whole checkpoint at"),
+    "manifest gone": (lambda path: (path / "manifest.json").unlink(), "; it has no manifest.json"),
     "manifest": (lambda path: flip_bit(path / "manifest.json", 300), "manifest.json is damaged"),
 }
 

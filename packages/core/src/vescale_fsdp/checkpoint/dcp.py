@@ -359,7 +359,8 @@ def plain_values(directory: StockDirectory, reader: DataReader, keys: list[str])
     left = [key for key in keys if key in directory.tensors]
     if left:
         shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
-        _log.warning("left out %d tensors of %s: %s", len(left), directory.folder, shown)
+        what = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
+        _log.warning("left out %s of %s: %s", what, directory.folder, shown)
     for key in keys:
         if key in directory.tensors:
             continue

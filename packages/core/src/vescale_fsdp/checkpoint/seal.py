@@ -107,8 +107,14 @@ class Stage:
                 "path"
             )
         with write_errors(self.path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._make()
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = self._make()
+            except FileNotFoundError as error:  # in /proc, or the parent was deleted meanwhile
+                raise CheckpointWriteError(
+                    f"{target} cannot be made: no folder can be made in {target.parent}; save to "
+                    "another path"
+                ) from error
 
     def _make(self) -> int | None:
         """Make the folder. Until it is locked it has another name and is empty."""
@@ -326,7 +332,7 @@ def _hint(path: Path) -> str:
     inside = [child.name for child, _ in sealed(path)]
     if inside:
         return f"; it holds {', '.join(inside[:3])}: load latest({str(path)!r})"
-    return ""
+    return f"; it has no {NAME}" if path.is_dir() else ""
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
