@@ -30,7 +30,10 @@ NEWEST = "2.14.1"  # of torch; constraints.txt has the oldest that is supported
 # What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.
 NEWEST_PART = [
     f"packages/core/tests/{each}"
-    for each in ("dbuffer", "engine/test_parity.py", "checkpoint/test_torch_dcp.py")
+    for each in (
+        *("dbuffer", "engine/test_parity.py", "engine/test_several_outputs.py"),
+        *("checkpoint/test_torch_dcp.py", "checkpoint/test_torch_hf.py"),
+    )
 ]
 NEWEST_LIMIT_S = 300
 NO_TESTS = 5  # pytest's exit code when it found none
