@@ -222,3 +222,9 @@ def free_workspaces(device: torch.device) -> None:
     """Free what cuBLAS has allocated for itself. It allocates it again at its next product."""
     if device.type == "cuda":
         _C._cuda_clearCublasWorkspaces()
+
+
+def forget_stages(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler forget which optimizers it has unscaled or stepped, as ``update`` does."""
+    states: Any = scaler._per_optimizer_states
+    states.clear()

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import time
 
+import torch
 import torch.distributed as dist
-from torch import nn
 
-from vescale_fsdp import engine
-from vescale_fsdp.checkpoint.contents import Optimizers, named
+from vescale_fsdp import compat, engine
+from vescale_fsdp.checkpoint.contents import named
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.losses import is_loss
@@ -46,7 +46,7 @@ def regroup(options: Options, why: str) -> Attempt:
             world = worlds.rejoin()
             for module in options.modules:
                 engine.remesh(module)
-            _clear(options.model, options.optimizer)
+            _clear(options)
             attempt = begin(options)
         except Exception as error:
             if not is_loss(error):
@@ -67,11 +67,14 @@ def regroup(options: Options, why: str) -> Attempt:
     raise RankMismatchError(f"ranks were lost {_MOST} times while they met; the last time: {why}")
 
 
-def _clear(model: nn.Module, optimizers: Optimizers) -> None:
-    """Drop states, which have the sizes of the former shards, and gradients of a step."""
-    params = [*model.parameters()]
-    for optimizer in named(optimizers).values():
+def _clear(options: Options) -> None:
+    """Drop what a step has left: states with the sizes of former shards, gradients, and stages."""
+    params = [*options.model.parameters()]
+    for optimizer in named(options.optimizer).values():
         optimizer.state.clear()
         params += [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = None
+    for each in options.stateful.values():
+        if isinstance(each, torch.amp.GradScaler):
+            compat.forget_stages(each)
