@@ -15,7 +15,7 @@ from torch import nn
 from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
-from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
 from vescale_fsdp.elastic import liveness, memory
 from vescale_fsdp.elastic.keeping import Keeper
 from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
@@ -75,6 +75,9 @@ class Attempt:
 
 def begin(options: Options) -> Attempt:
     """Restore the newest state. Collective."""
+    # Saves on disk use these ranks. To make their group in the first save would wait for a rank
+    # that has died, and torch's own wait for that ends only with its timeout.
+    all_ranks()
     ranks, group = _own_ranks()
     if ranks.is_first and _cannot_grow():
         _log.warning(
