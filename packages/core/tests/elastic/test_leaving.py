@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp import checkpoint, elastic
-from vescale_fsdp.elastic import Run, Step
+from vescale_fsdp.elastic import Run, Step, leaving
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import GLOBAL_BATCH, Numbers, make
@@ -231,3 +231,74 @@ def test_checkpoints_of_the_user_are_left_alone(tmp_path: Path) -> None:
 
 def keeps_its_own(root: Path) -> None:
     in_context(root, saves_its_own, every_on_disk=2)
+
+
+def attempt(root: Path, body: Body, restarts: int, job: str = "job") -> Any:
+    """An attempt of a job under torchrun. Rank 0 may be on a host that torchrun has not counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "_BEGUN", set())  # each attempt is a process of its own
+        patch.setenv("TORCHELASTIC_RUN_ID", job)
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts if is_last else 0))
+        return in_context(root, body)
+
+
+def has_had_enough(run: Run, make_step: Callable[[Step], None]) -> list[int]:
+    """Stops early, after three steps of this process."""
+    found = []
+    for step in steps_of(run, 30):
+        make_step(step)
+        found.append(step.number)
+        if len(found) == 3:
+            break
+    return found
+
+
+def test_a_restart_does_not_train_on_after_a_loop_that_was_left(tmp_path: Path) -> None:
+    assert run_ranks(attempt, 2, tmp_path, has_had_enough, 0) == [[0, 1, 2]] * 2
+    for restarts in (1, 1, 2):  # a rank is killed after the context
+        assert run_ranks(attempt, 2, tmp_path, has_had_enough, restarts) == [[]] * 2
+    assert run_ranks(attempt, 2, tmp_path, has_had_enough, 0) == [[3, 4, 5]] * 2
+    assert run_ranks(attempt, 2, tmp_path, has_had_enough, 1, "another") == [[6, 7, 8]] * 2
+
+
+def lost_at_once(root: Path) -> None:
+    with pytest.raises(HostError):
+        attempt(root, fails_at_once, 0)
+
+
+def fails_at_once(run: Run, make_step: Callable[[Step], None]) -> None:
+    raise HostError
+
+
+def test_a_job_that_is_submitted_again_trains_on_also_after_its_restart(tmp_path: Path) -> None:
+    assert run_ranks(attempt, 1, tmp_path, has_had_enough, 0) == [[0, 1, 2]]
+    run_ranks(lost_at_once, 1, tmp_path)
+    assert run_ranks(attempt, 1, tmp_path, has_had_enough, 1) == [[3, 4, 5]]
+
+
+def test_loops_to_one_end_are_left_one_after_the_other(tmp_path: Path) -> None:
+    """The script begins three loops to step 9, and they have no steps. Then it may decide anew."""
+    assert run_ranks(attempt, 1, tmp_path, three_loops, 0) == [[0, 1, 2]]
+    assert run_ranks(attempt, 1, tmp_path, three_loops, 1) == [[]]
+    assert run_ranks(attempt, 1, tmp_path, four_loops, 1) == [[3]]
+
+
+def three_loops(run: Run, make_step: Callable[[Step], None], count: int = 3) -> list[int]:
+    found = []
+    for _ in range(count):
+        for number in run.steps(until=9):
+            run._options.optimizer.step()
+            found.append(number)
+            break
+    return found
+
+
+def four_loops(run: Run, make_step: Callable[[Step], None]) -> list[int]:
+    return three_loops(run, make_step, 4)
+
+
+def test_a_loop_is_left_although_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run" / "left.json").mkdir(parents=True)
+    assert run_ranks(attempt, 1, tmp_path, has_had_enough, 0) == [[0, 1, 2]]
+    assert run_ranks(attempt, 1, tmp_path, has_had_enough, 1) == [[3, 4, 5]]

@@ -16,8 +16,9 @@ from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
 from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
-from vescale_fsdp.elastic import liveness, memory
+from vescale_fsdp.elastic import leaving, liveness, memory
 from vescale_fsdp.elastic.keeping import Keeper
+from vescale_fsdp.elastic.leaving import Left
 from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Attempt:
     Attributes:
         restored: the state that it begins with.
         leads: whether this is the first rank of its host.
+        left: where a loop was left before this restart.
     """
 
     restored: Restored
@@ -66,6 +68,7 @@ class Attempt:
     place: memory.Memory
     ring: liveness.Ring
     leads: bool
+    left: Left | None
 
     def give_up(self, *, is_lost: bool = True) -> None:
         """After an error. ``is_lost``: other ranks are gone."""
@@ -73,8 +76,12 @@ class Attempt:
         self.ring.close()
 
 
-def begin(options: Options) -> Attempt:
-    """Restore the newest state. Collective."""
+def begin(options: Options, *, goes_on: bool = False) -> Attempt:
+    """Restore the newest state. Collective.
+
+    Args:
+        goes_on: the training is under way in this process, or in one that it joins.
+    """
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
     all_ranks()
@@ -86,13 +93,13 @@ def begin(options: Options) -> Attempt:
         )
     ring = liveness.watch(ranks, group)
     try:
-        return _found(options, ranks, ring)
+        return _found(options, ranks, ring, goes_on)
     except BaseException:
         ring.close()
         raise
 
 
-def _found(options: Options, ranks: Ranks, ring: liveness.Ring) -> Attempt:
+def _found(options: Options, ranks: Ranks, ring: liveness.Ring, goes_on: bool) -> Attempt:
     hosts, place = meet(ranks, options.directory, options.root)
     restoring = Restoring(ranks, hosts, place, options.directory, options.replicas)
     restored = restoring.carry_out(options.model, options.optimizer, options.stateful)
@@ -105,7 +112,9 @@ def _found(options: Options, ranks: Ranks, ring: liveness.Ring) -> Attempt:
         )
     attempt, newest = restored.attempt, restored.age
     keeper = Keeper(options.directory, place, hosts, ranks, options.replicas, attempt, newest)
-    return Attempt(restored, keeper, place, ring, leads=hosts.is_leader(ranks.rank))
+    step = int(restored.extra.get("step", 0))
+    left = leaving.find(ranks, options.directory, step, attempt, goes_on=goes_on)
+    return Attempt(restored, keeper, place, ring, hosts.is_leader(ranks.rank), left)
 
 
 def _cannot_grow() -> bool:

@@ -47,7 +47,7 @@ def regroup(options: Options, why: str) -> Attempt:
             for module in options.modules:
                 engine.remesh(module)
             _clear(options)
-            attempt = begin(options)
+            attempt = begin(options, goes_on=True)
         except Exception as error:
             if not is_loss(error):
                 raise

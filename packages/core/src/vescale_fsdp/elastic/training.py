@@ -25,6 +25,7 @@ from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.choice import Age
 from vescale_fsdp.elastic.counting import StepCounter
 from vescale_fsdp.elastic.keeping import LAST_WORDS_S, Kept
+from vescale_fsdp.elastic.leaving import Leaving
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
@@ -179,6 +180,7 @@ class Run:
     def __init__(self, options: Options, attempt: Attempt) -> None:
         self._options = options
         self._counter = StepCounter(options.optimizer)
+        self._leaving = Leaving(options.directory, attempt.left)
         self._loop: object = None  # the one that has the next step
         self._goes_on = False
         self._is_due = self._is_due_on_disk = False
@@ -241,6 +243,8 @@ class Run:
         After the body of each, the state is saved if it is time. Choose the samples of a step by
         its number, so that a restarted job takes the same.
         """
+        if self.is_left(until):
+            return
         loop = self.begin_loop(self.made)
         while self.step < until:
             self.begin_step(0)
@@ -277,7 +281,7 @@ class Run:
             TypeError, ValueError: an argument is out of range, or data has no indices.
         """
         last_try: tuple[int, Sequence[str]] = (-1, ())
-        can_go_on, is_done = worlds.current() is not None, False
+        can_go_on, is_done = worlds.current() is not None, self.is_left(until)
         while not is_done:
             rank, size = _rank_and_size()
             batches = Batches(data, global_batch, micro_batch, seed, rank, size, options)
@@ -308,6 +312,14 @@ class Run:
                 self._go_on(error)
             else:
                 is_done = True
+
+    def is_left(self, until: int) -> bool:
+        """Whether a loop to ``until`` was left at this step before a restart: it has no steps then.
+
+        Call it when a loop begins that others drive. If the context is left without an error before
+        ``until``, this is remembered.
+        """
+        return self._leaving.begin(until, self.step)
 
     def check_batches(
         self, data: Dataset[Any], global_batch: int, micro_batch: int | None, seed: int | None
@@ -456,6 +468,7 @@ class Run:
         """Save on disk, as at the end of the context. Collective."""
         if (left := self._take_left()) is not None:
             self._add(left.num_samples)
+        self._leaving.end(self.step, self.attempt)
         if self._step_on_disk != self.step:
             self._save(async_=False)
 
