@@ -16,6 +16,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import Dataset
 
+from vescale_fsdp.elastic import leaving
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator
 from vescale_fsdp_accelerate.options import Options, to_environment
@@ -169,7 +170,7 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
             train_dataset=Numbers(),
             eval_dataset=Numbers(12),
             data_collator=options.get("collate"),
-            callbacks=[StopAt(stop_at), callback],
+            callbacks=[StopAt(stop_at), callback, *options.get("callbacks", [])],
         )
         at_the_end = None
         try:
@@ -185,6 +186,8 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
         "losses": {each["step"] - 1: each["loss"] for each in history if "loss" in each},
         "rates": {each["step"]: each["learning_rate"] for each in history if "loss" in each},
         "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
+        "evaluations": sum("eval_loss" in each for each in history),
+        "evaluates on start": arguments.eval_on_start,
         "source": callback.run.source,
         "accumulates": arguments.gradient_accumulation_steps,
         "best": (made.state.best_global_step, made.state.best_metric),
@@ -364,3 +367,38 @@ def test_another_global_batch_is_refused(tmp_path: Path) -> None:
     run_ranks(attempt, 1, "trainer", tmp_path, 5, {"global_batch": 12})
     with pytest.raises(Exception, match=r"global_batch=8 .* 4 steps with global_batch=12"):
         run_ranks(attempt, 1, "trainer", tmp_path, None, {"global_batch": 8})
+
+
+def restarted(root: Path, restarts: int, options: dict[str, Any]) -> Found:
+    """An attempt in a process that torchrun has restarted so many times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "_BEGUN", set())
+        patch.setenv("TORCHELASTIC_RUN_ID", "job")
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        return trainer(root, None, options)
+
+
+def test_a_trainer_that_has_stopped_early_does_not_train_on_after_a_restart(tmp_path: Path) -> None:
+    # Losses fall, so that the second evaluation is worse than the first.
+    arguments = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    arguments["lr_scheduler_type"] = "constant"
+    patience = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+    options = {"arguments": arguments, "callbacks": [patience]}
+    (quiet,) = run_ranks(restarted, 1, tmp_path, 0, options)
+    assert list(quiet["losses"]) == [0, 1, 2, 3]
+    for restarts in (1, 2):
+        (found,) = run_ranks(restarted, 1, tmp_path, restarts, options)
+        assert (found["source"], found["losses"]) == ("disk", quiet["losses"])
+    (found,) = run_ranks(restarted, 1, tmp_path, 0, options)
+    assert max(found["losses"]) > 3, "a job that is submitted again trains on"
+
+
+def test_evaluations_on_start_are_not_repeated_by_a_restart(tmp_path: Path) -> None:
+    options = {"arguments": {"eval_on_start": True}}
+    (quiet,) = run_ranks(attempt, 1, "trainer", tmp_path / "quiet", None, options)
+    run_ranks(attempt, 1, "trainer", tmp_path / "torn", 7, options)
+    (torn,) = run_ranks(attempt, 1, "trainer", tmp_path / "torn", None, options)
+    for name in ("evaluated", "evaluations", "best"):
+        assert torn[name] == quiet[name], name
+    assert list(torn["evaluated"]) == [*range(0, UNTIL + 1, 2)]
+    assert torn["evaluates on start"], "the user's value is back"

@@ -7,7 +7,8 @@ For one call of ``train``, methods of the Trainer are wrapped, in its instance:
 ``_init_training_state``   prepares the model before, so that the newest state can be restored;
                            then the Trainer finds its step in that state, as in a checkpoint
 ``_prepare_for_training``  returns what was prepared before
-``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint
+``_run_epoch``             the first one skips the batches that were taken, as after a checkpoint;
+                           none is run if the training was stopped early, before a restart
 ``get_batch_samples``      counts the step before, and saves, before samples of the next are loaded
 ``compute_loss``           weights the loss, if micro-batches have different sizes
 ``_finalize_training``     the last state is saved before, because it may load the best model
@@ -36,6 +37,11 @@ __all__ = ["Loop", "within"]
 
 _FILE = "trainer_state.json"
 _GLOBAL_BATCH = "global_batch"  # in the marks of a run
+_SET = (  # arguments that this file sets, and gives back
+    "gradient_accumulation_steps",
+    "restore_callback_states_from_checkpoint",
+    "eval_on_start",
+)
 _WRAPPED = (
     "get_train_dataloader",
     "_init_training_state",
@@ -61,7 +67,7 @@ def within(trainer: Any, callback: Any) -> Iterator[None]:
     args = trainer.args
     _check(trainer)
     loop = Loop(trainer, callback)
-    before = (args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint)
+    before = {name: getattr(args, name) for name in _SET}
     own = {name: vars(trainer)[name] for name in _WRAPPED if name in vars(trainer)}
     for name in _WRAPPED:
         setattr(trainer, name, getattr(loop, name.removeprefix("_")))
@@ -75,7 +81,8 @@ def within(trainer: Any, callback: Any) -> Iterator[None]:
         loop.close(None)
     finally:
         callback.loop = None
-        args.gradient_accumulation_steps, args.restore_callback_states_from_checkpoint = before
+        for name, value in before.items():
+            setattr(args, name, value)
         for name in _WRAPPED:
             delattr(trainer, name)
         vars(trainer).update(own)
@@ -99,6 +106,7 @@ class Loop:
         self._weights: list[float] = []
         self._number = 0  # of the micro-batch in its step
         self._first_step = 0  # of the epoch
+        self._has_begun = False
         self._prepared: Any = None
         self._context: Any = None
         self._set_random: Callable[[], None] | None = None
@@ -142,6 +150,7 @@ class Loop:
         if run.source == "start":
             return stock(max_steps, steps, epochs, resume, trial)
         trainer.args.restore_callback_states_from_checkpoint = True
+        trainer.args.eval_on_start = False  # its result is in the state, and callbacks count it
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / _FILE).write_text(run.extra["trainer"])
             return stock(max_steps, steps, epochs, folder, trial)
@@ -152,6 +161,12 @@ class Loop:
 
     def run_epoch(self, *, epoch: int, **options: Any) -> None:
         """Run an epoch, or what is left of it."""
+        trainer = self._trainer
+        if not self._has_begun:
+            self._has_begun = True
+            if self._callback.run.is_left(trainer.state.max_steps):
+                trainer.control.should_training_stop = True  # transformers has set it back
+                return
         self._first_step = epoch * options["num_update_steps_per_epoch"]
         if self._callback.run.source != "start" and epoch == options["epochs_trained"]:
             options["resume_from_checkpoint"] = str(self._options.directory)
