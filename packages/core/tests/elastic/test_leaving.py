@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import checkpoint, elastic
+from vescale_fsdp import CheckpointExistsError, checkpoint, elastic
 from vescale_fsdp.elastic import Run, Step, leaving
 from vescale_fsdp.testing import run_ranks
 
@@ -231,6 +231,36 @@ def test_checkpoints_of_the_user_are_left_alone(tmp_path: Path) -> None:
 
 def keeps_its_own(root: Path) -> None:
     in_context(root, saves_its_own, every_on_disk=2)
+
+
+def saves_every_step(run: Run, make_step: Callable[[Step], None], name: str = "own-{0}") -> None:
+    options = run._options
+    for step in steps_of(run, 8):
+        make_step(step)
+        path = name.format(step.number, run.attempt)
+        checkpoint.save(options.directory.parent / path, options.model)
+        if step.number == 4 and run.attempt == 1:
+            raise HostError
+
+
+def saves_with_its_attempt(run: Run, make_step: Callable[[Step], None]) -> None:
+    saves_every_step(run, make_step, "own-{0}-{1}")
+
+
+def saves_again(root: Path) -> list[str]:
+    """In steps that a restart repeats."""
+    for body, name in ((saves_every_step, "a"), (saves_with_its_attempt, "b")):
+        with pytest.raises(HostError):
+            in_context(root / name, body)
+    with pytest.raises(CheckpointExistsError, match=r"put run\.attempt into the name"):
+        in_context(root / "a", saves_every_step)
+    in_context(root / "b", saves_with_its_attempt)
+    return sorted(each.name for each in (root / "b").glob("own-*"))
+
+
+def test_checkpoints_of_the_user_have_names_with_the_attempt(tmp_path: Path) -> None:
+    first, second = [f"own-{i}-1" for i in range(5)], [f"own-{i}-2" for i in range(3, 8)]
+    assert run_ranks(saves_again, 1, tmp_path) == [sorted([*first, *second])]
 
 
 def attempt(root: Path, body: Body, restarts: int, job: str = "job") -> Any:

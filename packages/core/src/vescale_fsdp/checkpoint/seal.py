@@ -104,7 +104,8 @@ class Stage:
         if os.path.lexists(target) and not (into and target.is_dir()):
             raise CheckpointExistsError(
                 f"{target} exists already, and a checkpoint is never overwritten; save to another "
-                "path"
+                "path. Where elastic training repeats a step after a restart, put run.attempt into "
+                "the name"
             )
         with write_errors(self.path):
             try:
