@@ -12,7 +12,7 @@ from torch import nn
 
 from vescale_fsdp import elastic, fully_shard
 from vescale_fsdp.checkpoint.saving import finish_saves
-from vescale_fsdp.elastic.training import Run
+from vescale_fsdp.elastic.run import Run
 
 GLOBAL_BATCH, WIDTH = 12, 6
 

@@ -24,7 +24,8 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
 * `meeting`: ranks find each other in a folder; `worlds` makes the process group, in a limited time
   (`connecting`); `regroup` goes on in the same process
-* `beginning` of an attempt; `training`: the context around the loop
+* `beginning` of an attempt; `leaving`: where a loop was left early, before a restart
+* `run`: the steps that are left, and the saves between them; `training`: the context around them
 * `hsdp`: several replicas of a sharded model, of which each may fail alone; `replicas`
 """
 
@@ -32,8 +33,9 @@ from vescale_fsdp.elastic.batches import Step
 from vescale_fsdp.elastic.hsdp import ReplicaRun, replicas
 from vescale_fsdp.elastic.keeping import Kept
 from vescale_fsdp.elastic.loaders import MicroBatches, StepLoader
+from vescale_fsdp.elastic.run import Run
 from vescale_fsdp.elastic.settings import ElasticOptions
-from vescale_fsdp.elastic.training import Run, training
+from vescale_fsdp.elastic.training import training
 from vescale_fsdp.elastic.worlds import init_process_group
 
 __all__ = [

@@ -26,7 +26,8 @@ from vescale_fsdp.elastic.hsdp.links import Links
 from vescale_fsdp.elastic.hsdp.meeting import Life, Meeting
 from vescale_fsdp.elastic.hsdp.pulse import Pulse
 from vescale_fsdp.elastic.hsdp.quorum import Age, Member
-from vescale_fsdp.elastic.training import Run, training
+from vescale_fsdp.elastic.run import Run
+from vescale_fsdp.elastic.training import training
 
 _log = logging.getLogger(__name__)
 _KEY = "quorum"  # in what a run saves
