@@ -172,6 +172,7 @@ def test_other_lightning_examples(
     assert says in run_example([sys.executable, str(EXAMPLES / script), *options], tmp_path)
 
 
+@pytest.mark.nightly  # 20 s; the adapters' tests train such models at each change
 @pytest.mark.timeout(400)
 def test_experts_and_tensor_parallelism_with_accelerate(tmp_path: Path) -> None:
     folder = EXAMPLES / "accelerate"

@@ -144,7 +144,7 @@ SCENARIOS = [
         "the same, with VESCALE_FSDP_CHECK_ORDER=1",
         in_a_checked_pass,
         GOOD,
-        0,
+        None,
         0,
         engines=(OURS,),
     ),
