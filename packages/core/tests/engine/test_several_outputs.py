@@ -74,11 +74,52 @@ class InAndOut(Trunk):
         return {**super().forward(x), "input": x}
 
 
+class Remembering(nn.Module):
+    """Returns its second input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sin(self.inner(x) + memory), memory
+
+
+class Memories(nn.Module):
+    """Each unit uses the same memory and hands it on: hooks on it see what comes from all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList([Remembering() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        memory = self.first(x)
+        for unit in self.units:
+            x, memory = unit(x, memory)
+        return {"logits": x, "feature": memory}
+
+
+class Perturbed(Trunk):
+    """Returns a leaf that it has made, as forces and adversarial perturbations need."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        delta = torch.zeros_like(x).requires_grad_()
+        return {"logits": super().forward(x + delta)["logits"], "feature": delta}
+
+
+class Table(Trunk):
+    """Returns a view of a parameter."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(x)["logits"], "feature": self.head.weight.t()[:2]}
+
+
 def my_inputs() -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-MODELS = [Trunk, TwoUnits, Wrapper, Views, InAndOut]
+MODELS = [Trunk, TwoUnits, Wrapper, Views, InAndOut, Memories, Perturbed, Table]
 Seen = list[Tensor]
 
 
@@ -145,8 +186,8 @@ def check(make: type[nn.Module], use: Callable[[dict[str, Tensor]], Seen], shard
     plain = make()
     torch.manual_seed(0)
     ours = make()
-    units = [each for each in ours.modules() if isinstance(each, nn.Linear)]
-    units = units if make is TwoUnits else [m for m in ours.modules() if type(m) is Trunk]
+    kinds = {TwoUnits: nn.Linear, Memories: Remembering}
+    units = [each for each in ours.modules() if type(each) is kinds.get(make, Trunk)]
     shard_units(ours, [each for each in units if each is not ours], sharding=sharding)
     for _ in range(3):
         plain.zero_grad()
@@ -162,12 +203,13 @@ def check(make: type[nn.Module], use: Callable[[dict[str, Tensor]], Seen], shard
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("make", MODELS)
 def test_they_are_used_as_those_of_a_plain_model(make: type[nn.Module], use: Any) -> None:
-    if make is Views and use in (shared, retained):
+    if make in (Views, Table) and use in (shared, retained):
         return  # no output is computed from another
     run_ranks(check, 2, make, use, "zero3")
 
 
 @pytest.mark.parametrize("sharding", ["zero2", "zero1", "ddp"])
 @pytest.mark.parametrize("use", [hooked, shared], ids=lambda use: use.__name__)
-def test_so_they_are_with(sharding: str, use: Any) -> None:
-    run_ranks(check, 2, TwoUnits, use, sharding)
+@pytest.mark.parametrize("make", [TwoUnits, Memories, Perturbed])
+def test_so_they_are_with(sharding: str, make: type[nn.Module], use: Any) -> None:
+    run_ranks(check, 2, make, use, sharding)

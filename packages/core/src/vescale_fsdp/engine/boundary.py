@@ -16,7 +16,8 @@ caller still uses would give wrong results silently, but this way torch raises.
 A unit that returns several tensors may have computed one from another: logits from a hidden state.
 The caller's hooks on the hidden state must see what comes back through the logits, so it cannot be
 an alias. So of several outputs, the nodes that made them are watched instead: backward unshards the
-parameters before the first of these nodes runs.
+parameters before the first of these nodes runs. An input that is returned as it is, beside others,
+is the caller's tensor again. So is a leaf that forward has made: no backward goes through it.
 
 In forward mode (dual tensors), tangents pass through as their primal values.
 
@@ -25,11 +26,14 @@ What a forward puts into a container of its inputs is an output too.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.containers import Copies, replace_tensors, tensors_requiring_grad
@@ -48,6 +52,8 @@ class Call(ABC):
     def __init__(self, fqn: str) -> None:
         self.where = repr(fqn) if fqn else "at the root"
         self.takes_gradients = False  # whether an input wants a gradient
+        self.given: Sequence[torch.Tensor] = ()  # the inputs that do, until the forward ends
+        self.handed_back: list[weakref.ref[torch.Tensor]] = []  # those that are outputs too
 
     @abstractmethod
     def pre_backward(self) -> None:
@@ -75,6 +81,7 @@ def enter(call: Call, value: Any, copies: Copies | None = None) -> Any:
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
     passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    call.given = tensors
     return replace_tensors(value, tensors, passed, copies)
 
 
@@ -86,15 +93,25 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     Args:
         copies: of the inputs' containers. What forward has put into them is an output too.
     """
-    tensors = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
-    if not tensors:
+    found = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
+    found = [tensor for tensor in found if not _is_elsewhere(call, tensor)]
+    if not found:
         return value, False
+    given = {id(tensor): _given(call, tensor) for tensor in found}
+    call.given = ()
+    tensors = [tensor for tensor in found if given[id(tensor)] is None]
+    if tensors:
+        call.handed_back += [weakref.ref(each) for each in given.values() if each is not None]
+    else:  # the unit was skipped: a backward visits it all the same, as on other ranks
+        given, tensors = {}, found
     if len(tensors) > 1 and not compat.is_transforming():
         tensors = [tensor for tensor in tensors if not _watch(call, tensor)]
     passed = _PreBackward.apply(call, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
+    old = [*tensors, *(tensor for tensor in found if given.get(id(tensor)) is not None)]
+    new = (*passed, *(each for each in given.values() if each is not None))
     if copies is not None:
-        copies.carry_back(lambda item: replace_tensors(item, tensors, passed))
-    return replace_tensors(value, tensors, passed), True
+        copies.carry_back(lambda item: replace_tensors(item, old, new))
+    return replace_tensors(value, old, new), True
 
 
 def leave_again(
@@ -107,10 +124,25 @@ def leave_again(
     """
     if was_reachable is None:
         return leave(call, value, copies)
-    nodes = [tensor.grad_fn for tensor in tensors_requiring_grad(value)]
+    found = tensors_requiring_grad(value)
+    nodes = [tensor.grad_fn for tensor in found if not _is_elsewhere(call, tensor)]
     if all(_is_of(call, node) or _is_watched(call, node) for node in nodes):
         return value, was_reachable
     return leave(call, value)[0], True
+
+
+def _is_elsewhere(call: Call, tensor: torch.Tensor) -> bool:
+    """Whether no backward through an output needs the unit."""
+    if tensor.is_leaf:
+        return not isinstance(tensor, nn.Parameter)
+    return any(each() is tensor for each in call.handed_back)
+
+
+def _given(call: Call, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The caller's tensor, if an output is an input of the unit, as it was."""
+    node = tensor.grad_fn
+    is_input = isinstance(node, _PostBackward._backward_cls) and _is_of(call, node)
+    return call.given[tensor.output_nr] if is_input and call.given else None
 
 
 _CALLS = "vescale_fsdp calls"  # in the metadata of a node: those that returned its tensor
@@ -119,14 +151,17 @@ _CALLS = "vescale_fsdp calls"  # in the metadata of a node: those that returned 
 def _watch(call: Call, tensor: torch.Tensor) -> bool:
     """Call `Call.pre_backward` before the node of ``tensor`` runs. Returns whether it can.
 
-    It cannot for a leaf, and for an input of the unit that is returned as it is.
+    It cannot for a parameter and its views, which get another node when the unit is resharded, and
+    for an input of the unit that is returned as it is.
     """
-    if tensor.grad_fn is None or _is_of(call, tensor.grad_fn):
+    base = tensor._base
+    if tensor.is_leaf or _is_of(call, tensor.grad_fn) or (base is not None and base.is_leaf):
         return False
     # An in-place operation on a view gives other nodes to it and to its base.
-    for node in (tensor.grad_fn, None if tensor._base is None else tensor._base.grad_fn):
-        if node is not None and not _is_watched(call, node):
-            calls: list[Call] = node.metadata.setdefault(_CALLS, [])  # type: ignore[attr-defined]
+    nodes: list[Any] = [tensor.grad_fn, *([] if base is None else [base.grad_fn])]
+    for node in nodes:
+        if not _is_watched(call, node):
+            calls: list[Call] = node.metadata.setdefault(_CALLS, [])
             if not calls:
                 node.register_prehook(partial(_reach, calls))
             calls.append(call)
