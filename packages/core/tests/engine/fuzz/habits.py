@@ -81,8 +81,8 @@ class Habits(Player):
 
     def event_ema(self, _: str) -> None:
         """An average of the weights, and a forward with it."""
+        self.reshard_all()  # for a copy, and to add sharded ones to sharded ones
         if self.averaged is None:
-            self.reshard_all()  # for a copy
             self.averaged = AveragedModel(self.model)
         self.averaged.update_parameters(self.model)
         self.event_eval("no_grad", self.averaged.module)
