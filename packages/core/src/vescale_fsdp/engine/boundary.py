@@ -95,10 +95,10 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     """
     found = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
     found = [tensor for tensor in found if not _is_elsewhere(call, tensor)]
-    if not found:
-        return value, False
     given = {id(tensor): _given(call, tensor) for tensor in found}
     call.given = ()
+    if not found:
+        return value, False
     tensors = [tensor for tensor in found if given[id(tensor)] is None]
     if tensors:
         call.handed_back += [weakref.ref(each) for each in given.values() if each is not None]
