@@ -35,6 +35,7 @@ from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 from vescale_fsdp.program.order import Program
+from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.program.window import Policy
 
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
@@ -94,6 +95,7 @@ class Engine(Executor):
         self.activations = Offload()
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self.num_backwards = 0
+        self.is_after_backward = False  # that was inside of the forward that runs
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
@@ -151,6 +153,7 @@ class Engine(Executor):
             return
         if self._has_broken_off:
             self._drop_step(MEETING_TIMEOUT_S)
+        self.is_after_backward = False
         if not self.passes.is_in_forward and self._has_left:
             self._meet(MEETING_TIMEOUT_S)
         self.passes.before_forward(unit, method, wants_gradients)
@@ -280,6 +283,7 @@ class Engine(Executor):
         if self._end is None:
             end = _End(self)
             self._end = weakref.ref(end)
+            self.is_after_backward = False
             compat.queue_backward_callback(end)
             self._begin_reductions()
 
@@ -327,6 +331,11 @@ class Engine(Executor):
         with plain_tensors():
             self.passes.end_backward()
         self._end = None
+        self.is_after_backward = self.passes.is_in_forward
+        if self.is_after_backward:
+            for unit in self.units():
+                if Lease.FORWARD in unit.leases:
+                    unit.tell_writes_apart()
 
     def all_issued(self) -> None:
         """Start to exchange which parameters were used, for the groups to publish."""

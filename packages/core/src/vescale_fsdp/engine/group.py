@@ -227,6 +227,7 @@ class Group(MovableParameters):
             self._users.end()
             self._release()
         self.is_exposed = self.is_by_hand = False
+        self._own_before = None
         self.state = State.SHARDED
 
     def _release(self) -> None:
@@ -277,6 +278,18 @@ class Group(MovableParameters):
         elif self.is_exposed and not self.is_stale and self._may_differ():
             self.write_back()
 
+    def tell_writes_apart(self) -> None:
+        """Call when users get the sharded parameters while others are registered.
+
+        Until it is resharded, writes to the registered ones by ``p.data.mul_()``, of which no
+        version tells, are then found without those to the shards. Cost: memory of a shard, where
+        `is_exposed`.
+        """
+        if self.is_gathered:
+            self._keep_writes()
+            if self.is_exposed and self._has_views and not self.buffer.is_one:
+                self._own_before = self.buffer.own_slice().clone()
+
     def _take_over_data(self) -> bool:
         """Copy data that ``p.data = ...`` has set on unsharded parameters into the full buffer."""
         found = False
@@ -312,10 +325,17 @@ class Group(MovableParameters):
             was = self._sent()
             changed = (own != was) & ~(own.isnan() & was.isnan())
             shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+            if self._own_before is not None:
+                self._own_before.copy_(self.buffer.own_slice())
         self.drop_copies()
 
     def _sent(self) -> torch.Tensor:
-        """Return this rank's shard as an all-gather would write it to the full buffer."""
+        """Return this rank's shard as an all-gather would write it to the full buffer.
+
+        Or what that was when the shard could first be written to beside it.
+        """
+        if self._own_before is not None:
+            return transfers.brought_to(self.buffer.shard, self._own_before)
         buffer, device, codec = self.buffer, self._compute_device, self.codec
         if codec is None:
             return buffer.shard.to(buffer.full_dtype)

@@ -32,7 +32,7 @@ from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine import boundary
+from vescale_fsdp.engine import boundary, stepping
 from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.containers import Copies, map_tensors
@@ -42,7 +42,7 @@ from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import follow_ties, refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
-from vescale_fsdp.engine.writers import may_write_data
+from vescale_fsdp.engine.writers import expose_if_written
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.ragged.assignment import NAME
 
@@ -224,11 +224,8 @@ def pre_forward(
             running.modules_left = {id(ref()) for ref in unit.module_refs}
         running.modules_left.discard(id(module))
     if running.depth > 1:
-        if unit.is_stale:  # an optimizer has stepped, or somebody has written to the shards
-            unit.refresh()
-        unit.unshard()
+        stepping.unshard_again(unit)
         _use_lent(unit)
-        unit.leases.add(Lease.FORWARD)
         return _cast_inputs(unit, (args, kwargs), copies)
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
         # An activation checkpoint runs the forward again.
@@ -237,7 +234,7 @@ def pre_forward(
             running.aside = aside()
             running.aside.__enter__()
         unit.unshard()
-        _expose_if_written(unit)
+        expose_if_written(unit)
         _use_lent(unit)
         return _cast_inputs(unit, (args, kwargs), copies)
     wants_gradients = torch.is_grad_enabled()
@@ -252,9 +249,10 @@ def pre_forward(
         return _cast_inputs(unit, (args, kwargs), copies)  # no pass: ranks may run what they like
     with plain_tensors():
         engine.before_forward(unit, method, wants_gradients)
-    _expose_if_written(unit)
+    expose_if_written(unit)
     _use_lent(unit)
     running.has_begun = True
+    stepping.begin_forward(unit)
     unit.leases.discard(Lease.USER)
     unit.leases.add(Lease.FORWARD)
     running.range = compat.recorded("forward", [unit.fqn])
@@ -306,6 +304,7 @@ def post_forward(unit: Unit, output: Any) -> Any:
         call.kept.end()
     has_begun, running.has_begun = running.has_begun, False
     if has_begun:
+        stepping.end_forward(unit)
         reachable = True
         if call is not None:
             was_reachable, running.is_reachable = running.is_reachable, None
@@ -329,15 +328,6 @@ def post_forward(unit: Unit, output: Any) -> Any:
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
-
-
-def _expose_if_written(unit: Unit) -> None:
-    """Let the unit be compared with its shard at its end, if its forward may write to ``.data``."""
-    if unit.writes_data is None:
-        unit.writes_data = may_write_data(unit)
-    if unit.writes_data:
-        for group in unit.groups:
-            group.is_exposed = True
 
 
 def _use_lent(unit: Unit) -> None:

@@ -146,6 +146,7 @@ class MovableParameters(Parameters):
         self.axes, self.rank, self.num_shards = axes, axes.resting_rank, axes.num_resting_shards
         self._work = self._part = self._part_in_flight = None
         self.state, self.is_exposed, self.is_by_hand = State.SHARDED, False, False
+        self._own_before = None
         self._guard, self._users = Guard(), devices.Users(self._compute_device)
         self._inner_shard = InnerShard() if axes.cuts_outside else None
         self.gradients = self.gradients.copied(self.buffer, self.slots, self.pool)

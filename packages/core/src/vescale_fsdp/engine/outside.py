@@ -16,6 +16,7 @@ from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.parameters import IS_GATHERED
+from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
 
 Named = Iterator[tuple[str, nn.Parameter]]
@@ -24,7 +25,7 @@ Named = Iterator[tuple[str, nn.Parameter]]
 def named_parameters(
     original: Callable[..., Named], module: nn.Module, *args: Any, **options: Any
 ) -> Named:
-    """As ``nn.Module.named_parameters``. Between passes it always yields sharded parameters."""
+    """As ``nn.Module.named_parameters``, with the sharded parameters (see `Unit.shows_shards`)."""
     sharded: dict[int, nn.Parameter] | None = None
     for name, param in original(module, *args, **options):
         if IS_GATHERED not in vars(param):  # faster than hasattr, which raises
@@ -33,8 +34,8 @@ def named_parameters(
         if sharded is None:
             sharded = {
                 id(slot.gathered): slot.sharded
-                for unit in units_in(module).values()
-                if unit.is_idle and not unit.is_sharded
+                for unit in (*units_in(module).values(), *units_after_backward())
+                if unit.shows_shards and not unit.is_sharded
                 for slot in unit.slots()
             }
         yield name, sharded.get(id(param), param)

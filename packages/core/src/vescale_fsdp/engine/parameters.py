@@ -103,6 +103,7 @@ class Parameters(ABC):
         # Whether code that is not of the unit's own forward may have seen the gathered parameters;
         # and whether the user has gathered them, to look at or change until they are resharded.
         self.is_exposed = self.is_by_hand = False
+        self._own_before: torch.Tensor | None = None  # this rank's part (`tell_writes_apart`)
         self.has_lent = False  # other tensors are registered in place of parameters (see `lent`)
         self._work: Waitable | None = None
         self.unit_name = ""

@@ -39,6 +39,10 @@ class Owner(Protocol):
     def is_running(self) -> bool:
         """Whether a forward or a backward runs."""
 
+    @property
+    def is_after_backward(self) -> bool:
+        """Whether a backward has ended inside of the forward that runs."""
+
     def comm(self, group: Group) -> Comm:
         """Return the communicators of a group's mesh."""
 
@@ -276,6 +280,11 @@ class Unit(Residency):
             return None
         return [unit.index for unit in units if unit.engine is self.engine]
 
+    def tell_writes_apart(self) -> None:
+        """Call when users get the sharded parameters in a forward (see `Group`)."""
+        for group in self.groups:
+            group.tell_writes_apart()
+
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
         """Replace the tensors of ``state_dict`` that are views of full buffers by copies."""
         storages = {each for group in self.groups for each in group.gathered_storages()}
@@ -321,6 +330,17 @@ class Unit(Residency):
         """Whether no forward or backward runs and the user has not unsharded parameters."""
         is_used = self.running.depth or self.num_pins or Lease.USER in self.leases
         return not (self._is_running or is_used)
+
+    @property
+    def shows_shards(self) -> bool:
+        """Whether ``parameters()`` yields the sharded ones, although others are registered.
+
+        That is between passes, and where a backward has ended inside of a forward (manual
+        optimization in ``training_step``): the sharded ones have the gradients.
+        """
+        if self.num_pins or Lease.USER in self.leases:
+            return False
+        return self.is_idle or (self.engine is not None and self.engine.is_after_backward)
 
     @property
     def trainable(self) -> bool:

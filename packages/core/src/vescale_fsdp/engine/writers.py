@@ -20,6 +20,15 @@ from torch import nn
 from vescale_fsdp.engine.unit import Unit, unit_of
 
 
+def expose_if_written(unit: Unit) -> None:
+    """Let the unit be compared with its shard at its end, if its forward may write to ``.data``."""
+    if unit.writes_data is None:
+        unit.writes_data = may_write_data(unit)
+    if unit.writes_data:
+        for group in unit.groups:
+            group.is_exposed = True
+
+
 def may_write_data(unit: Unit) -> bool:
     """Whether a forward of the unit's own modules mentions ``data``."""
     pending: list[nn.Module] = unit.modules()

@@ -270,11 +270,11 @@ class Residency(ABC):
         return self.reshard_after_backward or self.requires_gradient_sync
 
     def release_after_backward(self) -> None:
-        """Free it: nothing of it is left to run in a backward.
-
-        Also where that runs inside of its forward: a later call in that unshards it again.
-        """
-        self.release(Lease.BACKWARD, Lease.FORWARD)
+        """Free it, if no forward of it runs: nothing of it is left to run in a backward."""
+        if Lease.FORWARD in self.leases:  # the backward runs inside of it
+            self.leases &= {Lease.FORWARD, Lease.PINNED}
+        else:
+            self.release(Lease.BACKWARD)
 
     def release_open(self) -> None:
         """A backward has ended: reshard a unit that has run in it and was not completed by it.
