@@ -378,6 +378,8 @@ class Group(MovableParameters):
                 slot.gathered.grad = None
 
     def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        if slot.sharded._backward_hooks:
+            gradient = slot.hooked(gradient)
         return gradient if slot.lies_plainly else slot.in_buffer(gradient)
 
     def reset(self) -> None:

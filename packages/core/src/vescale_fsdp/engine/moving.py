@@ -23,7 +23,14 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.guard import Guard
 from vescale_fsdp.engine.parameters import Parameters
 from vescale_fsdp.engine.placement import InnerShard, mesh_at_rest, placements_of, spec_at_rest
-from vescale_fsdp.engine.slot import Slot, checked_local, local_of, refuse_methods, same_memory
+from vescale_fsdp.engine.slot import (
+    Slot,
+    carry_hooks,
+    checked_local,
+    local_of,
+    refuse_methods,
+    same_memory,
+)
 from vescale_fsdp.program.residency import State
 
 
@@ -186,6 +193,7 @@ class MovableParameters(Parameters):
                 param.__dict__.update(fresh.__dict__)  # its name, which `module.to()` drops
             else:
                 fresh.grad = param.grad
+                carry_hooks(param, fresh)
                 torch.utils.swap_tensors(param, fresh)
             slot.hold(param)
             slot.register(param)

@@ -41,6 +41,7 @@ from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import (
     ParamToShard,
     Slot,
+    carry_hooks,
     resting_spec,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -192,6 +193,7 @@ class Parameters(ABC):
             original=weakref.ref(p.param),
         )
         slot.hold(slot.new_sharded(view, p.param.requires_grad))
+        carry_hooks(p.param, slot.sharded)
         slot.register(slot.sharded)
         return slot
 

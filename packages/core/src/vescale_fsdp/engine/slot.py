@@ -109,6 +109,24 @@ class Slot:
         """Return the unsharded parameter for its view of the full buffer."""
         return as_gathered(view.movedim(0, self.dim) if self.dim else view, self.given)
 
+    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient after the hooks that users have put on it by ``register_hook``.
+
+        As under DDP they get this rank's gradient of the whole parameter, before the average.
+        """
+        for hook in list((self.sharded._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            if changed is None:
+                continue
+            if changed.shape != gradient.shape:
+                raise RuntimeError(
+                    f"a hook on {self.fqn!r} has returned a gradient of shape "
+                    f"{tuple(changed.shape)}; expected {tuple(gradient.shape)}, that of the whole "
+                    "parameter on this rank"
+                )
+            gradient = changed.to(gradient.dtype)
+        return gradient
+
     def register(self, param: nn.Parameter) -> None:
         """Register ``param`` in the modules, except where a tie has registered another slot's."""
         for module_ref, name in self.sites:
@@ -280,6 +298,15 @@ def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterab
     for slot in hooked:
         for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
             hook(slot.sharded)
+
+
+def carry_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give a new parameter the hooks for gradients that users have put on the former one."""
+    # The dictionaries themselves, so that handles of users remove from both.
+    if source._backward_hooks is not None:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks is not None:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def zero(slots: Sequence[Slot]) -> None:

@@ -43,6 +43,7 @@ class Node:
         changed: its output is changed in place.
         output: of a container: "tensor", "view", "tuple" or "dict"; of Heads: "tuple" or "dict".
         extra: of Heads: when its second output is used.
+        guided: of a container: its input makes a step along the gradient of its output.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Node:
     changed: bool = False
     output: str = "tensor"
     extra: str = ""
+    guided: bool = False
 
 
 @dataclass(frozen=True)

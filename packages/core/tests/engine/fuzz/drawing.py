@@ -77,11 +77,17 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
             halves=chance.random() < 0.1,
         )
 
+    # The inner backward needs all that runs: no fault, and no forward that a checkpoint repeats.
+    may_guide = is_even and not any(
+        node.checkpoint or step.fault for node in walk(case.root) for step in case.steps
+    )
     tied = {name for pair in case.ties for name in pair}
 
     def with_others(node: Node) -> Node:
         if node.kind in CONTAINERS and node.output == "tensor" and chance.random() < 0.4:
             node = replace(node, output="dict")
+        elif node.kind in CONTAINERS and node.output == "tensor" and may_guide:
+            node = replace(node, guided=chance.random() < 0.2)
         if node.kind == "Linear" and node.name not in tied and chance.random() < 0.3:
             return replace(node, kind=chance.choice(OTHER_LEAVES))
         return replace(node, children=tuple(map(with_others, node.children)))

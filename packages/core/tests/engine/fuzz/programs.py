@@ -42,6 +42,13 @@ if __name__ == "__main__":  # from the root of the repository
 
 _BASES = {"Narrow": ["Linear"], "Spare": ["Linear"]}
 _FAULT = ["Boom", "Broken", "fault"]
+_GUIDED = [
+    "if torch.is_grad_enabled():",
+    "    place = x.detach().requires_grad_()",
+    "    (slope,) = torch.autograd.grad(self.run(1 * place).square().sum(), place)",
+    "    x = x - 0.01 * slope",
+    "return self.run(x)",
+]
 
 
 def program_of(case: Case) -> str:
@@ -87,7 +94,11 @@ def _container(node: Node, case: Case, faults: set[str]) -> str:
         "dict": f'return {{"y": x, {shown}"size": len(x)}}',
     }
     body.append(ends[node.output])
-    lines += ["", "    def forward(self, x: Tensor) -> Any:", *_indented(body, 2)]
+    name = "forward"
+    if node.guided:
+        name = "run"
+        lines += ["", "    def forward(self, x: Tensor) -> Any:", *_indented(_GUIDED, 2)]
+    lines += ["", f"    def {name}(self, x: Tensor) -> Any:", *_indented(body, 2)]
     return "\n".join(lines) + "\n"
 
 
