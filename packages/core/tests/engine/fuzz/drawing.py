@@ -60,8 +60,8 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
 
     def event() -> tuple[str, str]:
         name = chance.choice(EVENTS)
-        if name == "scale":  # where one output is computed from another, if there are such modules
-            return name, chance.choice(several or modules)
+        if name == "scale":  # where one output is computed from another, if there is such a module
+            return name, chance.choice(several or [""])
         return name, chance.choice(modules) if name.endswith("hook") else ""
 
     def kind_of_pass(kind: str) -> str:
@@ -93,7 +93,12 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
         return replace(node, children=tuple(map(with_others, node.children)))
 
     root = with_others(case.root)
-    several = [path for path, node in paths_of(root) if node.output == "dict" and node.children]
+    # Outputs that the unit casts are other tensors, which no output is computed from.
+    several = [
+        path
+        for path, node in paths_of(root)
+        if node.output == "dict" and node.children and not (node.unit and node.unit.dtype)
+    ]
     steps = tuple(map(with_some, case.steps))
     return replace(case, root=root, steps=steps)
 
