@@ -60,6 +60,7 @@ def test_plain_example_under_torchrun(tmp_path: Path) -> None:
     assert "digest: " in output
 
 
+@pytest.mark.nightly  # 20 s
 @pytest.mark.timeout(400)
 def test_streaming_example_gives_weights_to_an_engine(tmp_path: Path) -> None:
     options = ["--max-steps", "4", "--every", "2", *SMALL]
@@ -68,10 +69,9 @@ def test_streaming_example_gives_weights_to_an_engine(tmp_path: Path) -> None:
     assert output.count("class Reader") == 2
 
 
+@pytest.mark.nightly  # 15 s each
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--max-unsharded-bytes", "0"], marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("options", [[], ["--max-unsharded-bytes", "0"]])
 def test_transformers_generate_with_other_lengths_on_each_rank(
     options: list[str], tmp_path: Path
 ) -> None:

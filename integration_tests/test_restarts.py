@@ -123,6 +123,7 @@ def test_a_torn_run_ends_as_a_quiet_one(
     assert run.end == quiet[1].end
 
 
+@pytest.mark.nightly  # 40 s
 @pytest.mark.timeout(450)
 def test_another_number_of_processes_takes_it_up(
     quiet: tuple[Path, Run], torn: tuple[Path, Run], tmp_path: Path

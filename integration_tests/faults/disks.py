@@ -279,7 +279,7 @@ SCENARIOS = [
         "the disk is full",
         on_a_full_disk,
         frozenset({CLEAR}),
-        short=2,
+        short=1,
         full=12,
         engines=(OURS, FOLDERS),  # in one folder the old files make room for the new ones
     ),
@@ -288,7 +288,7 @@ SCENARIOS = [
         "the disk is read-only",
         on_a_read_only_disk,
         frozenset({CLEAR}),
-        short=1,
+        short=None,
         full=1,
         engines=(OURS, STOCK, FOLDERS),
     ),

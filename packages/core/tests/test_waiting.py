@@ -57,7 +57,7 @@ def waits_alone(limit: str, as_exchange: bool) -> float:
 
 @pytest.mark.parametrize("as_exchange", [False, True])
 @pytest.mark.parametrize(("limit", "seconds"), [("0.5", 0.5), ("60", 2), ("0", 2)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_the_shorter_of_the_limit_and_the_timeout_of_the_group_holds(
     limit: str, seconds: float, as_exchange: bool
 ) -> None:

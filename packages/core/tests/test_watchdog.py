@@ -56,7 +56,7 @@ def train(width: int, where: str, seconds: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [4, 128])
 @pytest.mark.parametrize("where", ["forward", "step"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_rank_that_waits_says_for_what_and_for_whom(width: int, where: str) -> None:
     _, waits = run_ranks(train, 2, width, where, "1")
     # On a busy machine there may be others.
@@ -68,6 +68,7 @@ def test_a_rank_that_waits_says_for_what_and_for_whom(width: int, where: str) ->
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seconds", ["", "0", "50"])
 def test_nothing_is_said_before(seconds: str) -> None:
     assert run_ranks(train, 2, 4, "step", seconds) == [[], []]

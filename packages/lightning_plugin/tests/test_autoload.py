@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 LOOK = """
 found = getattr(registry, "StrategyRegistry", None) or registry.STRATEGY_REGISTRY
@@ -80,6 +82,7 @@ print("after fit", dist.is_initialized(), flush=True)
     assert lines[-2:] == ["after fit True", "at exit False"]
 
 
+@pytest.mark.nightly  # 20 s
 def test_switched_off_the_import_does_the_same() -> None:
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     look = f"import lightning.pytorch.strategies as registry\n{LOOK}"

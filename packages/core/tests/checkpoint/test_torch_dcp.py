@@ -143,6 +143,7 @@ def load(root: Path, kind: str) -> State:
     return whole(made)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "saved_by", "loaded_by"),
     [

@@ -176,6 +176,7 @@ def measured() -> dict[str, int]:
     return dict(zip(CASES, run_ranks(measure, 2, list(CASES.values()))[0], strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_a_real_step(name: str, measured: dict[str, int]) -> None:
     planned = plan(CASES[name]).peak

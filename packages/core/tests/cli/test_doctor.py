@@ -204,6 +204,7 @@ print(json.dumps({"step": "import torch", "value": 1, "seconds": 0.5}), flush=Tr
     return outcome
 
 
+@pytest.mark.nightly
 def test_a_torch_that_hangs_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = ask(monkeypatch, "time.sleep(60)", limit_s=5.0)
     assert outcome.error == "no answer within 5 s"

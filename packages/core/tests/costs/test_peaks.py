@@ -208,6 +208,7 @@ def measured_few(request: pytest.FixtureRequest) -> tuple[OptimizerName, dict[st
     return request.param, {name: max(rank[name] for rank in ranks) for name in FEW}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FEW)
 def test_so_is_that_of_few_activations_in_one_dtype(
     name: str, measured_few: tuple[OptimizerName, dict[str, int]]

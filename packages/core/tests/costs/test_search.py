@@ -65,6 +65,7 @@ def test_the_search_finds_the_best_of_all_candidates(name: str) -> None:
         assert (bucket(chosen.step_s), chosen.peak_bytes) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_no_prediction_is_below_its_bounds(name: str) -> None:
     """What is pruned by them could not have been chosen."""
@@ -75,6 +76,7 @@ def test_no_prediction_is_below_its_bounds(name: str) -> None:
         assert bound.num_bytes <= found.peak_bytes
 
 
+@pytest.mark.nightly
 @given(st.integers(8, 80), st.integers(1, 40), st.sampled_from(["nccl", "gloo"]))
 @settings(max_examples=15, deadline=None)
 def test_more_memory_is_never_slower(budget: int, more: int, backend: str) -> None:

@@ -195,6 +195,7 @@ def test_messages_and_numbers_have_the_bits_of_torch_s_operators(
     compare(chosen, num_shards, seed, share, dtypes)
 
 
+@pytest.mark.nightly
 def test_blocks_larger_than_a_program_takes_at_once() -> None:
     chosen: list[Item] = [
         ((330,), ("int8", 150)),  # 2 blocks of 150, the last of 30
@@ -480,6 +481,7 @@ def test_a_gather_is_two_launches_for_any_number_of_ranks() -> None:
 # Compiled, but not run
 
 
+@pytest.mark.nightly
 def test_compiled_for_gpus_no_product_is_fused_and_no_quotient_approximate(tmp_path: Path) -> None:
     """For two generations. Without a rounding (``mul.f32``) the assembler may fuse, too."""
     environ = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

@@ -172,6 +172,7 @@ def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) ->
     a.die()
 
 
+@pytest.mark.nightly
 def test_hosts_that_cannot_connect_meet_again_and_do_not_go_on_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def test_too_few_hosts(tmp_path: Path) -> None:
         alone.join(1.0)
 
 
+@pytest.mark.nightly
 def test_hosts_that_die_and_come_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks that live are in the last world, whatever has happened meanwhile."""
     monkeypatch.setattr(meeting, "_CONNECT_S", 3.0)

@@ -57,6 +57,7 @@ def scaled(root: Path, lost_in: str | None) -> list[Any]:
     return losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["after unscale_", "after step"])
 def test_a_scaler_unscales_the_gradients_of_a_step_that_comes_again(
     tmp_path: Path, place: str

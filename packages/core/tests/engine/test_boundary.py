@@ -51,6 +51,7 @@ def check_model(model_class: type[nn.Module], *args: object) -> None:
         )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", list(models.OUTPUTS))
 def test_output_of_any_kind_keeps_its_type_and_its_gradients(kind: str) -> None:
     run_ranks(check_model, 2, models.OutputModel, kind, timeout_s=TIMEOUT_S)
@@ -61,6 +62,7 @@ def test_one_of_two_outputs_may_stay_unused(kind: str) -> None:
     run_ranks(check_model, 2, models.OnlyExtra, kind, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "model_class",
     [

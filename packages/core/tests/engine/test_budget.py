@@ -308,6 +308,7 @@ def replicas_of(sizes: tuple[int, ...] | None) -> set[int]:
     return {each.candidate.num_replicas for each in tuning.predictions}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "possible"), [((4,), {1}), ((2, 2), {2}), (None, {1, 2})], ids=str
 )  # fmt: skip
@@ -324,6 +325,7 @@ def with_a_network(bytes_per_s: float) -> float:
     return tuning.chosen.step_s
 
 
+@pytest.mark.nightly
 def test_a_given_network() -> None:
     slow, _ = run_ranks(with_a_network, 2, 1e4)
     assert slow > 10  # hundreds of kilobytes at 10 kB/s

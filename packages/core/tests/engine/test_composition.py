@@ -73,7 +73,7 @@ def results(scenario: Scenario) -> tuple[Any, Any]:
     ],
     ids=lambda scenario: scenario.__name__,
 )
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(6)
 def test_results_are_those_of_a_plain_model(scenario: Scenario) -> None:
     for ours, plain in run_ranks(results, 2, scenario, timeout_s=30):
         assert not isinstance(ours, str), ours

@@ -36,6 +36,7 @@ assert waiting.Ending(work, has_streams=True).has_ended(0.0)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", [TRAINING, ON_STREAMS], ids=["training", "on streams"])
 def test_one_rank_of_a_fake_group_goes_on_without_the_others(program: str) -> None:
     # A process of its own: the ranks of the other tests have a default process group already.

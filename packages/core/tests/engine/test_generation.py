@@ -136,6 +136,7 @@ def test_so_they_may_with(options: dict[str, Any]) -> None:
     run_ranks(check, 2, 0, options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"mesh": (2, 2)}, {"mesh": (2, 2), "sharding": "hsdp_zero1"}])
 def test_so_they_may_with_replicas(options: dict[str, Any]) -> None:
     run_ranks(check, 4, 0, options)

@@ -108,6 +108,7 @@ def check_training(sharding: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", ["zero3", "zero1", "ddp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_late_modules_train_as_in_one_process(ranks: int, sharding: str) -> None:

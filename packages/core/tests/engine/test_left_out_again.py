@@ -203,7 +203,7 @@ def test_ranks_leave_out_units(model_class: type[nn.Module], where: Where) -> No
 @pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("where", [rank_0, rank_0_later, in_turn])
 @pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_ranks_leave_out_units_of_two_forwards_before_a_backward(
     model_class: type[nn.Module], where: Where, reshard: bool | None
 ) -> None:
@@ -213,7 +213,7 @@ def test_ranks_leave_out_units_of_two_forwards_before_a_backward(
 @pytest.mark.parametrize("orders", [MIXED, CROSSED])
 @pytest.mark.parametrize("where", [rank_0, in_turn])
 @pytest.mark.parametrize("model_class", [Stretch, ReentrantStretch, Inside, Nested])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 def test_ranks_leave_out_units_while_steps_change_their_order(
     model_class: type[nn.Module], where: Where, orders: tuple[str, ...]
 ) -> None:

@@ -88,7 +88,7 @@ def check_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_step_in_parts_has_the_bits_of_one_on_all(name: str) -> None:
     run_ranks(check_bits, 2, name)
 

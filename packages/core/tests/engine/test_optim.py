@@ -128,6 +128,7 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
             torch.testing.assert_close(clipped[name], gradient, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("max_norm", [1e-2, 1e3])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_uses_the_norm_of_the_whole_gradient(max_norm: float, norm_type: float) -> None:

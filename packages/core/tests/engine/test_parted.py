@@ -60,6 +60,7 @@ def a_batch_more(width: int) -> Outcome:
     return 0.0, ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_batch_more_on_one_rank(num_ranks: int, width: int) -> None:
@@ -84,6 +85,7 @@ def more_chunks(width: int) -> Outcome:
     return outcome(differently)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_another_number_of_chunks_on_each_rank(num_ranks: int, width: int) -> None:
@@ -118,6 +120,7 @@ def sleeps(width: int) -> Outcome:
     return outcome(lambda: step(model, optimizer, width))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 def test_a_rank_that_sleeps_for_too_long_hears_of_it(width: int) -> None:
     (_, awake), (_, asleep) = run_ranks(sleeps, 2, width, timeout_s=60)
@@ -162,7 +165,7 @@ def killed(width: int, place: str) -> None:
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("place", ["forward", "backward", "third step"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_rank_that_was_killed_leaves_no_survivor(place: str, width: int) -> None:
     begun = time.monotonic()
     with pytest.raises(RankError) as caught:

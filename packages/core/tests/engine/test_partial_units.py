@@ -110,6 +110,7 @@ def test_each_rank_may_have_other_heads(choice: Choice) -> None:
     check_training(2, choice, partial.Heads)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", ["no_grad", "detached", "unused"])
 @pytest.mark.parametrize(
     "choice",
@@ -126,6 +127,7 @@ def test_a_unit_may_get_no_gradient_on_one_rank(how: str, choice: Choice) -> Non
 # With which options
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_whatever_is_kept_and_prefetched(
@@ -190,6 +192,7 @@ def train_in_grid(choice: Choice, options: dict[str, Any], num_micro_batches: in
     train_like_plain(Stack, (), choice, {**options, "mesh": mesh}, 4, num_micro_batches)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"in_flight": 1, "reshard_after_forward": False}])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_with_replicas(options: dict[str, Any], num_micro_batches: int) -> None:

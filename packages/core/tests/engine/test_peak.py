@@ -151,6 +151,7 @@ def measure(in_flight: int) -> dict[str, list[Measured]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_peak_is_the_sum_of_its_terms(in_flight: int) -> None:
     for rank in run_ranks(measure, WORLD_SIZE, in_flight):

@@ -262,5 +262,6 @@ def check_on_four_ranks() -> None:
         )
 
 
+@pytest.mark.nightly
 def test_parts_that_are_kept_and_other_axes_have_the_same_bits() -> None:
     run_ranks(check_on_four_ranks, 4, timeout_s=90)

@@ -121,7 +121,7 @@ def undisturbed(make: Make, options: dict[str, Any]) -> list[float]:
     ],
     ids=["zero3", "zero1", "ddp", "muon", "adamw8bit"],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_losses_are_those_of_one_world(tmp_path: Path, make: Make, options: dict[str, Any]) -> None:
     found = run_ranks(moved, 4, tmp_path, make, options)[0]
     expected = run_ranks(undisturbed, 4, make, options)[0]
@@ -185,7 +185,7 @@ def beside_a_new_one(root: Path, make: Make, options: dict[str, Any]) -> list[li
     ],
     ids=["flatten", "offload", "shampoo", "group", "codecs", "zero2", "cpu-offload"],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_model_that_has_moved_equals_a_new_one(
     tmp_path: Path, make: Make, options: dict[str, Any]
 ) -> None:
@@ -241,6 +241,7 @@ def broken_off(root: Path, where: str) -> tuple[str, list[float]]:
     return error, losses + [step(model, optimizer, number) for number in range(2, 6)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_was_broken_off_is_forgotten(tmp_path: Path, where: str) -> None:
     results = run_ranks(broken_off, 4, tmp_path, where)

@@ -235,6 +235,7 @@ def test_parameters_have_one_copy(num_ranks: int) -> None:
 ROWS = ["ddp", "zero1", "zero2"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_memory_of_gradients_is_used_again_if_nobody_holds_them(
@@ -248,12 +249,14 @@ def test_gradients_stay_with_who_holds_them(sharding: str) -> None:
     run_ranks(check_ways_to_hold, 2, sharding)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", ROWS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients_of_three_backwards_add_up(num_ranks: int, sharding: str) -> None:
     run_ranks(check_gradients_that_add_up, num_ranks, sharding)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharding", ROWS)
 def test_gradients_of_micro_batches_add_up(sharding: str) -> None:
     run_ranks(check_micro_batches, 2, sharding)
@@ -272,6 +275,7 @@ LASTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LASTS)
 def test_sums_last_if_the_row_does_not_shard_them_and_nothing_is_cast(name: str) -> None:
     run_ranks(check_what_lasts, 2, *LASTS[name])
@@ -356,7 +360,7 @@ def check_other_seeds(sharding: str, policy: MixedPrecisionPolicy, before: str) 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), CASTS], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("before", ["", "unshard", "writeback"])
 @pytest.mark.parametrize("sharding", ["ddp", "hsdp", "hsdp_zero1"])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 def test_replicas_begin_with_the_parameters_of_the_first(
     sharding: str, policy: MixedPrecisionPolicy, before: str
 ) -> None:

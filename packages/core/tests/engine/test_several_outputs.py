@@ -200,6 +200,7 @@ def check(make: type[nn.Module], use: Callable[[dict[str, Tensor]], Seen], shard
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("make", MODELS)
 def test_they_are_used_as_those_of_a_plain_model(make: type[nn.Module], use: Any) -> None:

@@ -213,7 +213,7 @@ def check_named_axes(names: tuple[str, ...], sizes: tuple[int, ...], dims: Any) 
         ),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_axes_of_a_whole_mesh_by_name(
     names: tuple[str, ...], sizes: tuple[int, ...], dims: Any
 ) -> None:

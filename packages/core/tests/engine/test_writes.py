@@ -152,7 +152,7 @@ def check(
 
 @pytest.mark.parametrize("update", [by_data, by_data_in_place, in_place, by_lists])
 @pytest.mark.parametrize("model_class", [BYOL, MoCo, DINO])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_a_teacher_that_moves_inside_of_a_step(
     model_class: type[SelfDistillation], update: Update
 ) -> None:
@@ -168,6 +168,7 @@ def test_a_teacher_that_moves_whatever_is_gathered_ahead(
     run_ranks(check, 2, model_class, by_data_in_place, None, in_flight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("model_class", [BYOL, DINO])
 def test_a_teacher_that_moves_where_parameters_stay_gathered(

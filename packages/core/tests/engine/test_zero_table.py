@@ -98,6 +98,7 @@ def test_all_rows_of_one_axis_train_as_one_process() -> None:
     run_ranks(check_all, 2, ONE_AXIS, timeout_s=60)
 
 
+@pytest.mark.nightly
 def test_all_rows_of_two_axes_train_as_one_process() -> None:
     run_ranks(check_all, 4, (*TWO_AXES, "zero2", "ddp"), timeout_s=90)
 

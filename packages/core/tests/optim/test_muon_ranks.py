@@ -307,6 +307,7 @@ def everything_on_two_axes() -> None:
         models_with_tensor_parallelism(torch_fully_shard, overlap)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # it returns a view
 def test_the_bits_of_one_process_on_two_axes() -> None:
     run_ranks(everything_on_two_axes, 4)

@@ -119,6 +119,7 @@ def check_meshes() -> None:
             twins.check(f"{dtype}:")
 
 
+@pytest.mark.nightly
 def test_all_meshes_and_dtypes_give_the_bits_of_one_process() -> None:
     run_ranks(check_meshes, 4)
 

@@ -167,7 +167,7 @@ def check_walk(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_any_layout_becomes_any_other(shape: Shape) -> None:
     run_ranks(check_walk, 4, shape)
 
@@ -233,6 +233,7 @@ def check_gradients() -> None:
             assert_laid_out(x.grad, weight, grid, source)
 
 
+@pytest.mark.nightly
 def test_gradients_of_all_pairs() -> None:
     run_ranks(check_gradients, 4)
 

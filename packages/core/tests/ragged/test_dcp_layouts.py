@@ -143,6 +143,7 @@ def load(path: Path, sources: list[str]) -> None:
         assert same_bits(found.to_local(), expected.to_local()), (key, targets[int(number)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
 def test_any_layout_on_any_number_of_ranks(tmp_path: Path, saved_by: int) -> None:
     sources = [*ONE_AXIS, *TWO_AXES] if saved_by == 4 else ONE_AXIS

@@ -256,6 +256,7 @@ def check_random_writes(seed: int) -> None:
     assert num_kept > 20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_views_of_views_are_written_to(seed: int) -> None:
     run_ranks(check_random_writes, 2, seed)

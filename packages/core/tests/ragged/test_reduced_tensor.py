@@ -215,6 +215,7 @@ def check_programs(first: int) -> None:
                 torch.testing.assert_close(whole_of(one), other, msg=lambda m, s=seed: f"{s}: {m}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_random_programs(ranks: int) -> None:
     run_ranks(check_programs, ranks, 100 * ranks)

@@ -17,8 +17,7 @@ from .streams import SimulationError
 TIMEOUT_S = 100
 # Scenarios at each change, one of each mechanism; the others, with what these combine: nightly.
 AT_EACH_CHANGE = {
-    *("default", "zero1", "accumulation", "frozen and unused", "checkpointing", "hsdp"),
-    *("branch on a stream", "optimizer on a stream", "quantized", "asynchronous save"),
+    *("default", "zero1", "checkpointing", "hsdp", "optimizer on a stream", "quantized"),
 }
 MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}

@@ -79,6 +79,7 @@ def fails_at_first(root: Path, how: str) -> tuple[str, list[str], list[str]]:
     return result, texts, present
 
 
+@pytest.mark.nightly
 def test_a_donor_that_needs_longer_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
     results = run_ranks(fails_at_first, 2, tmp_path, "slow")
     assert results[0][0] == results[1][0]

@@ -65,6 +65,7 @@ def test_a_replica_does_not_wait_longer_if_the_training_has_ended(
     assert not caplog.text
 
 
+@pytest.mark.nightly
 def test_a_stall_is_counted_from_the_beginning_of_the_wait(tmp_path: Path) -> None:
     board = Board(tmp_path)
     here, busy = board.register(0, {}), board.register(1, {})
