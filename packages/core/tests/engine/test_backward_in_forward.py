@@ -151,6 +151,27 @@ class Following(Manual):
         return x.mean()
 
 
+class Toggled(Manual):
+    """Parameters are frozen while others train, as by ``toggle_optimizer`` of Lightning."""
+
+    def training_step(self, x: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+        with torch.no_grad():
+            self.scale.div_(self.scale.norm())
+        for _ in range(2):
+            for mine, others in (optimizers, optimizers[::-1]):
+                frozen = [param for group in others.param_groups for param in group["params"]]
+                for param in frozen:
+                    param.requires_grad_(False)
+                critic = self.critic(self.generator(x)) * self.scale
+                (critic - 1).square().mean().backward()
+                mine.step()
+                mine.zero_grad()
+                assert all(param.grad is None for param in frozen)
+                for param in frozen:
+                    param.requires_grad_(True)
+        return x.mean()
+
+
 def train_by_hand(model: Manual, x: Callable[[int], Tensor]) -> None:
     first = torch.optim.SGD([*model.generator.parameters(), model.scale], 0.5, momentum=0.9)
     second = torch.optim.AdamW(model.critic.parameters(), 0.05, foreach=True)
@@ -179,7 +200,7 @@ def check(
     for block in [each for each in sharded.modules() if isinstance(each, Block) and units]:
         fully_shard(block, **options)
     fully_shard(sharded, **options)
-    if kind in (Manual, Following):
+    if issubclass(kind, Manual):
         register_fsdp_forward_method(sharded, "training_step")
     run(plain, batch)
     run(sharded, part_of)
@@ -195,7 +216,7 @@ def check(
 
 CASES = [
     *(partial(check, kind, train) for kind in (Forces, Guided, LocalLosses, OwnLoss, Codebook)),
-    *(partial(check, kind, train_by_hand) for kind in (Manual, Following)),
+    *(partial(check, kind, train_by_hand) for kind in (Manual, Following, Toggled)),
 ]
 
 

@@ -176,10 +176,16 @@ class Group(MovableParameters):
         self._users.add()
 
     def follow_flags(self) -> None:
-        """Set ``requires_grad`` of unsharded parameters to that of the sharded ones."""
+        """Set ``requires_grad`` of unsharded parameters to that of the sharded ones.
+
+        While the unit's forward runs, none is frozen: what is frozen now (``toggle_optimizer`` of
+        Lightning) may be trained later in it. `take_gradient` drops its gradients.
+        """
         for slot, wanted in zip(self.slots, flags_of(self.slots), strict=True):
             gathered = slot.gathered
-            if gathered is not None and gathered.requires_grad != wanted:
+            if gathered is None or gathered.requires_grad == wanted:
+                continue
+            if wanted or not self.is_in_forward:
                 gathered.requires_grad_(wanted)
 
     def _gathered_params(self) -> list[nn.Parameter]:
@@ -286,7 +292,11 @@ class Group(MovableParameters):
         `is_exposed`.
         """
         if self.is_gathered:
+            was_stale = self.is_stale
             self._keep_writes()
+            if not was_stale:  # now both hold what was written
+                self._gathered_version = self.version
+            self._guard.open(self._gathered_params())
             if self.is_exposed and self._has_views and not self.buffer.is_one:
                 self._own_before = self.buffer.own_slice().clone()
 
@@ -357,6 +367,11 @@ class Group(MovableParameters):
         slot, gradient = self.slots[index], param.grad
         if gradient is None:  # its part of the graph ran, for an output that was not used
             return
+        if self.is_in_forward:
+            self.on_gradient(0)  # the backward begins here, if it has passed no output of a unit
+            if not slot.sharded.requires_grad:  # it was frozen in the forward (`follow_flags`)
+                param.grad = None
+                return
         if self.state is not State.UNSHARDED and not self.frees_before_backward:
             raise RuntimeError(
                 f"a gradient of {slot.fqn!r} appeared while its parameters were freed: the loss "
@@ -384,6 +399,7 @@ class Group(MovableParameters):
 
     def reset(self) -> None:
         """Discard the state of an interrupted step."""
+        self.is_in_forward = False
         self._wait()
         self.gradients.reset()
         self.reshard()

@@ -105,6 +105,7 @@ class Parameters(ABC):
         # and whether the user has gathered them, to look at or change until they are resharded.
         self.is_exposed = self.is_by_hand = False
         self._own_before: torch.Tensor | None = None  # this rank's part (`tell_writes_apart`)
+        self.is_in_forward = False  # whether that of the unit runs; not in a backward
         self.has_lent = False  # other tensors are registered in place of parameters (see `lent`)
         self._work: Waitable | None = None
         self.unit_name = ""

@@ -27,11 +27,15 @@ _running: list[weakref.ref[Unit]] = []  # units whose forward runs, outermost fi
 def begin_forward(unit: Unit) -> None:
     """The forward of ``unit`` begins, outside of a backward."""
     _running.append(weakref.ref(unit))
+    for group in unit.groups:
+        group.is_in_forward = True
 
 
 def end_forward(unit: Unit) -> None:
     """It has ended, perhaps by an exception."""
     _running[:] = [ref for ref in _running if ref() is not unit]
+    for group in unit.groups:
+        group.is_in_forward = False
 
 
 def units_in_forward() -> Iterator[Unit]:
