@@ -227,6 +227,8 @@ class Group(MovableParameters):
         if self.is_gathered:
             self._keep_writes()
         self._guard.close()
+        # An autocast that is open over several forwards keeps casts, also those of a recomputation.
+        torch.clear_autocast_cache()
         # What code has done between `unshard` and `reshard` is dropped, as by FSDP2.
         show_sharded(self.slots, drops=self.is_by_hand and not compat.in_functional_call())
         with self.pool.lane.entered():
