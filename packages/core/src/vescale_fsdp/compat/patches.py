@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -337,6 +337,40 @@ def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
         return replacement(original, self, *args, **options)
 
     return method
+
+
+def replace_backward(replacement: Callable[..., Any]) -> None:
+    """Let ``backward`` and ``torch.autograd.grad`` call ``replacement(run, inputs, ...)``.
+
+    ``run(inputs, allows_unused)`` is the original, ``accumulates`` tells the first from the second.
+    Once.
+    """
+    if replacement.__name__ in _replaced_methods:
+        return
+    _replaced_methods.add(replacement.__name__)
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def run_backward(
+        outputs: Any,
+        grads: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        inputs: Sequence[Any],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        def run(inputs: Sequence[Any], allows_unused: bool) -> Any:
+            return original(
+                *(outputs, grads, retain_graph, create_graph, tuple(inputs), allows_unused),
+                accumulate_grad=accumulate_grad,
+            )
+
+        return replacement(
+            run, inputs, accumulates=accumulate_grad, allows_unused=allow_unreachable
+        )
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
 def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""``parameters``, ``zero_grad`` and gradients of any module that holds sharded ones.
+"""``parameters``, ``zero_grad`` and gradients of any module that holds sharded parameters.
 
 The root and some units stay unsharded between forward and backward, and their unsharded parameters
 are registered. Optimizers, clipping and ``zero_grad`` must get the sharded ones then, which have
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from vescale_fsdp import compat
+from vescale_fsdp.engine.inputs import run_backward
 from vescale_fsdp.engine.parameters import IS_GATHERED
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
@@ -57,5 +58,6 @@ def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def reach_from_outside() -> None:
-    """Replace the two methods of ``nn.Module``. Further calls do nothing."""
+    """Replace these methods, and `run_backward`. Further calls do nothing."""
     compat.replace_module_methods(named_parameters, zero_grad)
+    compat.replace_backward(run_backward)

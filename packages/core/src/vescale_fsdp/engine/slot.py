@@ -115,6 +115,10 @@ class Slot:
         As under DDP they get this rank's gradient of the whole parameter, before the average.
         """
         for hook in list((self.sharded._backward_hooks or {}).values()):
+            if hasattr(hook, "keeps_layout"):  # ours, for gradients of the shard
+                continue
+            if isinstance(gradient, DTensor) and self.given is None:  # beside a penalty on shards
+                gradient = gradient.full_tensor()
             changed = hook(gradient)
             if changed is None:
                 continue

@@ -338,6 +338,7 @@ def _hook_for(spec: DTensorSpec | None) -> Callable[[torch.Tensor], torch.Tensor
             return wrap_local(local_part(grad._local_tensor, own).contiguous(), own, False)
         return grad.redistribute(placements=spec.placements)
 
+    in_layout.keeps_layout = True  # type: ignore[attr-defined]
     return in_layout
 
 

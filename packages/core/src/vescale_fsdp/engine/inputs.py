@@ -1,0 +1,102 @@
+"""Backwards by sharded parameters: ``loss.backward(inputs=...)`` and ``torch.autograd.grad``.
+
+The graph of a forward has the unsharded parameters, but users have the sharded ones. So a backward
+by a sharded parameter is one by its unsharded twin too. One of both is in the graph: the parameter
+itself only in terms that are computed from shards, such as a penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from vescale_fsdp.engine.slot import Slot, holder_of, local_of
+
+Run = Callable[[Sequence[Any], bool], Any]
+
+
+def run_backward(run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_unused: bool) -> Any:
+    """Run a backward by ``inputs``. `compat.replace_backward` lets torch call it.
+
+    ``torch.autograd.grad`` returns the average over the ranks, sharded as the parameter is, which
+    is what one process has for the global batch. Collective then: a reduction for each parameter.
+
+    Args:
+        run: runs it by other inputs, and may allow that some are not used.
+        accumulates: into ``.grad``, as ``backward`` does.
+        allows_unused: returns None for what is not used; else an error.
+
+    Raises:
+        NotImplementedError: the outputs depend on a parameter in both ways, or it is also sharded
+            by an inner parallelism.
+        RuntimeError: an input is not used, on any rank.
+    """
+    slots = [holder_of(each) if isinstance(each, DTensor) else None for each in inputs]
+    twins = {
+        place: slot.gathered
+        for place, slot in enumerate(slots)
+        if slot is not None and slot.gathered is not None and slot.gathered.requires_grad
+    }
+    if not twins or accumulates:
+        return run([*inputs, *twins.values()], allows_unused)
+    results = list(run([*inputs, *twins.values()], True))
+    of_twins = dict(zip(twins, results[len(inputs) :], strict=True))
+    del results[len(inputs) :]
+    _refuse_both(results, of_twins, slots)
+    for place, is_used in _used_on_any_rank(of_twins, slots).items():
+        if is_used:
+            results[place] = _averaged(of_twins[place], cast(Slot, slots[place]))
+    if not allows_unused and any(each is None for each in results):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set "
+            "allow_unused=True if this is the desired behavior."
+        )
+    return tuple(results)
+
+
+def _refuse_both(
+    results: Sequence[torch.Tensor | None],
+    of_twins: dict[int, torch.Tensor | None],
+    slots: Sequence[Slot | None],
+) -> None:
+    for place, grad in of_twins.items():
+        slot = cast(Slot, slots[place])
+        if grad is not None and results[place] is not None:
+            raise NotImplementedError(
+                f"torch.autograd.grad by {slot.fqn!r} of something that depends on it both through "
+                "a forward and directly (a penalty); differentiate the terms one after the other"
+            )
+        if grad is not None and slot.given is not None:
+            raise NotImplementedError(
+                f"torch.autograd.grad by {slot.fqn!r}, which is sharded by an inner parallelism "
+                "too; use backward()"
+            )
+
+
+def _used_on_any_rank(
+    of_twins: dict[int, torch.Tensor | None], slots: Sequence[Slot | None]
+) -> dict[int, bool]:
+    """Whether any rank has a gradient, so that all take part in its reduction."""
+    used: dict[int, bool] = {}
+    by_mesh: dict[Any, list[int]] = {}
+    for place in of_twins:
+        by_mesh.setdefault(cast(Slot, slots[place]).spec.mesh, []).append(place)
+    for mesh, places in by_mesh.items():
+        flags = torch.tensor([of_twins[place] is not None for place in places]).int()
+        most = [Partial("max")] * mesh.ndim
+        anywhere = DTensor.from_local(flags.to(mesh.device_type), mesh, most, run_check=False)
+        used.update(zip(places, anywhere.full_tensor().bool().tolist(), strict=True))
+    return used
+
+
+def _averaged(grad: torch.Tensor | None, slot: Slot) -> torch.Tensor:
+    sharded = cast(DTensor, slot.sharded)
+    if grad is None:  # here; another rank has one
+        assert slot.gathered is not None, "the twin was an input"
+        grad = torch.zeros_like(slot.gathered)
+    mean = [Partial("avg")] * sharded.device_mesh.ndim
+    whole = DTensor.from_local(grad.to(sharded.dtype), sharded.device_mesh, mean, run_check=False)
+    return slot.wrap(local_of(whole.redistribute(placements=sharded.placements)))

@@ -1,0 +1,119 @@
+"""``loss.backward(inputs=...)`` and ``torch.autograd.grad`` by parameters, as scripts for DDP do.
+
+GANs train one of two models by ``inputs``; VQGAN weighs its losses by gradients of its last layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.testing import run_ranks
+
+from .helpers import assert_bit_equal, averaged_gradients, full, full_gradients, shard_units
+
+WIDTH = 6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reshard_after_forward": {"reshard_after_forward": True},
+    "zero1": {"sharding": "zero1"},
+    "ddp": {"sharding": "ddp"},
+}
+
+
+class Pair(nn.Module):
+    """A generator of two units, a critic, and a parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.critic = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.critic(self.generator(x))) * self.scale
+
+
+def made(options: dict[str, Any]) -> tuple[Pair, Pair]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(Pair())
+    plain, sharded = models
+    shard_units(sharded, [sharded.generator[0], sharded.generator[2], sharded.critic], **options)
+    return plain, sharded
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_they_train_as_under_ddp(options: dict[str, Any]) -> None:
+    run_ranks(check_backward, 2, options)
+    run_ranks(check_grad, 2, options)
+
+
+def check_backward(options: dict[str, Any]) -> None:
+    plain, sharded = made(options)
+    for step in range(4):
+        for model in (plain, sharded):
+            loss = model(batch(step)).square().mean()
+            if step == 0:
+                loss.backward(inputs=list(model.parameters()))
+                continue
+            trained = model.generator if step % 2 else model.critic
+            loss.backward(inputs=[*trained.parameters()], retain_graph=True)
+            loss.backward(inputs=model.scale)
+        assert_bit_equal(full_gradients(sharded), averaged_gradients(plain))
+        for model in (plain, sharded):
+            model.zero_grad()
+
+
+def check_grad(options: dict[str, Any]) -> None:
+    plain, sharded = made(options)
+    params = [list(model.parameters()) for model in (plain, sharded)]
+    for step in range(3):
+        found: list[list[Tensor]] = []
+        for model, (scale, *_, bias) in zip((plain, sharded), params, strict=True):
+            y = model(batch(step))
+            weight, last = model.generator[2].weight, [bias, scale]
+            first = torch.autograd.grad(y.square().mean(), weight, retain_graph=True)
+            rest = torch.autograd.grad(y.mean(), last, retain_graph=True)
+            named = torch.autograd.grad(y.sum(), {"w": weight}, retain_graph=True)["w"]
+            unused = torch.autograd.grad(
+                model.generator(batch(step)).sum(), [weight, *last], allow_unused=True
+            )
+            assert unused[1] is unused[2] is None
+            y.mean().backward()
+            found.append([*first, *rest, named, unused[0]])
+        for one, other in zip(*found, strict=True):
+            if isinstance(other, DTensor):  # else of an unsharded parameter, and of this rank
+                dist.all_reduce(one)
+                one /= 2
+            torch.testing.assert_close(full(other), one, rtol=0, atol=0)
+        assert_bit_equal(full_gradients(sharded), averaged_gradients(plain))
+        for model in (plain, sharded):
+            model.zero_grad()
+
+
+def test_a_penalty_on_shards_is_differentiated_by_itself() -> None:
+    run_ranks(check_penalty, 2)
+
+
+def check_penalty() -> None:
+    _, sharded = made({})
+    weight = sharded.critic.weight
+    y = sharded(batch(0)).sum()
+    (grad,) = torch.autograd.grad(weight.square().sum(), weight)
+    assert torch.equal(grad.full_tensor(), 2 * weight.full_tensor())  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="both through a forward and directly"):
+        torch.autograd.grad(y + weight.square().sum(), weight)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(sharded.generator(batch(0)).sum(), weight)
