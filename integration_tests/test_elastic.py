@@ -39,12 +39,12 @@ class Host:
         own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1", **environ}
         # Else a node that joins later waits for an address that torch 2.13 does not publish again.
         own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        own["PET_RDZV_ENDPOINT"] = str(root / "meeting")
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(root / "meeting")),
-                *("--rdzv-id", "elastic", "--rdzv-conf", RENDEZVOUS),
+                *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf", RENDEZVOUS),
                 *(str(SCRIPT), str(root / "run"), str(STEPS), str(PAUSE_S)),
             ],
             env={**os.environ, **own},

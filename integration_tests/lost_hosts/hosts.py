@@ -89,9 +89,10 @@ class Host:
         }
         launch = [
             *("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "trial"),
-            *("--rdzv-endpoint", str(self._root / "meeting"), "--rdzv-conf", RENDEZVOUS),
-            *("--local-addr", self._address),
+            *("--rdzv-conf", RENDEZVOUS, "--local-addr", self._address),
         ]
+        if self._how == RESTARTED:
+            own["PET_RDZV_ENDPOINT"] = str(self._root / "meeting")  # ranks read it too
         if self._how == IN_PROCESS:
             own |= {"VESCALE_FSDP_MEETING": str(self._root / "rounds"), "VESCALE_FSDP_HOSTS": "1:2"}
             launch = ["--standalone"]

@@ -69,6 +69,7 @@ from vescale_fsdp.compat.patches import (
 )
 from vescale_fsdp.compat.versions import (
     TENSOR_DATA,
+    agents_in,
     archive_records,
     concatenate_meshes,
     count_groups_from_zero,
@@ -105,6 +106,7 @@ __all__ = [
     "NormPartial",
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
+    "agents_in",
     "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",
     "allocates", "archive_records", "axis_ranks", "broadcast", "concatenate_meshes",
     "count_groups_from_zero",

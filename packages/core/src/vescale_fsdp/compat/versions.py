@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FileStore, Store
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -155,6 +156,28 @@ def default_store() -> Store:
 def store_wait(store: Store, key: str, timeout_s: float) -> None:
     """Block until ``key`` is set. Raises ``dist.DistStoreError`` after ``timeout_s`` seconds."""
     store.wait([key], datetime.timedelta(seconds=timeout_s))
+
+
+def agents_in(file: str, run_id: str) -> Callable[[], int]:
+    """Return a function that counts the agents in the newest round of torchrun's rendezvous.
+
+    An agent that has sent no heartbeat for long is taken out of it by the others.
+
+    Args:
+        file: of ``--rdzv-backend c10d --rdzv-conf store_type=file``.
+
+    Raises:
+        RendezvousError: the file cannot be read. The function raises it too.
+    """
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+    backend = C10dRendezvousBackend(FileStore(file), run_id)
+
+    def count() -> int:
+        found = backend.get_state()
+        return 0 if found is None else len(pickle.loads(found[0]).participants)
+
+    return count
 
 
 def fqn_of(module: torch.nn.Module, name: str) -> str:

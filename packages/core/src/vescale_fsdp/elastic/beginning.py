@@ -16,7 +16,7 @@ from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
 from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
-from vescale_fsdp.elastic import leaving, liveness, memory
+from vescale_fsdp.elastic import connecting, leaving, liveness, memory
 from vescale_fsdp.elastic.keeping import Keeper
 from vescale_fsdp.elastic.leaving import Left
 from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
@@ -82,6 +82,7 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
     Args:
         goes_on: the training is under way in this process, or in one that it joins.
     """
+    connecting.watch_agents()  # if others have made the process group
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
     all_ranks()
@@ -92,6 +93,7 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
             "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
     ring = liveness.watch(ranks, group)
+    connecting.rely_on_ring()
     try:
         return _found(options, ranks, ring, goes_on)
     except BaseException:

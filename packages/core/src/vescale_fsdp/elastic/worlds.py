@@ -16,7 +16,7 @@ import torch.distributed as dist
 from vescale_fsdp import compat, engine, waiting
 from vescale_fsdp.backends import backends_of
 from vescale_fsdp.elastic import meeting
-from vescale_fsdp.elastic.connecting import limited
+from vescale_fsdp.elastic.connecting import limited, watch_agents
 from vescale_fsdp.elastic.meeting import Meeting, World
 
 # torch's is half an hour. A rank that dies while others connect to it keeps them for so long.
@@ -50,7 +50,8 @@ def init_process_group(
     where ``options`` say how processes find each other, it is torch's.
 
     Under torchrun a process that is not connected to all others in time logs that and ends, with
-    exit code 1. torchrun then starts the ranks that are there.
+    exit code 1. torchrun then starts the ranks that are there. So does one of a host that sees that
+    torchrun has lost another host, until the training begins (docs/elastic.md).
 
     Args:
         backend: as in torch.
@@ -66,6 +67,7 @@ def init_process_group(
     """
     found = meeting.from_environment()
     if found is None:
+        watch_agents()
         with limited(connect_timeout_s):
             engine.init_process_group(backend, **options)
         return
