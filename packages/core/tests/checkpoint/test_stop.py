@@ -281,3 +281,21 @@ def waits_until_it_is_cut_off() -> None:
 @pytest.mark.timeout(40)
 def test_a_rank_that_is_cut_off_does_not_wait_for_answers() -> None:
     run_ranks(waits_until_it_is_cut_off, 2, timeout_s=20)
+
+
+def leaves_when_the_other_has_died() -> float:
+    if dist.get_rank() == 1:
+        store_for([0, 1], 60.0)  # it has begun as the other, and goes no further
+        return 0.0
+    stop = checkpoint.StopOnSignal(timeout_s=100)  # of the wait of its thread
+    os.kill(os.getpid(), signal.SIGTERM)
+    waiting.close([dist.group.WORLD], "rank 1 has died")
+    with pytest.raises(RankMismatchError):
+        stop.requested()
+    begin = time.monotonic()
+    stop.close()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_is_cut_off_leaves_at_once() -> None:
+    assert run_ranks(leaves_when_the_other_has_died, 2)[0] < 3.0

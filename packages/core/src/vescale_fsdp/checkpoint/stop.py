@@ -336,7 +336,7 @@ class _Peers:
             is_told = self._in_time(tell, _CLOSE_S)
         except RuntimeError:
             return  # the store has closed, so the thread's wait has ended too
-        if is_told:
+        if is_told and not _is_cut_off():  # else it may wait for a rank that has died
             self._thread.join(timeout=5.0)
 
 
