@@ -18,8 +18,9 @@ A program that was printed runs by itself, from the root of the repository:
 
 What is not drawn, because the engine refuses it by name or says that it does not do it: double
 backwards, copies of a model whose units are unsharded, in-place changes of a unit's input, units
-that only some ranks run beside lists of units to prefetch or ``functional_call``, in a
-reentrant checkpoint around the root, or several times in a row.
+that only some ranks run beside lists of units to prefetch, ``functional_call`` or
+``torch.autograd.grad`` by parameters, in a reentrant checkpoint around the root, or several times
+in a row.
 What is drawn and may be refused is counted apart: an exception in a backward on all ranks, after
 units that one of them has left out.
 """

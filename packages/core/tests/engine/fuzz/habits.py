@@ -29,6 +29,7 @@ else:
 EVENTS = ("hook", "prehook", "backward_hook", "scale")  # on a module
 EVENTS += ("ema", "dcp", "reload_optimizer", "new_optimizer", "to", "data", "swap", "foreach")
 PASSES = ("grad", "only_input", "inputs", "functional", "around", "reentrant", "on_cpu")
+PASSES += ("parameters", "gradients")
 CLIPS = ("inf", "one", "value", "by hand")
 LEAVES = ("Recurrent", "Attention", "Normed", "Listed")  # modules with ways of their own
 
@@ -156,6 +157,19 @@ class Habits(Player):
         loss = self.wanted_loss(rank)
         loss.backward(inputs=[self.x], retain_graph=True)
         self.write("gradient of the input alone", self.x.grad, rank)
+        loss.backward()
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [param for param in self.named.values() if param.requires_grad]
+
+    def pass_parameters(self, rank: int) -> None:
+        """A backward that is told which parameters to train."""
+        self.loss(rank).backward(inputs=self.trainable())
+
+    def pass_gradients(self, rank: int) -> None:
+        """Gradients that are looked at, before the backward."""
+        loss = self.loss(rank)
+        torch.autograd.grad(loss, self.trainable(), retain_graph=True, allow_unused=True)
         loss.backward()
 
     def pass_functional(self, rank: int) -> None:
