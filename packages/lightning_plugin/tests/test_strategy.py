@@ -45,7 +45,7 @@ def gan_beside_ddp(root: Path) -> None:
     runs = []
     for strategy in ("vescale_fsdp", "ddp_find_unused_parameters_true"):
         model = make_gan()
-        make_trainer(strategy, root, max_steps=16).fit(model, gan_loader())
+        make_trainer(strategy, root, max_steps=24).fit(model, gan_loader())
         runs.append((model.losses, full_parameters(model)))
     assert len(runs[0][0]) == 16
     assert runs[0][0] == runs[1][0]
