@@ -141,13 +141,6 @@ def meta_at_unshard(library: Library) -> None:
     library.fully_shard(model).unshard()
 
 
-def a_part_before_the_whole(library: Library) -> None:
-    model = layers(2)
-    library.shard(model, model[0])
-    model[0](ones())
-    model(ones())
-
-
 def a_list_as_the_root(library: Library) -> None:
     first, _ = library.fully_shard([linear(), linear()])
     first(ones())
@@ -315,11 +308,6 @@ MISTAKES: dict[Observe, tuple[type[Exception], str]] = {
         ON_META + "following were still on meta device: ['1.",
     ),
     meta_at_unshard: (RuntimeError, ON_META + "following were still on meta device: ["),
-    a_part_before_the_whole: (
-        RuntimeError,
-        "FSDP state has already been lazily initialized for 0\nFSDP requires running forward "
-        "through the root module first",
-    ),
     a_list_as_the_root: (RuntimeError, "FSDP requires a single root module but got ("),
     a_plain_state_dict: (RuntimeError, "Error(s) in loading state_dict for "),
     an_int_for_a_bool: (

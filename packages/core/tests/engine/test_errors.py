@@ -56,11 +56,12 @@ def set_int_reshard() -> None:
     fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(2)  # type: ignore[arg-type]
 
 
-def run_part_first() -> None:
-    model = make(MLP)
-    shard_units(model, model.layers)
-    model.layers[0](inputs_of(0, 0))
-    model(inputs_of(0, 0))
+def run_part_in_a_pass() -> None:
+    first = make(MLP)
+    shard_units(first, first.layers)
+    other = fully_shard(nn.Sequential(first.layers[0]))
+    first.layers[1].register_forward_hook(lambda *_: other(inputs_of(0, 0)))
+    first(inputs_of(0, 0))
 
 
 def run_on_meta() -> None:
@@ -103,10 +104,10 @@ def run_on_meta() -> None:
             "^reshard_after_forward should be a bool, got <class 'int'>",
         ),
         (
-            run_part_first,
+            run_part_in_a_pass,
             RuntimeError,
-            "^FSDP state has already been lazily initialized for .*0\nFSDP requires running "
-            "forward through the root module first",
+            "^FSDP state has already been lazily initialized for 0\nFSDP requires running "
+            "forward through the root module first.*has not ended",
         ),
         (
             run_on_meta,

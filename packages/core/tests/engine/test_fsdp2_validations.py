@@ -148,6 +148,13 @@ def a_size_to_reshard_to_with_axes_by_name(library: Library) -> Any:
     return gradient(model, model.weight, x)
 
 
+def a_part_before_the_whole(library: Library) -> Any:
+    model = layers(2)
+    library.shard(model, model[0])
+    model[0](ones())
+    return gradient(model, model[1].bias)
+
+
 def all_of(number: float, *shape: int) -> Any:
     return torch.full(shape, number).tolist()
 
@@ -209,6 +216,12 @@ REFUSED_BY_FSDP2: dict[Observe, tuple[type[Exception], str, Any]] = {
         NotImplementedError,
         "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)",
         all_of(2, 4, 4),
+    ),
+    a_part_before_the_whole: (
+        RuntimeError,
+        "FSDP state has already been lazily initialized for 0\nFSDP requires running forward "
+        "through the root module first",
+        all_of(2, 4),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,6 +58,7 @@ __all__ = [
     "set_up_optimizers",
 ]
 
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of models that were sharded
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -253,6 +255,7 @@ class Sharding(Processes):
         for child in module.modules():  # for metrics, whose state is not parameters or buffers
             if next(child.parameters(), None) is None:
                 child.to(self.root_device)
+        _prepared.update(module.modules())
         for method in methods:
             if callable(getattr(module, method, None)) and method not in vars(module):
                 register_fsdp_forward_method(module, method)
@@ -264,9 +267,12 @@ class Sharding(Processes):
             **options.engine_options(),
             "offload_policy": options.offload_policy(self.root_device.type),
         }
-        is_users = any(isinstance(child, FSDPModule) for child in module.modules())
+        # Parts of a model that was trained before stay as they are: a backbone, a teacher.
+        new = [child for child in module.modules() if child not in _prepared]
+        is_users = any(isinstance(child, FSDPModule) for child in new)
         self._recompute(module)
         blocks = [] if is_users else self._modules_to_shard(module, roots)
+        blocks = [block for block in blocks if block not in _prepared]
         kept: dict[str, Any] = {"activations": options.activations}
         if not is_users:
             heads = self._travel_whole(module)

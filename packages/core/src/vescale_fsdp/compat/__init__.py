@@ -64,6 +64,7 @@ from vescale_fsdp.compat.patches import (
     route_state_creation,
     set_fsdp2_state,
     support_foreach,
+    unregister,
     without_step_hooks,
     write_all_boxes,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "route_creation", "route_distribution", "route_from_local", "route_numbers",
     "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
-    "support_foreach", "symmetric_memory", "takes_functional_gradient", "uses_symmetric_memory",
+    "support_foreach", "symmetric_memory", "takes_functional_gradient", "unregister",
+    "uses_symmetric_memory",
     "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

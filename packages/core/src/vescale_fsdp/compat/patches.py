@@ -314,6 +314,23 @@ def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
     registry["fully_shard"] = RegistryItem()
 
 
+def unregister(module: torch.nn.Module, hooks_of: str) -> None:
+    """Remove what makes a module an FSDP2 one for others, and its hooks that a file defines.
+
+    Args:
+        hooks_of: ``__module__`` of these hooks.
+    """
+    vars(module)[REGISTRY_KEY].pop("fully_shard", None)
+    kinds = ("forward_pre", "forward", "state_dict_pre", "state_dict")
+    for kind in (*kinds, "load_state_dict_pre", "load_state_dict_post"):
+        hooks = vars(module)[f"_{kind}_hooks"]
+        for key, each in list(hooks.items()):
+            if getattr(each, "hook", each).__module__ == hooks_of:
+                del hooks[key]
+                for flag in ("with_kwargs", "always_called"):
+                    vars(module).get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
+
+
 def replace_module_methods(*replacements: Callable[..., Any]) -> None:
     """Let methods of ``nn.Module`` with these names call ``replacement(original, module, ...)``.
 

@@ -8,7 +8,7 @@ For a unit in the middle of the model::
     post_backward  all gradients of the unit are there: reshard, reduce
 
 The first unit whose forward is called is the root. It makes an engine for itself and all units
-below it. If a unit is called while it runs (``training_step`` calls ``self(x)``), the inner call is
+below it. Units that were in another model before, or have run by themselves, leave its engine. If a unit is called while it runs (``training_step`` calls ``self(x)``), the inner call is
 part of the outer one. A unit may be called several times before a backward, and also in the
 recomputation of an activation checkpoint within a backward.
 
@@ -37,7 +37,7 @@ from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.containers import Copies, map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
-from vescale_fsdp.engine.late import num_calls, with_late_units
+from vescale_fsdp.engine.late import num_calls, release, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import follow_ties, refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
@@ -165,6 +165,12 @@ class _Call(boundary.Call):
         self._begun_in = 0  # the number of the backward
 
     def pre_backward(self) -> None:
+        if self._unit.engine is not self._engine:
+            raise RuntimeError(
+                f"backward has come to a forward of {self.where} that ran before the module became "
+                "a part of another model, or its model got new modules. Call backward before the "
+                "next model is called, or call the whole model instead of its parts"
+            )
         with plain_tensors():
             self._engine.begin_backward()
         if self._begun_in == self._engine.num_backwards:  # hooks of users have made other outputs
@@ -387,21 +393,23 @@ def make_root(unit: Unit) -> Engine:
     """Make ``unit`` the root of an engine for all units below it. Call it within `plain_tensors`.
 
     Raises:
-        RuntimeError: it has several modules; a unit below it was already called on its own; or
-            parameters are on the meta device.
+        RuntimeError: it has several modules; a unit below it runs on its own, or in another model;
+            or parameters are on the meta device.
         RankMismatchError: other ranks have another model.
     """
     module = _sole_module(unit)
     units = units_in(module)
     refuse_waiting(module)
     for name, below in units.items():
-        if below.engine is not None:
+        former = engine_of(below)
+        if former is not None and former.is_running:
             raise RuntimeError(
                 f"FSDP state has already been lazily initialized for {name}\n"
-                "FSDP requires running forward through the root module first. It has run by "
-                "itself, or in another model: run all of this model once before its parts; load "
-                "the weights of a part of a trained model into a new one"
+                "FSDP requires running forward through the root module first. A pass of it alone, "
+                "or of another model that it is in, has not ended: call this model after it"
             )
+        if former is not None:
+            release(former)
     names = {id(param): name for name, param in module.named_parameters()}
     has_lent = compat.in_functional_call()  # then what is registered is not to be kept
     for name, below in units.items():

@@ -39,6 +39,11 @@ def mark_managed(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> No
                 below.__dict__["_fsdp_use_orig_params"] = True
 
 
+def is_managed(module: nn.Module) -> bool:
+    """Whether a call of ``fully_shard`` was on this module, or on one around it."""
+    return _MANAGED in module.__dict__
+
+
 def num_calls() -> int:
     """Return how often ``fully_shard`` was called. It tells an engine that there may be units."""
     return _num_calls
@@ -76,11 +81,16 @@ def with_late_units(root: Unit, engine: Engine) -> Engine | None:
     (module,) = root.modules()
     if all(unit.engine is engine for unit in units_in(module).values()):
         return engine
+    release(engine)
+    return None
+
+
+def release(engine: Engine) -> None:
+    """Let its units join another engine. Nothing of it may be under way. No communication."""
     for unit in engine.units():
         unit.rest()
         unit.forget_calls()
         unit.engine, unit.is_root = None, False
-    return None
 
 
 def _find(

@@ -1,6 +1,6 @@
 """FSDPModule: the methods that ``fully_shard`` adds to a module, with the names of FSDP2.
 
-A copy of a sharded module (``copy.deepcopy``) has units of its own.
+A copy of a sharded module (``copy.deepcopy``) has units of its own; in `unsharded` it is plain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.fsdp2_state import State, register_state
-from vescale_fsdp.engine.hooks import register_fsdp_forward_method
+from vescale_fsdp.engine.hooks import register_fsdp_forward_method, register_hooks
 from vescale_fsdp.engine.pipelining import StageMethods
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
@@ -153,25 +153,33 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """Copy a sharded module and its data, for averages of weights (EMA) for example.
 
-        No communication. The copy has its own root. Optimizers do not update it.
+        No communication. The copy has its own root. Optimizers do not update it. In a context
+        (`unsharded`) the copy is a plain module, with what the context shows: whole parameters, in
+        the dtype of compute.
         """
         if id(self) in memo:  # met again, through a weak proxy
             known: FSDPModule = memo[id(self)]
             return known
         unit = self._unit()
-        twin_unit: Unit = memo.get(id(unit)) or copied(unit, memo)
-        twin = object.__new__(type(self))  # FSDPModule.__new__ makes the original class
+        twin_unit: Unit | None = None
+        if not unit.num_pins:
+            twin_unit = memo.get(id(unit)) or copied(unit, memo)
+        cls = type(self) if twin_unit else type(self).__mro__[self._orig_cls_mro_index]
+        twin = object.__new__(cls)  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
             if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
                 twin.__dict__[name] = copy.deepcopy(value, memo)
-        join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
         states = self.__dict__[compat.COMPOSABLE_STATE]
         twin.__dict__[compat.COMPOSABLE_STATE] = {  # of torch's other composable functions
             of: copy.deepcopy(state, memo)
             for of, state in states.items()
             if not isinstance(state, State)
         }
+        if twin_unit is None:
+            compat.unregister(twin, register_hooks.__module__)
+            return twin
+        join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
         register_state(twin, twin_unit)  # type: ignore[arg-type]
         for name in unit.forward_methods & self.__dict__.keys():
             register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]
@@ -262,12 +270,14 @@ def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
     """A new unit with copies of the parameters, for ``copy.deepcopy``. It has no module yet.
 
     Raises:
-        RuntimeError: a forward or backward runs, or a context pins the parameters.
+        RuntimeError: a forward or backward runs, or the parameters of a part are unsharded.
     """
-    if not unit.is_idle:
+    below = [each for module in unit.modules() for each in units_in(module).values()]
+    if not unit.is_idle or any(each.num_pins for each in below):
         raise RuntimeError(
-            f"copy.deepcopy of the sharded module {unit.fqn!r} while a forward or backward "
-            "runs or its parameters are unsharded; copy it between steps"
+            f"copy.deepcopy of the sharded module {unit.fqn!r} while a forward or backward runs or "
+            "parameters of it are unsharded; copy it between steps, or inside of `with "
+            "unsharded(model):` on the whole model, where the copy is a plain module"
         )
     unit.reshard()
     twin = Unit(

@@ -16,7 +16,7 @@ from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.inputs import run_backward
-from vescale_fsdp.engine.parameters import IS_GATHERED
+from vescale_fsdp.engine.slot import GATHERED_OF
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
 
@@ -29,7 +29,7 @@ def named_parameters(
     """As ``nn.Module.named_parameters``, with the sharded parameters (see `Unit.shows_shards`)."""
     sharded: dict[int, nn.Parameter] | None = None
     for name, param in original(module, *args, **options):
-        if IS_GATHERED not in vars(param):  # faster than hasattr, which raises
+        if GATHERED_OF not in vars(param):  # faster than hasattr, which raises
             yield name, param
             continue
         if sharded is None:

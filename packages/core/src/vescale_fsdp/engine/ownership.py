@@ -17,20 +17,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from vescale_fsdp.dbuffer import checked_block
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
+from vescale_fsdp.engine.late import is_managed
 from vescale_fsdp.engine.placement import local_data, placement_of
 from vescale_fsdp.engine.quantized import Choice
-from vescale_fsdp.engine.slot import ParamToShard, Site, holder_of
+from vescale_fsdp.engine.slot import (
+    ParamToShard,
+    Site,
+    carry_hooks,
+    holder_of,
+    slot_of,
+    was_sharded,
+)
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor
@@ -96,6 +104,10 @@ def params_to_shard(
             found.setdefault(id(item.param), item)
     taken = []
     for fqn, param, sites in found.values():
+        if was_sharded(param):
+            is_inside = is_managed(modules[0])
+            _refuse_within_model(fqn, param, sites, None if is_inside else inside)
+            param = _taken_over(fqn, param, sites)
         _check_param(fqn, param, axes)
         owner = getattr(param, _OWNER, None)
         unit: Unit | None = owner() if owner is not None else None
@@ -253,15 +265,63 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _check_param(fqn: str, param: nn.Parameter, axes: Axes) -> None:
-    if isinstance(param, RaggedTensor):
+def _refuse_within_model(
+    fqn: str, param: nn.Parameter, sites: list[Site], inside: set[int] | None
+) -> None:
+    """Raise if a sharded parameter is one of the model that this call is for.
+
+    Args:
+        sites: where the call has found it.
+        inside: ids of the modules of the call. None: a call on a module around them came before.
+
+    Raises:
+        ValueError: the unit that has it is around the modules of this call, or inside of them.
+    """
+    slot = slot_of(param)
+    if slot is None:  # a copy
+        return
+    known = {(id(module), name) for ref, name in slot.sites if (module := ref()) is not None}
+    here = {(id(module()), name) for module, name in sites}
+    if inside is None or here != {site for site in known if site[0] in inside}:
         raise ValueError(
-            f"fully_shard: parameter {fqn!r} is sharded already, by a call on a module around this "
-            "one. Call fully_shard on the inner modules first, and on the whole model last. Call "
-            "it once on modules that share a module, as fully_shard([encoder, decoder]). If the "
-            "module around was taken off since (merge_and_unload of peft), load the full values "
-            "into a new model: vescale_fsdp.checkpoint.full gathers them"
+            f"fully_shard: parameter {fqn!r} is sharded already, by an earlier call. Call "
+            "fully_shard on the inner modules first, and on the whole model last; once on modules "
+            "that share a module, as fully_shard([encoder, decoder]); and tie parameters before. "
+            "To train a part of a trained model without the rest (also what merge_and_unload of "
+            "peft returns), shard a copy of it: copy.deepcopy(part)"
         )
+
+
+def _taken_over(fqn: str, former: nn.Parameter, sites: list[Site]) -> nn.Parameter:
+    """Register the whole of a parameter that another model has sharded, to shard it anew.
+
+    Collective: an all-gather. The other model then finds a parameter of this one in its modules, as
+    with plain modules that are in two models; it gathers that for itself (`lent`).
+
+    Raises:
+        ValueError: an inner parallelism shards it too.
+    """
+    slot = slot_of(former)
+    sharded = cast(DTensor, former if slot is None else slot.sharded)
+    if isinstance(sharded, RaggedTensor) and any(type(p) is Shard for p in sharded.placements):
+        raise ValueError(
+            f"fully_shard: parameter {fqn!r} was sharded in another model, and by an inner "
+            f"parallelism ({sharded.placements}), which is not known here. Save the weights with "
+            "vescale_fsdp.checkpoint, and load them into a new model"
+        )
+    if sharded.is_meta:
+        data = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+    else:
+        data = cast(DTensor, sharded.detach()).full_tensor()
+    whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
+    carry_hooks(cast(nn.Parameter, sharded), whole)
+    for module_ref, name in sites:
+        if (module := module_ref()) is not None:
+            module._parameters[name] = whole
+    return whole
+
+
+def _check_param(fqn: str, param: nn.Parameter, axes: Axes) -> None:
     if isinstance(param, DTensor) and not param.is_meta:
         theirs, ours = param.device_mesh.device_type, axes.mesh.device_type
         if theirs != ours:

@@ -39,6 +39,7 @@ from vescale_fsdp.engine.placement import (
 )
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import (
+    GATHERED_OF,
     ParamToShard,
     Slot,
     carry_hooks,
@@ -48,7 +49,6 @@ from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
-IS_GATHERED = "_vescale_fsdp_is_gathered"  # an attribute of unsharded parameters
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
 _ALIGNMENT_BYTES = 16
@@ -213,7 +213,7 @@ class Parameters(ABC):
         slot = self.slots[index]
         differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         slot.gathered = nn.Parameter(tensor, requires_grad=differentiable)
-        setattr(slot.gathered, IS_GATHERED, True)
+        setattr(slot.gathered, GATHERED_OF, weakref.ref(slot))
         if differentiable:  # also where it is frozen now: it may be unfrozen later
             _take_gradients(slot.gathered, weakref.ref(self), index)
         slot.gathered.requires_grad_(slot.sharded.requires_grad)

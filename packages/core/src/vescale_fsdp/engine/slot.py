@@ -31,11 +31,12 @@ from vescale_fsdp.engine.placement import (
     placements_of,
     spec_at_rest,
 )
-from vescale_fsdp.ragged import wrap_replicated
+from vescale_fsdp.ragged import RaggedTensor, ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
+GATHERED_OF = "_vescale_fsdp_gathered_of"  # on an unsharded parameter: a weak reference to its slot
 _HOLDERS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of sharded
 
 
@@ -202,6 +203,18 @@ def holder_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of which ``param`` is the sharded parameter."""
     slot = _HOLDERS.get(id(param))
     return slot if slot is not None and slot.sharded is param else None
+
+
+def slot_of(param: torch.Tensor) -> Slot | None:
+    """Return the slot of which ``param`` is the sharded or the unsharded parameter."""
+    gathered_of = vars(param).get(GATHERED_OF)
+    return holder_of(param) if gathered_of is None else gathered_of()
+
+
+def was_sharded(param: torch.Tensor) -> bool:
+    """Whether ``param`` is a parameter of a unit, or a copy of a sharded one."""
+    is_copy = isinstance(param, RaggedTensor | ReplicatedTensor) or NAME in vars(param)
+    return is_copy or slot_of(param) is not None
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:

@@ -9,6 +9,7 @@
 | sums elsewhere | ``sum``, ``mean``, ``prod``, ``count_nonzero``, finite norms | DTensor, partial |
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
 | writes to a mask | ``x[mask] = number`` | in place |
+| copies to plain tensors | ``plain.copy_(x)`` | the whole: an all-gather |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
@@ -41,6 +42,7 @@ from vescale_fsdp.ragged.gathered import (
     is_view,
     run_gathered,
     run_in_place,
+    whole,
 )
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
@@ -93,7 +95,16 @@ def _index_put(
     return run_elementwise(aten.masked_fill_.Tensor, (x, mask, number.view(())), {})
 
 
+def _copy(func: Any, x: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
+    """``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left."""
+    is_followed = torch.is_grad_enabled() and source.requires_grad
+    if isinstance(x, DTensor) or is_followed:
+        return run_elementwise(func, (x, source, *args), {})
+    return func(x, compat.local_tensor(whole(func, source)), *args)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._local_scalar_dense.default: lambda _, x: number(x),
     aten.index_put_.default: _index_put,
