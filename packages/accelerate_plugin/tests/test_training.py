@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -320,8 +321,14 @@ def prepare_what_is_not_whole() -> None:
     around = nn.Sequential(make_model())
     with accelerator() as acc:
         acc.prepare(around)
-        with pytest.raises(ValueError, match=r"is a part of a model.*'embed.weight'"):
+        with pytest.raises(ValueError, match=r"'scale' is sharded already.*shard a copy"):
             acc.prepare(around[0])  # as merge_and_unload returns it
+        tokens = torch.zeros(2, 4, dtype=torch.long)
+        part = nn.Sequential(around[0].embed, nn.Linear(8, 2))
+        for each in (copy.deepcopy(around[0]), part):
+            prepared = acc.prepare(each)
+            acc.backward(prepared(tokens).square().mean())
+            assert all(param.grad is not None for param in prepared.parameters())
 
 
 def test_strays_and_parts_of_a_prepared_model_are_refused() -> None:

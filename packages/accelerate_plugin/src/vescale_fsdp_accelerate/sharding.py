@@ -105,9 +105,8 @@ class Sharder:
                 parallelism.
         """
         refuse_other_engines(model)
-        _refuse_without_root(model)
         plugin, meshes = self.plugin, self.meshes
-        parts_are_units = bool(units_of(model))
+        parts_are_units = bool(units_of(model)) or bool(_sharded_in(model))
         plans = None
         if not parts_are_units:
             meshes.check(model)
@@ -321,6 +320,7 @@ class Sharder:
         if not self.plugin.sync_init or dist.get_world_size() == 1:
             return
         left_alone = {id(p) for unit in units_of(module) for p in unit.parameters()}
+        left_alone |= {id(param) for param in _sharded_in(module)}
         if not self.plugin.cpu_ram_efficient_loading:
             left_alone |= {id(param) for param in ignored}
         tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left_alone]
@@ -349,6 +349,11 @@ class Sharder:
         dist.broadcast(here, src=0)
         if here.data_ptr() != tensor.data_ptr():
             tensor.data = here
+
+
+def _sharded_in(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that were sharded before, in another model perhaps."""
+    return [param for param in model.parameters() if isinstance(param, RaggedTensor)]
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -400,27 +405,6 @@ def refuse_other_engines(model: nn.Module) -> None:
                 "fsdp_engine: vescale use vescale_fsdp.fully_shard, which takes the same "
                 "arguments, or leave it to accelerator.prepare"
             )
-
-
-def _refuse_without_root(model: nn.Module) -> None:
-    """Raise if a part of a sharded model is passed in its place.
-
-    Raises:
-        ValueError: names the parameters that the module around has sharded.
-    """
-    of_units = {id(param) for unit in units_of(model) for param in unit.parameters()}
-    found = [
-        name
-        for name, param in model.named_parameters()
-        if isinstance(param, RaggedTensor) and id(param) not in of_units
-    ]
-    if found:
-        raise ValueError(
-            f"prepare got a {type(model).__name__} that is a part of a model that was prepared "
-            f"before: {found[:3]} are sharded already, by the module around it. Prepare that one. "
-            "If it was taken off (merge_and_unload of peft), save the merged model with "
-            "Accelerator.save_model, and train it in a script of its own"
-        )
 
 
 def weak_parameters(model: nn.Module) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def check_refused() -> None:
     fully_shard(copy.deepcopy(model[0]))(x).sum().backward()
     tied = nn.Sequential(fully_shard(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="sharded already, by an earlier.*tie parameters before"):
+    with pytest.raises(ValueError, match=r"sharded already, by an earlier.*tie parameters before"):
         fully_shard(tied)
     fully_shard(nn.Sequential(model))(x)
     with pytest.raises(RuntimeError, match="ran before the module became a part of another model"):

@@ -269,7 +269,7 @@ class Sharding(Processes):
         }
         # Parts of a model that was trained before stay as they are: a backbone, a teacher.
         new = [child for child in module.modules() if child not in _prepared]
-        is_users = any(isinstance(child, FSDPModule) for child in new)
+        is_users = module in _prepared or any(isinstance(child, FSDPModule) for child in new)
         self._recompute(module)
         blocks = [] if is_users else self._modules_to_shard(module, roots)
         blocks = [block for block in blocks if block not in _prepared]
@@ -284,7 +284,7 @@ class Sharding(Processes):
                     "parameter is a DTensor over expert_mesh['expert_parallel']; shard the experts "
                     "over it in configure_model (with Fabric before setup), or leave the size out"
                 )
-            for experts in spread:
+            for experts in (each for each in spread if each not in _prepared):
                 of_experts = expert_data(self.expert_mesh)
                 unit: Any = fully_shard(experts, mesh=of_experts, mp_policy=policy, **common)
                 # An expert's gradient is a sum over the tokens of all batches.

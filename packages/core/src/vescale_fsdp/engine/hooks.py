@@ -8,9 +8,10 @@ For a unit in the middle of the model::
     post_backward  all gradients of the unit are there: reshard, reduce
 
 The first unit whose forward is called is the root. It makes an engine for itself and all units
-below it. Units that were in another model before, or have run by themselves, leave its engine. If a unit is called while it runs (``training_step`` calls ``self(x)``), the inner call is
-part of the outer one. A unit may be called several times before a backward, and also in the
-recomputation of an activation checkpoint within a backward.
+below it, which leave the engines that they were in: of another model, or of their own. If a unit is
+called while it runs (``training_step`` calls ``self(x)``), the inner call is part of the outer one.
+A unit may be called several times before a backward, and also in the recomputation of an activation
+checkpoint within a backward.
 
 Module hooks call these functions, and so do methods that are registered as forward methods. They
 find the unit through the module, and so have no reference to either. Dynamo does not trace the

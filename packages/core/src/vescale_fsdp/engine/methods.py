@@ -164,8 +164,8 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
         twin_unit: Unit | None = None
         if not unit.num_pins:
             twin_unit = memo.get(id(unit)) or copied(unit, memo)
-        cls = type(self) if twin_unit else type(self).__mro__[self._orig_cls_mro_index]
-        twin = object.__new__(cls)  # FSDPModule.__new__ makes the original class
+        cls: Any = type(self) if twin_unit else type(self).__mro__[self._orig_cls_mro_index]
+        twin: FSDPModule = object.__new__(cls)  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
             if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
@@ -177,7 +177,7 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
             if not isinstance(state, State)
         }
         if twin_unit is None:
-            compat.unregister(twin, register_hooks.__module__)
+            compat.unregister(twin, register_hooks.__module__)  # type: ignore[arg-type]
             return twin
         join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
         register_state(twin, twin_unit)  # type: ignore[arg-type]

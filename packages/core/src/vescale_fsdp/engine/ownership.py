@@ -105,7 +105,7 @@ def params_to_shard(
     taken = []
     for fqn, param, sites in found.values():
         if was_sharded(param):
-            is_inside = is_managed(modules[0])
+            is_inside = any(map(is_managed, modules))
             _refuse_within_model(fqn, param, sites, None if is_inside else inside)
             param = _taken_over(fqn, param, sites)
         _check_param(fqn, param, axes)
