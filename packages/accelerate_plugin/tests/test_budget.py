@@ -45,7 +45,7 @@ def budgets(path: str) -> None:
 
 
 def test_budgets(tmp_path: Any) -> None:
-    run_ranks(budgets, 2, str(tmp_path / "choice.yaml"))
+    run_ranks(budgets, 2, str(tmp_path / "choice.yaml"), timeout_s=120)
 
 
 def contradictions() -> None:
