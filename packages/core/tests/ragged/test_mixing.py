@@ -213,7 +213,6 @@ def check_refused() -> None:
         ("Shard", lambda: x + sharded),
         ("another mesh", lambda: x + other_mesh),
         ("would add a dimension", lambda: x + torch.ones(1, 1, 1)),
-        ("would write", lambda: whole.clone().copy_(x)),
         ("one number for all", lambda: torch._foreach_mul([x], x.view(12)[0])),
     ]
     for message, attempt in refused:
