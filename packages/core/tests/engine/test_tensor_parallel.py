@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -179,12 +180,19 @@ def on_whole_mesh(mesh: DeviceMesh, model: nn.Module) -> nn.Module:
     return model
 
 
-def check_named_axes(names: tuple[str, ...], sizes: tuple[int, ...], dims: Any) -> None:
+def check_named_axes(
+    names: tuple[str, ...], sizes: tuple[int, ...], dims: Any, of_each: bool = False
+) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     whole = {name: p.detach().clone() for name, p in make(Pair).named_parameters()}
     models = [on_whole_mesh(mesh, make(Pair)) for _ in range(2)]
     for model, shard in zip(models, (fully_shard, torch_fully_shard), strict=True):
-        shard(model, mesh=mesh, dp_mesh_dims=dims)
+        options: dict[str, Any] = {"mesh": mesh, "dp_mesh_dims": dims}
+        if of_each:  # as torchtitan does for experts
+            info = FSDPMeshInfo(mesh["data"], shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+            placed = ShardPlacementResult(Shard(0), info)
+            options["shard_placement_fn"] = lambda _, placed=placed: placed
+        shard(model, **options)
     for name, parameter in models[0].named_parameters():
         assert torch.equal(parameter.full_tensor(), whole[name]), name
     placements = [Replicate()] * mesh.ndim
@@ -218,6 +226,11 @@ def test_axes_of_a_whole_mesh_by_name(
     names: tuple[str, ...], sizes: tuple[int, ...], dims: Any
 ) -> None:
     run_ranks(check_named_axes, 4, names, sizes, dims)
+
+
+def test_axes_by_name_for_each_parameter() -> None:
+    dims = DataParallelMeshDims(shard="data")
+    run_ranks(check_named_axes, 4, ("data", "tensor"), (2, 2), dims, True)
 
 
 def check_named_axes_errors() -> None:

@@ -72,6 +72,9 @@ def placement_of(
         assert info.mesh is not None, "FSDPMeshInfo has checked it"
         assert shard is not None, "FSDPMeshInfo has checked it"
         axes = Axes(info.mesh, shard, getattr(info, "replicate_mesh_dim", None))
+        if info.spmd_mesh is not None and info.dp_mesh_dims is not None:
+            names = info.dp_mesh_dims
+            axes = Axes.named(info.spmd_mesh, names.shard_names, names.replicate_names)
         answer = answer.placement
     if answer is None:
         return axes, None
@@ -135,7 +138,9 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
     if given is None:
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
-            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'."
+            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'. Annotations of "
+            "spmd_types are not read: use another spmd_backend in torchtitan, such as "
+            "partial_dtensor."
         )
     if given.mesh != axes.whole:
         raise ValueError(
