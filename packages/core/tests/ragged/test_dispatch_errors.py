@@ -72,7 +72,7 @@ def check_plain_partners() -> None:
             ("a plain tensor", lambda x: x + whole),
             ("a plain tensor", lambda x: x.copy_(whole)),
             ("a plain tensor", lambda x: torch.where(x > 0, x, whole)),
-            ("a plain tensor", lambda x: whole.clone().copy_(x)),
+            ("a plain tensor", lambda x: whole.clone().mul_(x)),
             ("a plain tensor", lambda x: torch._foreach_add([x], [whole])),
         ]
         for found, attempt in attempts:

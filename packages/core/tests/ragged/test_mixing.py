@@ -213,6 +213,8 @@ def check_refused() -> None:
         ("Shard", lambda: x + sharded),
         ("another mesh", lambda: x + other_mesh),
         ("would add a dimension", lambda: x + torch.ones(1, 1, 1)),
+        ("would write", lambda: whole.clone().mul_(x)),
+        ("would write", lambda: whole.clone().copy_(x.clone().requires_grad_())),
         ("one number for all", lambda: torch._foreach_mul([x], x.view(12)[0])),
     ]
     for message, attempt in refused:
@@ -224,6 +226,18 @@ def check_refused() -> None:
 
 def test_what_does_not_mix_names_the_ways_out() -> None:
     run_ranks(check_refused, 2)
+
+
+def check_read_out() -> None:
+    whole = random((4, 3))
+    x = RaggedTensor.distribute(whole, make_mesh(), [RaggedShard((0, 1), (5, 7))])
+    plain = torch.zeros(2, 4, 3, dtype=torch.float64)
+    assert plain.copy_(x, non_blocking=True) is plain
+    assert torch.equal(plain, whole.double().expand(2, 4, 3))
+
+
+def test_a_plain_tensor_takes_a_copy_of_the_whole() -> None:
+    run_ranks(check_read_out, 2)
 
 
 def check_grid() -> None:

@@ -95,12 +95,12 @@ def _index_put(
     return run_elementwise(aten.masked_fill_.Tensor, (x, mask, number.view(())), {})
 
 
-def _copy(func: Any, x: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
+def _copy(func: Any, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left."""
     is_followed = torch.is_grad_enabled() and source.requires_grad
     if isinstance(x, DTensor) or is_followed:
-        return run_elementwise(func, (x, source, *args), {})
-    return func(x, compat.local_tensor(whole(func, source)), *args)
+        return run_elementwise(func, (x, source, *args), kwargs)
+    return func(x, compat.local_tensor(whole(func, source)), *args, **kwargs)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
