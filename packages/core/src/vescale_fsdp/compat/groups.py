@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp import backends, devices, waiting
+from vescale_fsdp.compat.tracing import refuse_tracing
 
 _MOST_WAIT_S = 1.0  # at exit
 _with_threads: deque[weakref.ref[Tensor]] = deque(maxlen=64)  # the latest, dead when dropped
@@ -302,7 +303,12 @@ def mesh_over(ranks: list[int], like: DeviceMesh) -> DeviceMesh:
 
 
 def mesh_group(mesh: DeviceMesh, axis: int) -> ProcessGroup:
-    """The process group along one axis of a mesh."""
+    """The process group along one axis of a mesh.
+
+    Raises:
+        NotImplementedError: ``torch.compile`` traces. It would leave the collectives out.
+    """
+    refuse_tracing("a collective on a sharded tensor")
     group: ProcessGroup = mesh.get_group(axis)
     return group
 

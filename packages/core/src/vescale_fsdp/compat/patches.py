@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 
 
-def _route(function: Any, routed: Callable[..., Any]) -> None:
+def route(function: Any, routed: Callable[..., Any]) -> None:
     """Turn every call of a function of torch into ``routed(original, *args, **options)``.
 
     The function object stays the same, but its code is replaced. So the change also holds for
@@ -62,7 +62,7 @@ def route_redistribute(concerns: Callable[[Any], bool], redistribute: Callable[.
         ours = placements is not None and any(map(concerns, placements))
         return (redistribute if ours else original)(self, device_mesh, placements, **rest)
 
-    _route(DTensor.redistribute, routed)
+    route(DTensor.redistribute, routed)
 
 
 def route_from_local(concerns: Callable[[Any], bool], from_local: Callable[..., Any]) -> None:
@@ -86,7 +86,7 @@ def route_from_local(concerns: Callable[[Any], bool], from_local: Callable[..., 
             return from_local(local_tensor, mesh, placements, **options)
         return original(local_tensor, device_mesh, placements, stride=stride, **options)
 
-    _route(DTensor.from_local, routed)
+    route(DTensor.from_local, routed)
 
 
 def route_creation(concerns: Callable[[Any], bool], create: Callable[..., DTensor]) -> None:
@@ -107,7 +107,7 @@ def route_creation(concerns: Callable[[Any], bool], create: Callable[..., DTenso
             return create(init_op, size, device_mesh or _current_mesh(), placements, **options)
         return original(init_op, size, device_mesh, placements, **options)
 
-    _route(api._dtensor_init_helper, routed)
+    route(api._dtensor_init_helper, routed)
 
 
 def refuse_boxes(concerns: Callable[[Any], bool], message: str) -> None:
@@ -124,7 +124,7 @@ def refuse_boxes(concerns: Callable[[Any], bool], message: str) -> None:
             raise NotImplementedError(message.format(placements=list(placements)))
         return original(global_shape, mesh, placements, *rest, **options)
 
-    _route(_utils.compute_local_shape_and_global_offset, routed)
+    route(_utils.compute_local_shape_and_global_offset, routed)
 
 
 def route_distribution(
@@ -173,10 +173,10 @@ def route_distribution(
             if not is_ours(local[key]):
                 local[key] = fill(ours[key], local[key])
 
-    _route(api.distribute_tensor, routed)
-    _route(utils._distribute_tensors, filled)
-    _route(utils._broadcast_state_dict, loaded)
-    _route(utils._distribute_state_dict, loaded)
+    route(api.distribute_tensor, routed)
+    route(utils._distribute_tensors, filled)
+    route(utils._broadcast_state_dict, loaded)
+    route(utils._distribute_state_dict, loaded)
 
 
 def route_numbers(number: Callable[[DTensor], Any]) -> None:
@@ -208,7 +208,7 @@ def route_state_creation(members: Callable[[Optimizer], list[Optimizer]]) -> Non
             original(member, *args)
 
     _groups_of_optimizers.append(members)
-    _route(loading._init_optim_state, routed)
+    route(loading._init_optim_state, routed)
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
@@ -248,8 +248,8 @@ def write_all_boxes() -> None:
         else:  # torch leaves a tensor without dimensions zero
             whole[:] = part
 
-    _route(filesystem._FileSystemWriter._write_data, written)
-    _route(copy_into_whole, copied)
+    route(filesystem._FileSystemWriter._write_data, written)
+    route(copy_into_whole, copied)
 
 
 def _one_box_of_each_name(writer: Any, path: Any, key: str, items: list[Any]) -> Iterator[Any]:
@@ -301,7 +301,7 @@ def refuse_overwriting(message: str) -> None:
                 seen.add(name)
         return original(self, plans)
 
-    _route(HuggingFaceStorageWriter.prepare_global_plan, planned)
+    route(HuggingFaceStorageWriter.prepare_global_plan, planned)
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:

@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.compat import TENSOR_DATA, set_versions
+from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, set_versions
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 
 
-class AssignableData(DTensor):
+class AssignableData(TraceableDTensor):
     """A DTensor with data to assign to. Results of ``detach()`` must share its local tensor.
 
     The local tensor is a view of a buffer. A copy has memory of its own.

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
@@ -60,6 +61,9 @@ class GatheredView(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _gathered(self).__reduce_ex__(protocol)
 
+    def __tensor_flatten__(self) -> NoReturn:
+        compat.leave_to_python("a view of a sharded tensor that is gathered when it is used")
+
     @property
     def _local_tensor(self) -> torch.Tensor:  # all-gathers when values are read
         whole = self._source.redistribute(placements=self.placements)
@@ -72,6 +76,7 @@ class GatheredView(DTensor):
 
 def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
     """``func(x, ...)``, a view. Nothing is communicated yet."""
+    compat.refuse_tracing(f"{func}, a view of a sharded tensor that is gathered when it is used,")
     refuse_partial(func, x._spec)
     keep_layout(x)
     return _view(cast(RaggedTensor, x.detach()), lambda whole: func(whole, *args, **kwargs))

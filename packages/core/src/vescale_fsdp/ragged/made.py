@@ -97,3 +97,4 @@ compat.route_redistribute(_is_ragged, RaggedTensor.redistribute)
 compat.route_distribution(
     _is_ragged, distribute, lambda value: isinstance(value, RaggedTensor), fill
 )
+compat.compile_for_each_shape(_is_ragged)

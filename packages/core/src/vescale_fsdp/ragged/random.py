@@ -97,9 +97,9 @@ def _state_of_first_rank(
         yield
         return
     default = devices.default_generator(device)
+    group = compat.mesh_group(mesh, 0)
     own = default.get_state()
     ranks = mesh.mesh.flatten().tolist()
-    group = compat.mesh_group(mesh, 0)
     group = group if mesh.ndim == 1 else compat.group_over(ranks, group)
     state = own.to(device if mesh.device_type == device.type else mesh.device_type, copy=True)
     compat.broadcast(state, ranks[0], group).wait()

@@ -19,14 +19,14 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, TraceableDTensor, pytree
 from vescale_fsdp.ragged.mixing import PARTING, running_node
 from vescale_fsdp.ragged.whole import Wrap, access_of, run_locally, writes_to_plain
 
 _JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 
 
-class ReducedTensor(DTensor):
+class ReducedTensor(TraceableDTensor):
     """A DTensor with ``Partial`` or ``Replicate`` on each axis of the mesh.
 
     It is pickled as a plain DTensor. Results of operators are reduced tensors too, unless they are
