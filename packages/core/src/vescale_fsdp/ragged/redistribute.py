@@ -180,6 +180,7 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
     """
     if source.placements == target.placements:
         return done(local)
+    local = _plain(local, source)
     if math.prod(source.shape) == 0 or local.is_meta:
         return done(local.new_empty(held_here(target).local_shape))
     axis = ragged_axis_of(source.placements)
@@ -191,6 +192,19 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
             local = have._reduce_value(local.to(device), source.mesh, axis).to(local.device)
             source = _replicated(source, axis)
     return _exchanged(local.contiguous().view(-1), source, target)
+
+
+def _plain(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The numbers of a local tensor of another class: parts of it are no ranges of bytes.
+
+    The states of torchao's optimizers are quantized, by each rank as its part allows.
+    """
+    has_numbers = hasattr(local, "dequantize") and compat.is_traceable_wrapper_subclass(local)
+    if not has_numbers or isinstance(local, AsyncCollectiveTensor):
+        return local
+    assert spec.tensor_meta is not None, "specs of ragged tensors are made with their meta"
+    numbers: torch.Tensor = local.dequantize()
+    return numbers.to(spec.tensor_meta.dtype)
 
 
 def scatter(full: torch.Tensor, target: DTensorSpec, source_rank: int) -> InFlight:

@@ -253,11 +253,23 @@ class RaggedTensor(AssignableData):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return box.in_local(self._arrived())
+                return self._in_box(box, index.fqn)
         raise ValueError(
             f"checkpoint entry {index.fqn!r} has a chunk at {index.offset}, but this rank holds "
             f"{[box.offsets for box in self._boxes()]}"
         )
+
+    def _in_box(self, box: Box, fqn: str) -> torch.Tensor:
+        local = self._arrived()
+        try:
+            return box.in_local(local)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            raise NotImplementedError(
+                f"checkpoint entry {fqn!r} has a local part of the class {type(local).__name__}, "
+                f"which cannot give the box {box} of a flat part. Save `full_tensor()` or "
+                "`full_state_dict=True` instead, shard with shard_placement_fn=lambda p: Shard(0), "
+                "or use vescale_fsdp.optim.AdamW8bit for quantized states"
+            ) from error
 
 
 def make_spec(
