@@ -71,6 +71,7 @@ from vescale_fsdp.compat.patches import (
 from vescale_fsdp.compat.tracing import (
     TraceableDTensor,
     compile_for_each_shape,
+    has_traced,
     leave_to_python,
     refuse_tracing,
 )
@@ -120,7 +121,8 @@ __all__ = [
     "count_groups_from_zero",
     "current_backward", "current_node", "default_store", "flattened", "forget_meshes",
     "forget_stages", "fqn_of", "free_workspaces",
-    "gather_uneven", "group_over", "has_other_init_group", "in_functional_call",
+    "gather_uneven", "group_over", "has_other_init_group", "has_traced",
+    "in_functional_call",
     "init_group", "is_fsdp2_collective",
     "is_traceable_wrapper_subclass", "is_transforming", "is_wrapper", "layout_of_name",
     "leave_to_python",

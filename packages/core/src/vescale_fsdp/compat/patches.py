@@ -365,7 +365,7 @@ def replace_backward(replacement: Callable[..., Any]) -> None:
     if replacement.__name__ in _replaced_methods:
         return
     _replaced_methods.add(replacement.__name__)
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    original: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def run_backward(
@@ -387,7 +387,7 @@ def replace_backward(replacement: Callable[..., Any]) -> None:
             run, inputs, accumulates=accumulate_grad, allows_unused=allow_unreachable
         )
 
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment, attr-defined]
 
 
 def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:

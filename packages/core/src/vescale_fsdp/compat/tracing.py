@@ -61,9 +61,19 @@ def _serves_one_shape(placements: Sequence[Any]) -> bool:
     return any(concerns(each) for concerns in _has_own_shape for each in placements)
 
 
+_has_traced = False
+
+
+def has_traced() -> bool:
+    """Whether ``torch.compile`` has taken one of our tensors apart in this process."""
+    return _has_traced
+
+
 @cache
 def _prepare_dynamo() -> None:
     """Change Dynamo, once, when it takes the first tensor apart. Its import takes a second."""
+    global _has_traced
+    _has_traced = True
     from torch._dynamo import guards, trace_rules
 
     def checked(original: Any, spec: Any, compiled: Any) -> bool:

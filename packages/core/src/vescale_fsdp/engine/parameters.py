@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp import devices
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import (
     BlockCodec,
     Codec,
@@ -47,7 +47,7 @@ from vescale_fsdp.engine.slot import (
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
-from vescale_fsdp.ragged import RaggedShard
+from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
 # byte dtype where the group holds one): NCCL falls back to scalar copies below that.
@@ -252,10 +252,12 @@ class Parameters(ABC):
     @property
     def version(self) -> tuple[int, int]:
         """The version of the shard. It changes with each write to it."""
-        # Many kernels of optimizers count nowhere. Operators on a DTensor that is not ragged count
-        # on the wrapper only, and so does code of ``torch.compile``.
+        # Many kernels of optimizers count nowhere. Operators on a DTensor that is not ragged, and
+        # code of ``torch.compile``, count on the wrapper only, which takes longer to read.
         writes = sum([slot.sharded._local_tensor._version for slot in self.slots])  # type: ignore[attr-defined]
-        writes += sum([slot.sharded._version for slot in self.slots])
+        is_ragged = bool(self.slots) and isinstance(self.slots[0].sharded, RaggedTensor)
+        if compat.has_traced() or not is_ragged:
+            writes += sum([slot.sharded._version for slot in self.slots])
         return writes, num_steps()
 
     @abstractmethod
