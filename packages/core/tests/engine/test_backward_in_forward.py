@@ -127,6 +127,8 @@ class Manual(nn.Module):
     def training_step(self, x: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
         first, second = optimizers
         self(x).square().mean().backward()
+        with torch.no_grad():
+            self.generator(x)  # something to log: a forward between the backward and the clipping
         self.step_of(first)
         critic = self.critic(self.generator(x)) * self.scale
         (critic - 1).square().mean().backward()

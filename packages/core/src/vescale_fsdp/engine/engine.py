@@ -153,9 +153,10 @@ class Engine(Executor):
             return
         if self._has_broken_off:
             self._drop_step(MEETING_TIMEOUT_S)
-        self.is_after_backward = False
-        if not self.passes.is_in_forward and self._has_left:
-            self._meet(MEETING_TIMEOUT_S)
+        if not self.passes.is_in_forward:
+            self.is_after_backward = False
+            if self._has_left:
+                self._meet(MEETING_TIMEOUT_S)
         self.passes.before_forward(unit, method, wants_gradients)
 
     def after_forward(self, unit: Unit, **how: bool) -> None:
