@@ -354,6 +354,26 @@ def test_two_roots_in_one_step_are_right_in_both() -> None:
     assert_outcomes(trains_two_roots, fsdp2=RIGHT)
 
 
+def trains_on_slopes(shard: Shard) -> str:
+    """The loss has the gradient by the inputs in it, as forces, and the penalty of a GAN."""
+    model, plain = make(models.Chain), make(models.Chain)
+    shard_units(shard, model)
+    for step in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            x = inputs_of(step, dist.get_rank()).requires_grad_()
+            (slope,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        found = verdict(full_gradients(model), averaged_gradients(plain))
+        if found != "right":
+            return found
+    return "right"
+
+
+def test_the_gradient_of_a_gradient_fails_in_fsdp2_and_is_right_here() -> None:
+    assert_outcomes(trains_on_slopes, fsdp2="RuntimeError: setStorage: .* storage of size 0")
+
+
 def deletes(shard: Shard) -> str:
     """Whether parameters and modules go with the last reference to the model."""
     shard_units(shard, make(models.Chain))  # the first of a process imports, and keeps a frame

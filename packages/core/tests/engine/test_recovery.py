@@ -234,17 +234,6 @@ def test_a_state_dict_taken_in_unsharded_outlives_it_and_changes_are_refused() -
     run_ranks(state_dict_in_a_context, 2)
 
 
-def second_derivative() -> None:
-    model = make()
-    value = x(0).requires_grad_()
-    with pytest.raises(NotImplementedError, match="create_graph"):
-        torch.autograd.grad(model(value).sum(), value, create_graph=True)
-
-
-def test_double_backward_is_refused_instead_of_wrong() -> None:
-    run_ranks(second_derivative, 2)
-
-
 class Aside(nn.Module):
     """Sets a tensor that depends on a parameter, and does not return it."""
 

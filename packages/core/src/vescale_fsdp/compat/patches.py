@@ -384,7 +384,10 @@ def replace_backward(replacement: Callable[..., Any]) -> None:
             )
 
         return replacement(
-            run, inputs, accumulates=accumulate_grad, allows_unused=allow_unreachable
+            *(run, inputs),
+            accumulates=accumulate_grad,
+            allows_unused=allow_unreachable,
+            makes_graph=create_graph,
         )
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment, attr-defined]

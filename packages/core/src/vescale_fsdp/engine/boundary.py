@@ -19,6 +19,11 @@ an alias. So of several outputs, the nodes that made them are watched instead: b
 parameters before the first of these nodes runs. An input that is returned as it is, beside others,
 is the caller's tensor again. So is a leaf that forward has made: no backward goes through it.
 
+With ``create_graph=True`` the gradients of the inputs have a graph, which reads the parameters
+too. A backward that reaches these gradients begins that of the call again. It comes from the
+first unit to the last, and then back to the first, so all of these units are unsharded at its
+turning point.
+
 In forward mode (dual tensors), tangents pass through as their primal values.
 
 What a forward puts into a container of its inputs is an output too.
@@ -178,18 +183,9 @@ def _is_of(call: Call, node: Any) -> bool:
 
 def _reach(calls: list[Call], _: tuple[torch.Tensor | None, ...]) -> None:
     """Begin the backward of the calls that returned a tensor: of the outermost unit first."""
-    for call in reversed(calls):
-        _begin(call)
-
-
-def _begin(call: Call) -> None:
-    if torch.is_grad_enabled():  # the second backward would find freed parameters
-        raise NotImplementedError(
-            f"a backward with create_graph=True through the sharded module {call.where} is not "
-            "supported yet by vescale_fsdp; compute this term without create_graph, or on a "
-            "module that is not sharded"
-        )
-    call.pre_backward()
+    with torch.no_grad():
+        for call in reversed(calls):
+            call.pre_backward()
 
 
 class _PreBackward(torch.autograd.Function):
@@ -201,7 +197,8 @@ class _PreBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _begin(ctx.call)
+        with torch.no_grad():
+            ctx.call.pre_backward()
         return (None, *grads)
 
     @staticmethod
@@ -213,6 +210,17 @@ class _PreBackward(torch.autograd.Function):
         )
 
 
+def _of_a_graph(
+    call: Call, grads: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Let a backward that reaches gradients of the inputs begin that of the call."""
+    given = [grad for grad in grads if grad is not None and grad.requires_grad]
+    passed = iter(_PreBackward.apply(call, *given) if given else ())  # type: ignore[no-untyped-call]
+    return tuple(
+        next(passed) if grad is not None and grad.requires_grad else grad for grad in grads
+    )
+
+
 class _PostBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -222,7 +230,10 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.post_backward()
+        with torch.no_grad():
+            ctx.call.post_backward()
+        if torch.is_grad_enabled():  # a backward of these gradients needs the parameters again
+            grads = _of_a_graph(ctx.call, grads)
         return (None, *grads)
 
     @staticmethod

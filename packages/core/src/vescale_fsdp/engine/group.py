@@ -27,6 +27,7 @@ from vescale_fsdp.dbuffer import (
     Comm,
     ThenCopy,
 )
+from vescale_fsdp.engine.inputs import refuse_graph
 from vescale_fsdp.engine.lent import show_gathered, show_sharded
 from vescale_fsdp.engine.moving import MovableParameters
 from vescale_fsdp.engine.slot import Slot, flags_of
@@ -369,6 +370,8 @@ class Group(MovableParameters):
         slot, gradient = self.slots[index], param.grad
         if gradient is None:  # its part of the graph ran, for an output that was not used
             return
+        if torch.is_grad_enabled():
+            refuse_graph(slot)
         if self.is_in_forward:
             self.on_gradient(0)  # the backward begins here, if it has passed no output of a unit
             if not slot.sharded.requires_grad:  # it was frozen in the forward (`follow_flags`)

@@ -8,7 +8,7 @@ itself only in terms that are computed from shards, such as a penalty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -18,7 +18,9 @@ from vescale_fsdp.engine.slot import Slot, holder_of, local_of
 Run = Callable[[Sequence[Any], bool], Any]
 
 
-def run_backward(run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_unused: bool) -> Any:
+def run_backward(
+    run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_unused: bool, makes_graph: bool
+) -> Any:
     """Run a backward by ``inputs``. `compat.replace_backward` lets torch call it.
 
     ``torch.autograd.grad`` returns the average over the ranks, sharded as the parameter is, which
@@ -28,10 +30,12 @@ def run_backward(run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_u
         run: runs it by other inputs, and may allow that some are not used.
         accumulates: into ``.grad``, as ``backward`` does.
         allows_unused: returns None for what is not used; else an error.
+        makes_graph: of the gradients (``create_graph``).
 
     Raises:
-        NotImplementedError: the outputs depend on a parameter in both ways, or it is also sharded
-            by an inner parallelism.
+        NotImplementedError: there is to be a graph of gradients by sharded parameters; or the
+            outputs depend on a parameter in both ways, or it is also sharded by an inner
+            parallelism.
         RuntimeError: an input is not used, on any rank.
     """
     slots = [holder_of(each) if isinstance(each, DTensor) else None for each in inputs]
@@ -45,7 +49,7 @@ def run_backward(run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_u
     results = list(run([*inputs, *twins.values()], True))
     of_twins = dict(zip(twins, results[len(inputs) :], strict=True))
     del results[len(inputs) :]
-    _refuse_both(results, of_twins, slots)
+    _refuse(results, of_twins, slots, makes_graph)
     for place, is_used in _used_on_any_rank(of_twins, slots).items():
         if is_used:
             results[place] = _averaged(of_twins[place], cast(Slot, slots[place]))
@@ -57,13 +61,25 @@ def run_backward(run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_u
     return tuple(results)
 
 
-def _refuse_both(
+def refuse_graph(slot: Slot) -> NoReturn:
+    """Refuse ``create_graph=True`` for gradients by a sharded parameter."""
+    raise NotImplementedError(
+        f"create_graph=True for the gradient by {slot.fqn!r}: vescale_fsdp averages and shards "
+        "gradients by parameters, without a graph. Gradients by inputs can have one: "
+        "torch.autograd.grad(loss, inputs, create_graph=True)"
+    )
+
+
+def _refuse(
     results: Sequence[torch.Tensor | None],
     of_twins: dict[int, torch.Tensor | None],
     slots: Sequence[Slot | None],
+    makes_graph: bool,
 ) -> None:
     for place, grad in of_twins.items():
         slot = cast(Slot, slots[place])
+        if grad is not None and makes_graph:
+            refuse_graph(slot)
         if grad is not None and results[place] is not None:
             raise NotImplementedError(
                 f"torch.autograd.grad by {slot.fqn!r} of something that depends on it both through "

@@ -56,7 +56,8 @@ def _with_habits(case: Case, chance: random.Random) -> Case:
     # Where ranks leave out units: what is lent to one is gathered by all; and a checkpoint that
     # hides the forward of the root leaves nothing to predict its backward from.
     is_even = not any("rank" in node.when + node.extra for node in walk(case.root))
-    uneven = [each for each in PASSES if each not in ("functional", "reentrant", "gradients")]
+    even = ("functional", "reentrant", "gradients", "penalty", "curvature")
+    uneven = [each for each in PASSES if each not in even]
     passes = PASSES if is_even else uneven
 
     def event() -> tuple[str, str]:

@@ -29,7 +29,7 @@ else:
 EVENTS = ("hook", "prehook", "backward_hook", "scale")  # on a module
 EVENTS += ("ema", "dcp", "reload_optimizer", "new_optimizer", "to", "data", "swap", "foreach")
 PASSES = ("grad", "only_input", "inputs", "functional", "around", "reentrant", "on_cpu")
-PASSES += ("parameters", "gradients")
+PASSES += ("parameters", "gradients", "penalty", "curvature")
 CLIPS = ("inf", "one", "value", "by hand")
 LEAVES = ("Recurrent", "Attention", "Normed", "Listed")  # modules with ways of their own
 
@@ -171,6 +171,22 @@ class Habits(Player):
         loss = self.loss(rank)
         torch.autograd.grad(loss, self.trainable(), retain_graph=True, allow_unused=True)
         loss.backward()
+
+    def pass_penalty(self, rank: int) -> None:
+        """The loss has the gradient of the input in it."""
+        loss = self.wanted_loss(rank)
+        (slope,) = torch.autograd.grad(loss, self.x, create_graph=True)
+        self.write("gradient of the input alone", slope, rank)
+        (loss + slope.square().mean()).backward()
+
+    def pass_curvature(self, rank: int) -> None:
+        """The loss has a second derivative by the input in it, and another forward is between."""
+        (slope,) = torch.autograd.grad(self.wanted_loss(rank), self.x, create_graph=True)
+        if not slope.requires_grad:  # nothing in the model is curved
+            return
+        (curve,) = torch.autograd.grad(slope.sum(), self.x, create_graph=True, allow_unused=True)
+        if curve is not None and curve.requires_grad:
+            (self.loss(rank, 1) + curve.square().mean()).backward()
 
     def pass_functional(self, rank: int) -> None:
         """With other values in place of the parameters."""

@@ -1,0 +1,254 @@
+"""Losses on a gradient by inputs (``create_graph=True``), as other projects write them.
+
+Forces of molecules (MACE, NequIP, SchNet), gradient penalties (WGAN-GP, R1 of StyleGAN), equations
+(physics-informed networks), and score matching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vescale_fsdp import fully_shard
+from vescale_fsdp.testing import run_ranks
+
+WIDTH, BATCH, STEPS = 6, 8, 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reshard_after_forward": {"reshard_after_forward": True},
+    "not reshard_after_forward": {"reshard_after_forward": False},
+    "in_flight": {"in_flight": 1},
+    **{row: {"sharding": row} for row in ("ddp", "zero1", "zero2")},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(torch.tanh(self.norm(x)))
+
+
+class Messages(Block):
+    """Returns two tensors, one of which is made from the other."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.linear(x).square().sum(-1)
+
+
+class Linear(Block):
+    """Nothing in it is curved, so no second derivative comes back through its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Net(nn.Module):
+    def __init__(self, kinds: tuple[type[Block], ...] = (Block, Block)) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([kind() for kind in kinds])
+        self.recomputes = False
+
+    def energy(self, x: Tensor) -> Tensor:
+        x, more = self.first(x), torch.zeros(len(x), dtype=x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            if isinstance(x, tuple):
+                x, parts = x
+                more = more + parts
+        return self.last(x)[:, 0] + more
+
+    def forward(self, x: Tensor) -> Any:
+        return self.energy(x)
+
+
+class Forces(Net):
+    """Energy and forces of a batch, the forces by a backward inside of the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        place = x.detach().requires_grad_()
+        trains = torch.is_grad_enabled()
+        with torch.enable_grad():  # also in validation
+            energy = self.energy(place)
+            (slope,) = torch.autograd.grad(energy.sum(), place, create_graph=trains)
+        return energy, -slope
+
+
+def energies_and_forces(model: nn.Module, x: Tensor) -> Tensor:
+    energy, forces = model(x)
+    return energy.square().mean() + (forces - x.sin()).square().mean()
+
+
+def forces_only(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x)[1] - x.sin()).square().mean()
+
+
+def validated(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model(x)
+    return forces_only(model, x)
+
+
+def wgan_gp(model: nn.Module, x: Tensor) -> Tensor:
+    mixed = (0.3 * x + 0.7 * x.flip(1)).requires_grad_()
+    (slope,) = torch.autograd.grad(
+        outputs=model(mixed).sum(),
+        inputs=mixed,
+        create_graph=True,
+        retain_graph=True,
+        only_inputs=True,
+    )
+    penalty = (slope.norm(2, dim=1) - 1).square().mean()
+    return (model(x) - model(x.flip(1))).mean() + 10 * penalty
+
+
+def r1(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return nn.functional.softplus(-out).mean() + slope.square().sum(1).mean() * 5
+
+
+def equation(model: nn.Module, x: Tensor) -> Tensor:
+    """The second derivative by an input is in the loss: three backwards through the graph."""
+    x = x.clone().requires_grad_()
+    u = model(x)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    return (second[:, 0] + first[:, 1] - x[:, 0].detach().sin()).square().mean()
+
+
+def score_matching(model: nn.Module, x: Tensor) -> Tensor:
+    """Sliced: a gradient of the product of the gradient with a vector."""
+    x = x.clone().requires_grad_()
+    v = x.detach().cos()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad((slope * v).sum(), x, create_graph=True)
+    return ((curve * v).sum(1) + 0.5 * (slope * v).sum(1).square()).mean()
+
+
+def in_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss first, and then its penalty, which adds to the gradients."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.mean().backward(retain_graph=True)
+    x.grad = None
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def train(model: nn.Module, x: Callable[[int], Tensor], loss: Callable[..., Tensor]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for step in range(STEPS):
+        loss(model, x(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def part_of(step: int) -> Tensor:
+    return batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def check(
+    make: Callable[[], Net],
+    loss: Callable[..., Tensor],
+    options: dict[str, Any],
+    *,
+    units: bool,
+    recomputes: bool = False,
+) -> None:
+    torch.manual_seed(1)
+    plain = make().double()
+    torch.manual_seed(1)
+    sharded = make().double()
+    plain.recomputes = sharded.recomputes = recomputes
+    for block in sharded.blocks if units else ():
+        fully_shard(block, **options)
+    fully_shard(sharded, **options)
+    train(plain, batch, loss)
+    train(sharded, part_of, loss)
+    for name, param in sharded.named_parameters():
+        torch.testing.assert_close(
+            param.full_tensor(),  # type: ignore[attr-defined]
+            plain.get_parameter(name),
+            rtol=1e-9,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{getattr(loss, '__name__', loss)} {name}: {text}",
+        )
+
+
+OUTSIDE = [r1, wgan_gp, equation, score_matching, in_two_backwards]
+INSIDE = [energies_and_forces, forces_only, validated]
+KINDS: dict[str, tuple[type[Block], ...]] = {
+    "blocks": (Block, Block, Block),
+    "several outputs": (Messages, Messages),
+    "linear": (Linear, Block, Linear),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("units", [True, False], ids=["units", "root only"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_is_that_of_one_process(options: dict[str, Any], units: bool) -> None:
+    run_ranks(check_all, 2, options, units)
+
+
+def check_all(options: dict[str, Any], units: bool) -> None:
+    for kinds in KINDS.values():
+        for loss in OUTSIDE:
+            check(partial(Net, kinds), loss, options, units=units)
+        for loss in INSIDE:
+            check(partial(Forces, kinds), loss, options, units=units)
+
+
+def test_so_it_is_with_recomputation() -> None:
+    run_ranks(check_recomputed, 2)
+
+
+def check_recomputed() -> None:
+    for loss in OUTSIDE:
+        check(Net, loss, {}, units=True, recomputes=True)
+    check(Forces, energies_and_forces, {}, units=True, recomputes=True)
+
+
+def test_so_it_is_with_replicas() -> None:
+    run_ranks(check_with_replicas, 4)
+
+
+def check_with_replicas() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    for loss in (r1, equation):
+        check(Net, loss, {"mesh": mesh}, units=True)
+    check(Forces, energies_and_forces, {"mesh": mesh}, units=True)
+
+
+def refused() -> None:
+    model = fully_shard(Net().double())
+    params = list(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"create_graph=True for the gradient by '"):
+        torch.autograd.grad(model(part_of(0)).sum(), params, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"create_graph=True for the gradient by '"):
+        model(part_of(0)).sum().backward(create_graph=True)
+    model(part_of(0)).sum().backward()  # it goes on
+    assert all(param.grad is not None for param in params)
+
+
+def test_a_graph_of_gradients_by_parameters_is_refused() -> None:
+    run_ranks(refused, 2)
