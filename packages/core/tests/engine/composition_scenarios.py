@@ -388,5 +388,27 @@ class AnyShape(nn.Module):
         return self.blocks[0](x * total)
 
 
+class Scripted(Block):
+    """Its products are computed by a scripted module without parameters, as in e3nn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.jit.script(Product())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.product(super().forward(x), self.down.weight)
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight @ weight.t())
+
+
+def scripted(shard: Shard) -> Any:
+    model = make(Net)
+    model.blocks = nn.ModuleList([Scripted(), Scripted()])
+    return trained(sharded(shard, model))
+
+
 def any_shape(shard: Shard) -> Any:
     return trained(sharded(shard, make(AnyShape)))

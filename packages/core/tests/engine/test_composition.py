@@ -67,6 +67,7 @@ def results(scenario: Scenario) -> tuple[Any, Any]:
         scenarios.optimizer_in_backward,
         scenarios.eight_bit_integers,
         scenarios.sixty_four_bit_integers,
+        scenarios.scripted,
         scenarios.any_shape,
         scenarios.functional_forward_mode,
         scenarios.eight_bit_floats,

@@ -36,6 +36,10 @@ def shard_module_list() -> None:
     fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
 
 
+def shard_traced() -> None:
+    fully_shard(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))))
+
+
 def shard_twice() -> None:
     fully_shard(fully_shard(nn.Linear(2, 2)))
 
@@ -71,6 +75,7 @@ def run_on_meta() -> None:
     model(inputs_of(0, 0))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize(
     ("call", "error", "pattern"),
     [
@@ -83,6 +88,11 @@ def run_on_meta() -> None:
             shard_module_list,
             ValueError,
             "^fully_shard does not support containers that do not implement forward: ModuleList",
+        ),
+        (
+            shard_traced,
+            ValueError,
+            "^the parameter '0.weight' belongs to a module of torch.jit",
         ),
         (
             shard_twice,

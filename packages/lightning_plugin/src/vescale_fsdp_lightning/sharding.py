@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from inspect import getattr_static
 from typing import Any, Literal
 
 import torch
@@ -351,7 +352,7 @@ class Sharding(Processes):
             child
             for child in module.children()
             if id(child) not in known
-            and type(child).forward is not nn.Module.forward
+            and getattr_static(type(child), "forward") is not nn.Module.forward
             and not isinstance(child, nn.ModuleList | nn.ModuleDict)
             and any(True for _ in child.parameters())
         ]

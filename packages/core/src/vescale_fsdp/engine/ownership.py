@@ -92,6 +92,7 @@ def params_to_shard(
     Raises:
         ValueError: a call on an outer module has already sharded a parameter; or a parameter is a
             DTensor on a mesh of another device type.
+        ValueError: it belongs to a scripted or traced module.
         AssertionError, ValueError, NotImplementedError: a parameter is a tensor subclass that
             cannot be sharded (see `gathers_itself`).
     """
@@ -108,7 +109,7 @@ def params_to_shard(
             is_inside = any(map(is_managed, modules))
             _refuse_within_model(fqn, param, sites, None if is_inside else inside)
             param = _taken_over(fqn, param, sites)
-        _check_param(fqn, param, axes)
+        _check_param(fqn, param, sites, axes)
         owner = getattr(param, _OWNER, None)
         unit: Unit | None = owner() if owner is not None else None
         if unit is not None:
@@ -321,7 +322,13 @@ def _taken_over(fqn: str, former: nn.Parameter, sites: list[Site]) -> nn.Paramet
     return whole
 
 
-def _check_param(fqn: str, param: nn.Parameter, axes: Axes) -> None:
+def _check_param(fqn: str, param: nn.Parameter, sites: list[Site], axes: Axes) -> None:
+    if any(isinstance(module(), torch.jit.ScriptModule) for module, _ in sites):
+        raise ValueError(
+            f"the parameter {fqn!r} belongs to a module of torch.jit, which keeps its parameters "
+            "in C++; shard the module that it was made from, or pass the parameter in "
+            "ignored_params (it is then not averaged)"
+        )
     if isinstance(param, DTensor) and not param.is_meta:
         theirs, ours = param.device_mesh.device_type, axes.mesh.device_type
         if theirs != ours:

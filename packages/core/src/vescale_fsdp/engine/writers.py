@@ -49,7 +49,8 @@ def may_write_data(unit: Unit) -> bool:
 
 @functools.cache
 def _mentions_data(kind: Any) -> bool:
-    return _reaches_data(kind.forward, kind)
+    # Statically: that of a scripted module cannot be read from its class.
+    return _reaches_data(inspect.getattr_static(kind, "forward"), kind)
 
 
 def _reaches_data(forward: Any, kind: type[nn.Module]) -> bool:

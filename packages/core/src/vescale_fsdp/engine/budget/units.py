@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import getattr_static
 
 from torch import nn
 
@@ -38,7 +39,8 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if next(child.parameters(), None) is None:
             continue
-        if type(child).forward is nn.Module.forward:  # a container, as ModuleList
+        forward = getattr_static(type(child), "forward")
+        if forward is nn.Module.forward:  # a container, as ModuleList
             yield from _children(child)
         else:
             yield child
