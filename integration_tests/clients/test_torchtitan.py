@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 import vescale_fsdp
 from vescale_fsdp.testing import run_ranks
@@ -47,14 +48,9 @@ def sharded_model(name: str) -> nn.Module:
     )  # fmt: skip
     model.to_empty(device="cpu")
     model.init_weights(buffer_device=torch.device("cpu"))  # type: ignore[operator]
-    # whose random numbers are others. Its hook puts wq, wk and wv into one, as DTensors.
-    mesh = next(model.parameters()).device_mesh  # type: ignore[union-attr]
-    buffers = dict(model.named_buffers())
-    state = {
-        key: value if key in buffers else distribute_tensor(value, mesh, [Replicate()])
-        for key, value in whole_model(name).state_dict().items()
-    }
-    model.load_state_dict(state)
+    # whose random numbers are others. Its hook puts wq, wk and wv into one.
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, whole_model(name).state_dict(), options=options)
     return model
 
 

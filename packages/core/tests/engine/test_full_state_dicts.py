@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from vescale_fsdp import Granularity, fully_shard
@@ -140,6 +141,67 @@ def check_another_shape_is_refused() -> None:
     with pytest.raises((RuntimeError, ValueError), match=r"5, 6"):
         set_model_state_dict(ours, wrong, options=FULL)
     assert_bit_equal(full_parameters(ours), before)
+
+
+class Fused(Net):
+    """Files have two halves of a weight, which a hook puts together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle.register_load_state_dict_pre_hook(join_halves)
+
+
+def join_halves(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    names = [f"{prefix}upper", f"{prefix}lower"]
+    if names[0] in state_dict:
+        state_dict[f"{prefix}weight"] = torch.cat([state_dict.pop(name) for name in names])
+
+
+def check_whole_tensors(**options: Any) -> None:
+    """What ``torch.load`` gives, on every rank."""
+    expected, values = make(2).state_dict(), dict(make(2).named_parameters())
+    ours = shard(make(1), **options)
+    params = dict(ours.named_parameters())
+    assert ours.load_state_dict(expected) == ([], [])
+    assert_bit_equal(full_parameters(ours), values)
+    assert all(params[name] is param for name, param in ours.named_parameters())
+    ours(torch.arange(7)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"size mismatch for middle.weight"):
+        ours.load_state_dict({**expected, "middle.weight": torch.zeros(5, 6)})
+    on_meta = shard(make(1, "meta"), **options)
+    on_meta.load_state_dict(make(2).state_dict(), assign=True)  # torch leaves a mark in it
+    assert_bit_equal(full_parameters(on_meta), values)
+    if "shard_placement_fn" in options:  # parameters are DTensors of torch
+        return
+    torch.manual_seed(1)
+    fused = shard(Fused(), **options)
+    expected["middle.upper"], expected["middle.lower"] = expected.pop("middle.weight").split([2, 3])
+    fused.load_state_dict(expected)
+    assert_bit_equal(full_parameters(fused), values)
+    with torch.no_grad():
+        for name, param in params.items():  # as a callback puts back the best weights
+            param.copy_(make(3).get_parameter(name))
+    assert_bit_equal(full_parameters(ours), dict(make(3).named_parameters()))
+
+
+def in_all_ways() -> None:
+    check_whole_tensors()
+    for row in ("ddp", "zero1"):
+        check_whole_tensors(sharding=row)
+    check_whole_tensors(shard_placement_fn=lambda param: Shard(0) if param.dim() else None)
+
+
+def test_each_rank_takes_its_part_of_whole_tensors() -> None:
+    run_ranks(in_all_ways, 2)
+
+
+def with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    check_whole_tensors(mesh=mesh)
+
+
+def test_so_do_replicas() -> None:
+    run_ranks(with_replicas, 4)
 
 
 def on_two_ranks() -> None:

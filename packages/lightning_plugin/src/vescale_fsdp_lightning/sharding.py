@@ -19,8 +19,6 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as re
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.overrides import is_tensor_like
 
 from vescale_fsdp import (
     FSDPModule,
@@ -247,9 +245,6 @@ class Sharding(Processes):
             self._shard_units(module, precision, roots=roots)
         else:
             self._shard_within(module, precision, roots=roots)
-        for child in module.modules():
-            if any(isinstance(param, DTensor) for param in child.parameters(recurse=False)):
-                child.register_load_state_dict_pre_hook(cut_whole_tensors)
         offloads = self.options.offloads_parameters or _is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
@@ -391,26 +386,6 @@ class Sharding(Processes):
 
     def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
         return self.options.mp_policy or policy_for(precision, is_root=is_root)
-
-
-def cut_whole_tensors(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Shard the full tensors in a state dict before a module loads them. No communication.
-
-    It is a hook for ``load_state_dict``. So Lightning's own code can load a file, of which each
-    process reads all. ``state_dict`` is a copy. Each module has the hook, because hooks of outer
-    modules may have renamed entries.
-    """
-    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        whole: Any = state_dict.get(prefix + name)
-        if not isinstance(param, DTensor) or isinstance(whole, DTensor):
-            continue
-        if is_tensor_like(whole) and whole.shape == param.shape:
-            loaded = torch.detach(whole).to(param.device)  # detach: it may be mapped from a file
-            state_dict[prefix + name] = distribute_tensor(
-                loaded, param.device_mesh, param.placements, src_data_rank=None
-            )
 
 
 def _is_offloaded(module: nn.Module) -> bool:

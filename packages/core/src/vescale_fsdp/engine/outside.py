@@ -1,4 +1,4 @@
-"""``parameters``, ``zero_grad`` and gradients of any module that holds sharded parameters.
+"""``parameters``, ``zero_grad``, gradients, and loads, of any module that holds sharded parameters.
 
 The root and some units stay unsharded between forward and backward, and their unsharded parameters
 are registered. Optimizers, clipping and ``zero_grad`` must get the sharded ones then, which have
@@ -9,14 +9,18 @@ the gradients. A module around a sharded one is the user's, or Fabric's, or that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import is_tensor_like
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.inputs import run_backward
-from vescale_fsdp.engine.slot import GATHERED_OF
+from vescale_fsdp.engine.slot import GATHERED_OF, holder_of
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
 
@@ -50,6 +54,36 @@ def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: boo
     original(module, set_to_none)
 
 
+def load_state_dict(
+    original: Callable[..., Any],
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """As ``nn.Module.load_state_dict``. Of whole tensors, each rank takes its part.
+
+    All ranks must have the same. No communication.
+    """
+    parts: dict[str, DTensor] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name not in state_dict or not isinstance(param, DTensor) or holder_of(param) is None:
+            continue
+        whole = state_dict[name]
+        if is_tensor_like(whole) and not isinstance(whole, DTensor) and whole.shape == param.shape:
+            loaded = torch.detach(whole)  # it may be mapped from a file
+            if not param.is_meta:
+                loaded = loaded.to(param.device)
+            mesh, placements = param.device_mesh, param.placements
+            parts[name] = distribute_tensor(loaded, mesh, placements, src_data_rank=None)
+    if parts:
+        metadata = getattr(state_dict, "_metadata", None)
+        state_dict = OrderedDict({**state_dict, **parts})
+        if metadata is not None:
+            state_dict._metadata = metadata  # type: ignore[attr-defined]
+    return original(module, state_dict, *args, **options)
+
+
 def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters with gradients of earlier backwards that are not reduced yet."""
     groups = [group for unit in units_in(module).values() for group in unit.groups]
@@ -59,5 +93,5 @@ def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def reach_from_outside() -> None:
     """Replace these methods, and `run_backward`. Further calls do nothing."""
-    compat.replace_module_methods(named_parameters, zero_grad)
+    compat.replace_module_methods(named_parameters, zero_grad, load_state_dict)
     compat.replace_backward(run_backward)
