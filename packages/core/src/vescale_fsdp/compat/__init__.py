@@ -68,6 +68,12 @@ from vescale_fsdp.compat.patches import (
     without_step_hooks,
     write_all_boxes,
 )
+from vescale_fsdp.compat.spmd import (
+    carry_spmd_types,
+    is_replicated_type,
+    spmd_types_of,
+    take_spmd_type,
+)
 from vescale_fsdp.compat.tracing import (
     TraceableDTensor,
     compile_for_each_shape,
@@ -116,14 +122,15 @@ __all__ = [
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
     "TraceableDTensor", "agents_in",
     "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",
-    "allocates", "archive_records", "axis_ranks", "broadcast", "compile_for_each_shape",
+    "allocates", "archive_records", "axis_ranks", "broadcast", "carry_spmd_types",
+    "compile_for_each_shape",
     "concatenate_meshes",
     "count_groups_from_zero",
     "current_backward", "current_node", "default_store", "flattened", "forget_meshes",
     "forget_stages", "fqn_of", "free_workspaces",
     "gather_uneven", "group_over", "has_other_init_group", "has_traced",
     "in_functional_call",
-    "init_group", "is_fsdp2_collective",
+    "init_group", "is_fsdp2_collective", "is_replicated_type",
     "is_traceable_wrapper_subclass", "is_transforming", "is_wrapper", "layout_of_name",
     "leave_to_python",
     "local_tensor", "members_of", "mesh_group", "mesh_info", "mesh_over", "neg_view",
@@ -135,8 +142,9 @@ __all__ = [
     "replace_module_methods",
     "route_creation", "route_distribution", "route_from_local", "route_numbers",
     "route_redistribute", "route_state_creation",
-    "set_fsdp2_state", "set_versions", "storage_info", "storages_of", "store_wait",
-    "support_foreach", "symmetric_memory", "takes_functional_gradient", "unregister",
+    "set_fsdp2_state", "set_versions", "spmd_types_of", "storage_info", "storages_of",
+    "store_wait", "support_foreach", "symmetric_memory", "take_spmd_type",
+    "takes_functional_gradient", "unregister",
     "uses_symmetric_memory",
     "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

@@ -85,7 +85,7 @@ def _refuse(
                 f"torch.autograd.grad by {slot.fqn!r} of something that depends on it both through "
                 "a forward and directly (a penalty); differentiate the terms one after the other"
             )
-        if grad is not None and slot.given is not None:
+        if grad is not None and (slot.given or slot.inner) is not None:
             raise NotImplementedError(
                 f"torch.autograd.grad by {slot.fqn!r}, which is sharded by an inner parallelism "
                 "too; use backward()"

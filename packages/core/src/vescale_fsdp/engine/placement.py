@@ -37,9 +37,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat, devices, transfers
@@ -136,12 +137,7 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
     if axes.whole is None:
         return given
     if given is None:
-        raise ValueError(
-            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
-            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'. Annotations of "
-            "spmd_types are not read: use another spmd_backend in torchtitan, such as "
-            "partial_dtensor."
-        )
+        given, _ = annotated_spec(param, axes, fqn)
     if given.mesh != axes.whole:
         raise ValueError(
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
@@ -160,6 +156,52 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
         return None
     mesh = axes.whole[inner[0]] if len(inner) == 1 else axes.whole[inner]
     return DTensorSpec(mesh, tuple(by_name[name] for name in inner), given.tensor_meta)
+
+
+def annotated_spec(
+    param: torch.Tensor, axes: Axes, fqn: str
+) -> tuple[DTensorSpec, list[dist.ProcessGroup]]:
+    """Return the spec on ``axes.whole`` of a plain parameter that has types of ``spmd_types``.
+
+    And the groups of inner axes over which its gradients are to be summed: the types say so.
+
+    Raises:
+        ValueError: it has no types, not one for each inner axis, or others along the data axes.
+    """
+    assert axes.whole is not None, "the caller has checked it"
+    types = compat.spmd_types_of(param)
+    if not types:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"(e.g. via distribute_module). Got plain tensor for parameter '{fqn}'."
+        )
+    placements: list[Placement] = []
+    sums: list[dist.ProcessGroup] = []
+    shape = list(param.shape)
+    for axis, name in enumerate(axes.whole.mesh_dim_names or ()):
+        placements.append(Replicate())
+        if name in axes.data_names or axes.whole.size(axis) == 1:
+            continue
+        group = compat.mesh_group(axes.whole, axis)
+        try:
+            placements[axis], of_gradient = compat.take_spmd_type(types, group)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"the types of spmd_types on parameter '{fqn}' need R, I or a sharded dimension "
+                f"along '{name}', got {error}"
+            ) from None
+        if of_gradient.is_partial():
+            sums.append(group)
+        if isinstance(placements[axis], Shard):
+            shape[placements[axis].dim] *= axes.whole.size(axis)  # type: ignore[attr-defined]
+    if not compat.is_replicated_type(types):
+        raise ValueError(
+            f"Expected spmd.R on the data axes {axes.data_names} for parameter '{fqn}' but got "
+            f"{types}"
+        )
+    size = torch.Size(shape)
+    meta = TensorMeta(size, tuple(contiguous_strides(size)), param.dtype)
+    return DTensorSpec(axes.whole, tuple(placements), meta), sums
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:

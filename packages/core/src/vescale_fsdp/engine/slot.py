@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -23,6 +24,7 @@ from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import Coding
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.placement import (
+    annotated_spec,
     as_gathered,
     inner_spec,
     local_data,
@@ -55,12 +57,13 @@ class Slot:
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
+    sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
 
     def __post_init__(self) -> None:
         # Whether a gradient of the gathered parameter is what the buffer wants.
-        self.lies_plainly = self.given is None and not self.dim
+        self.lies_plainly = self.given is None and not self.dim and not self.sums
         whole = all(placement.is_replicate() for placement in self.spec.placements)
         self.is_replicated = whole and not self.dim
 
@@ -104,6 +107,10 @@ class Slot:
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient of the unsharded parameter in its shape in the buffer."""
         local = local_gradient(gradient, self.given, self.axes)
+        if self.sums:
+            local = local.clone(memory_format=torch.contiguous_format)
+        for group in self.sums:
+            compat.all_reduce(local, group).wait()
         return local.movedim(self.dim, 0) if self.dim else local
 
     def in_forward(self, view: torch.Tensor) -> torch.Tensor:
@@ -193,6 +200,13 @@ class ParamToShard:
         return inner_spec(self.param, self.axes, self.fqn)
 
     @property
+    def sums(self) -> Sequence[dist.ProcessGroup]:
+        """The groups over which its plain gradients are summed, before those of the data axes."""
+        if self.axes.whole is None or isinstance(self.param, DTensor):
+            return ()
+        return annotated_spec(self.param, self.axes, self.fqn)[1]
+
+    @property
     def data(self) -> torch.Tensor:
         """This rank's data to shard, in the order of the buffer."""
         data = local_data(self.param)
@@ -233,7 +247,9 @@ def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> D
     """Return the spec of the sharded parameter, with ``placement`` on the data axes."""
     placements = placements_of(p.axes, placement, p.inner)
     mesh = mesh_at_rest(p.axes, p.inner, p.fqn)
-    shape = p.param.shape  # of a DTensor: the global one
+    # Of a DTensor: the global one.
+    is_annotated = p.inner is not None and not isinstance(p.param, DTensor)
+    shape = annotated_spec(p.param, p.axes, p.fqn)[0].shape if is_annotated else p.param.shape
     return spec_at_rest(mesh, placements, shape, dtype)
 
 
