@@ -66,7 +66,8 @@ def load_state_dict(
     All ranks must have the same. No communication.
     """
     parts: dict[str, DTensor] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    is_dict = isinstance(state_dict, Mapping)  # else torch says so
+    for name, param in module.named_parameters(remove_duplicate=False) if is_dict else ():
         if name not in state_dict or not isinstance(param, DTensor) or holder_of(param) is None:
             continue
         whole = state_dict[name]
