@@ -98,6 +98,14 @@ def beside_one_process() -> None:
     typed = cut_and_typed(Block(), mesh, spmd.V)
     with pytest.raises(ValueError, match="types of spmd_types on parameter 'scale' need R, I or"):
         fully_shard(typed, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    typed = cut_and_typed(Block(), mesh, spmd.R)
+    with pytest.raises(
+        ValueError, match="parameter 'scale' has types of spmd_types: pass the mesh"
+    ):
+        fully_shard(typed, mesh=mesh["dp"])
+    values = {name: 0.5 * param for name, param in sharded.named_parameters()}
+    with pytest.raises(ValueError, match="sharded by an inner parallelism too"):
+        torch.func.functional_call(sharded, values, (batch(0),))
     with pytest.raises(ValueError, match="Got plain tensor for parameter 'scale'"):
         fully_shard(Block(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 

@@ -146,10 +146,6 @@ def a_list_as_the_root(library: Library) -> None:
     first(ones())
 
 
-def a_plain_state_dict(library: Library) -> None:
-    library.fully_shard(linear()).load_state_dict(linear().state_dict())
-
-
 # Mistakes in methods
 
 
@@ -309,7 +305,6 @@ MISTAKES: dict[Observe, tuple[type[Exception], str]] = {
     ),
     meta_at_unshard: (RuntimeError, ON_META + "following were still on meta device: ["),
     a_list_as_the_root: (RuntimeError, "FSDP requires a single root module but got ("),
-    a_plain_state_dict: (RuntimeError, "Error(s) in loading state_dict for "),
     an_int_for_a_bool: (
         ValueError,
         "reshard_after_forward should be a bool, got <class 'int'>",

@@ -239,6 +239,27 @@ def check_with_replicas() -> None:
     check(Forces, energies_and_forces, {"mesh": mesh}, units=True)
 
 
+def reduces_once(options: dict[str, Any]) -> None:
+    """Hooks on parameters run once a step, although a step has three backwards."""
+    model = Net().double()
+    for block in model.blocks:
+        fully_shard(block, unused="zeros", **options)
+    fully_shard(model, unused="zeros", **options)
+    calls: list[Tensor] = []
+    params = list(model.parameters())
+    for param in params:
+        param.register_post_accumulate_grad_hook(calls.append)
+    for accumulates in (True, False):
+        model.set_requires_gradient_sync(not accumulates)
+        equation(model, part_of(0)).backward()
+        assert len(calls) == (0 if accumulates else len(params))
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "ddp"}, {"sharding": "zero1"}], ids=str)
+def test_an_inner_backward_reduces_nothing(options: dict[str, Any]) -> None:
+    run_ranks(reduces_once, 2, options)
+
+
 def refused() -> None:
     model = fully_shard(Net().double())
     params = list(model.parameters())

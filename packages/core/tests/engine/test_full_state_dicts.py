@@ -171,17 +171,11 @@ def check_whole_tensors(**options: Any) -> None:
     on_meta = shard(make(1, "meta"), **options)
     on_meta.load_state_dict(make(2).state_dict(), assign=True)  # torch leaves a mark in it
     assert_bit_equal(full_parameters(on_meta), values)
-    if "shard_placement_fn" in options:  # parameters are DTensors of torch
-        return
     torch.manual_seed(1)
     fused = shard(Fused(), **options)
     expected["middle.upper"], expected["middle.lower"] = expected.pop("middle.weight").split([2, 3])
     fused.load_state_dict(expected)
     assert_bit_equal(full_parameters(fused), values)
-    with torch.no_grad():
-        for name, param in params.items():  # as a callback puts back the best weights
-            param.copy_(make(3).get_parameter(name))
-    assert_bit_equal(full_parameters(ours), dict(make(3).named_parameters()))
 
 
 def in_all_ways() -> None:

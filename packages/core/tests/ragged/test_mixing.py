@@ -240,25 +240,6 @@ def test_a_plain_tensor_takes_a_copy_of_the_whole() -> None:
     run_ranks(check_read_out, 2)
 
 
-def check_read_in() -> None:
-    whole = random((4, 3))
-    x = RaggedTensor.distribute(torch.zeros(4, 3), make_mesh(), [RaggedShard((0, 1), (5, 7))])
-    version = x._local_tensor._version
-    assert x.copy_(whole.double()) is x
-    same(x, whole)
-    assert x._local_tensor._version > version
-    for other in (torch.ones(3), torch.ones(2, 4, 3)):
-        with pytest.raises((ValueError, RuntimeError)):
-            x.copy_(other)
-    param = torch.nn.Parameter(x)
-    param.data.copy_(2 * whole)
-    same(param, 2 * whole)
-
-
-def test_a_ragged_tensor_takes_its_part_of_a_whole_one() -> None:
-    run_ranks(check_read_in, 2)
-
-
 def check_grid() -> None:
     whole = random((4, 6))
     x = RaggedTensor.distribute(whole, grid(), [Replicate(), RaggedShard((0,), (1, 3))])

@@ -69,7 +69,6 @@ from vescale_fsdp.compat.patches import (
     write_all_boxes,
 )
 from vescale_fsdp.compat.spmd import (
-    carry_spmd_types,
     is_replicated_type,
     spmd_types_of,
     take_spmd_type,
@@ -122,8 +121,7 @@ __all__ = [
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
     "TraceableDTensor", "agents_in",
     "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",
-    "allocates", "archive_records", "axis_ranks", "broadcast", "carry_spmd_types",
-    "compile_for_each_shape",
+    "allocates", "archive_records", "axis_ranks", "broadcast", "compile_for_each_shape",
     "concatenate_meshes",
     "count_groups_from_zero",
     "current_backward", "current_node", "default_store", "flattened", "forget_meshes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ def spmd_types_of(tensor: torch.Tensor) -> dict[Any, Any]:
     """Return the types of a plain tensor by mesh axis; empty if it has none."""
     if _PACKAGE not in sys.modules:
         return {}
-    package, types = sys.modules[_PACKAGE], sys.modules[f"{_PACKAGE}.types"]
-    found = dict(package.get_local_type(tensor))
-    dims = sys.modules[f"{_PACKAGE}.runtime"].get_partition_spec(tensor)
+    runtime, types = (import_module(f"{_PACKAGE}.{name}") for name in ("runtime", "types"))
+    found = dict(sys.modules[_PACKAGE].get_local_type(tensor))
+    dims = runtime.get_partition_spec(tensor)
     return found if dims is None else {**found, **types.partition_spec_to_shard_types(dims)}
 
 
@@ -49,11 +50,3 @@ def take_spmd_type(types: dict[Any, Any], group: dist.ProcessGroup) -> tuple[Pla
 def is_replicated_type(types: Mapping[Any, Any]) -> bool:
     """Whether all types say that each rank has the same, and that gradients are to be summed."""
     return all(kind is sys.modules[_PACKAGE].R for kind in types.values())
-
-
-def carry_spmd_types(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give ``target`` the types of ``source``."""
-    if spmd_types_of(source):
-        for name in ("_local_type", "_partition_spec"):
-            if hasattr(source, name):
-                setattr(target, name, getattr(source, name))

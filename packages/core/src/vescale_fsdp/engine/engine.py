@@ -21,6 +21,7 @@ from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.group import Fetched, Group
+from vescale_fsdp.engine.inputs import leaves_out_parameters
 from vescale_fsdp.engine.reducing import Mail, Reducing
 from vescale_fsdp.engine.settling import (
     MEETING_TIMEOUT_S,
@@ -300,6 +301,8 @@ class Engine(Executor):
 
     def due(self) -> Sequence[Reduction]:
         """Return the groups to reduce in this backward, the last defined first."""
+        if leaves_out_parameters():
+            return []
         return self._reducing.due(self.units(), self.passes.window.policy.small_bytes)
 
     def start_reductions(self, batch: Sequence[Reduction]) -> None:

@@ -370,13 +370,13 @@ class Group(MovableParameters):
         slot, gradient = self.slots[index], param.grad
         if gradient is None:  # its part of the graph ran, for an output that was not used
             return
-        if torch.is_grad_enabled():
-            refuse_graph(slot)
         if self.is_in_forward:
             self.on_gradient(0)  # the backward begins here, if it has passed no output of a unit
             if not slot.sharded.requires_grad:  # it was frozen in the forward (`follow_flags`)
                 param.grad = None
                 return
+        if torch.is_grad_enabled():
+            refuse_graph(slot)
         if self.state is not State.UNSHARDED and not self.frees_before_backward:
             raise RuntimeError(
                 f"a gradient of {slot.fqn!r} appeared while its parameters were freed: the loss "

@@ -3,17 +3,21 @@
 The graph of a forward has the unsharded parameters, but users have the sharded ones. So a backward
 by a sharded parameter is one by its unsharded twin too. One of both is in the graph: the parameter
 itself only in terms that are computed from shards, such as a penalty.
+
+``torch.autograd.grad``, and a backward by other tensors alone (positions of atoms), accumulate no
+gradient of a parameter. So none is reduced, and no hook on a parameter runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_fsdp.engine.slot import Slot, holder_of, local_of
+from vescale_fsdp.engine.slot import GATHERED_OF, Slot, holder_of, local_of
 
 Run = Callable[[Sequence[Any], bool], Any]
 
@@ -44,21 +48,48 @@ def run_backward(
         for place, slot in enumerate(slots)
         if slot is not None and slot.gathered is not None and slot.gathered.requires_grad
     }
-    if not twins or accumulates:
+    if not inputs or (accumulates and (twins or any(map(_is_gathered, inputs)))):
         return run([*inputs, *twins.values()], allows_unused)
-    results = list(run([*inputs, *twins.values()], True))
+    with _without_parameters():
+        if not twins:
+            return run(inputs, allows_unused)
+        results = list(run([*inputs, *twins.values()], True))
     of_twins = dict(zip(twins, results[len(inputs) :], strict=True))
     del results[len(inputs) :]
-    _refuse(results, of_twins, slots, makes_graph)
-    for place, is_used in _used_on_any_rank(of_twins, slots).items():
-        if is_used:
-            results[place] = _averaged(of_twins[place], cast(Slot, slots[place]))
+    used = [place for place, is_used in _used_on_any_rank(of_twins, slots).items() if is_used]
+    if used and makes_graph:
+        refuse_graph(cast(Slot, slots[used[0]]))
+    _refuse(results, of_twins, slots)
+    for place in used:
+        results[place] = _averaged(of_twins[place], cast(Slot, slots[place]))
     if not allows_unused and any(each is None for each in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set "
             "allow_unused=True if this is the desired behavior."
         )
     return tuple(results)
+
+
+_num_without_parameters = 0  # backwards that run
+
+
+def leaves_out_parameters() -> bool:
+    """Whether a backward runs that accumulates no gradient of a parameter."""
+    return _num_without_parameters > 0
+
+
+@contextmanager
+def _without_parameters() -> Iterator[None]:
+    global _num_without_parameters
+    _num_without_parameters += 1
+    try:
+        yield
+    finally:
+        _num_without_parameters -= 1
+
+
+def _is_gathered(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and GATHERED_OF in vars(tensor)
 
 
 def refuse_graph(slot: Slot) -> NoReturn:
@@ -74,12 +105,9 @@ def _refuse(
     results: Sequence[torch.Tensor | None],
     of_twins: dict[int, torch.Tensor | None],
     slots: Sequence[Slot | None],
-    makes_graph: bool,
 ) -> None:
     for place, grad in of_twins.items():
         slot = cast(Slot, slots[place])
-        if grad is not None and makes_graph:
-            refuse_graph(slot)
         if grad is not None and results[place] is not None:
             raise NotImplementedError(
                 f"torch.autograd.grad by {slot.fqn!r} of something that depends on it both through "

@@ -102,7 +102,7 @@ def put_back(places: Sequence[Place]) -> None:
 
 def _gathered(lent: torch.Tensor, slot: Slot) -> torch.Tensor:
     """Return the whole tensor, on the device and in the dtype of the unsharded parameter."""
-    if isinstance(lent, DTensor) and slot.given is not None:
+    if isinstance(lent, DTensor) and (slot.given or slot.inner) is not None:
         raise ValueError(
             f"a sharded tensor was registered in place of the parameter {slot.fqn!r}, which is "
             "sharded by an inner parallelism too; pass a plain tensor to functional_call, or write "

@@ -9,8 +9,7 @@ the gradients. A module around a sharded one is the user's, or Fabric's, or that
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch.overrides import is_tensor_like
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.inputs import run_backward
-from vescale_fsdp.engine.slot import GATHERED_OF, holder_of
+from vescale_fsdp.engine.late import is_managed
+from vescale_fsdp.engine.slot import GATHERED_OF
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
 
@@ -54,35 +54,38 @@ def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: boo
     original(module, set_to_none)
 
 
-def load_state_dict(
-    original: Callable[..., Any],
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """As ``nn.Module.load_state_dict``. Of whole tensors, each rank takes its part.
+def _load_from_state_dict(
+    original: Callable[..., None], module: nn.Module, *args: Any, **options: Any
+) -> None:
+    """As ``nn.Module`` loads its own parameters. Of whole tensors, each rank takes its part.
 
-    All ranks must have the same. No communication.
+    All ranks must have the same. No communication. After hooks of users, which may rename and join
+    tensors.
     """
-    parts: dict[str, DTensor] = {}
-    is_dict = isinstance(state_dict, Mapping)  # else torch says so
-    for name, param in module.named_parameters(remove_duplicate=False) if is_dict else ():
-        if name not in state_dict or not isinstance(param, DTensor) or holder_of(param) is None:
+    if not is_managed(module):
+        return original(module, *args, **options)
+    handle = module.register_load_state_dict_pre_hook(_cut_whole_tensors)
+    try:
+        return original(module, *args, **options)
+    finally:
+        handle.remove()
+
+
+def _cut_whole_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """A hook before a load. ``state_dict`` is a copy."""
+    for name, param in module._parameters.items():
+        if not isinstance(param, DTensor):
             continue
-        whole = state_dict[name]
+        whole = state_dict.get(prefix + name)
         if is_tensor_like(whole) and not isinstance(whole, DTensor) and whole.shape == param.shape:
             loaded = torch.detach(whole)  # it may be mapped from a file
             if not param.is_meta:
                 loaded = loaded.to(param.device)
             mesh, placements = param.device_mesh, param.placements
-            parts[name] = distribute_tensor(loaded, mesh, placements, src_data_rank=None)
-    if parts:
-        metadata = getattr(state_dict, "_metadata", None)
-        state_dict = OrderedDict({**state_dict, **parts})
-        if metadata is not None:
-            state_dict._metadata = metadata  # type: ignore[attr-defined]
-    return original(module, state_dict, *args, **options)
+            cut = distribute_tensor(loaded, mesh, placements, src_data_rank=None)
+            state_dict[prefix + name] = cut
 
 
 def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -94,5 +97,5 @@ def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def reach_from_outside() -> None:
     """Replace these methods, and `run_backward`. Further calls do nothing."""
-    compat.replace_module_methods(named_parameters, zero_grad, load_state_dict)
+    compat.replace_module_methods(named_parameters, zero_grad, _load_from_state_dict)
     compat.replace_backward(run_backward)

@@ -215,8 +215,6 @@ class Parameters(ABC):
         differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         slot.gathered = nn.Parameter(tensor, requires_grad=differentiable)
         setattr(slot.gathered, GATHERED_OF, weakref.ref(slot))
-        if (original := slot.original()) is not None:
-            compat.carry_spmd_types(original, slot.gathered)
         if differentiable:  # also where it is frozen now: it may be unfrozen later
             _take_gradients(slot.gathered, weakref.ref(self), index)
         slot.gathered.requires_grad_(slot.sharded.requires_grad)

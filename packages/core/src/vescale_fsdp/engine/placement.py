@@ -130,11 +130,17 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
     """Return the part of that spec without the data axes; None if nothing is left.
 
     Raises:
-        ValueError: parameters must be DTensors on ``axes.whole``, replicated over the data axes,
-            and this one is not.
+        ValueError: parameters must be DTensors on ``axes.whole``, or have types of ``spmd_types``,
+            and be replicated over the data axes, and this one is not.
     """
     given = given_spec(param)
     if axes.whole is None:
+        if given is None and compat.spmd_types_of(param):
+            raise ValueError(
+                f"parameter '{fqn}' has types of spmd_types: pass the mesh of all axes, and "
+                "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...), which names those "
+                "that share the data"
+            )
         return given
     if given is None:
         given, _ = annotated_spec(param, axes, fqn)

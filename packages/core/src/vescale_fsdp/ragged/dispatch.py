@@ -10,7 +10,6 @@
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
 | writes to a mask | ``x[mask] = number`` | in place |
 | copies to plain tensors | ``plain.copy_(x)`` | the whole: an all-gather |
-| copies from plain tensors of its shape | ``x.copy_(plain)`` | each rank takes its part |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
@@ -97,18 +96,11 @@ def _index_put(
 
 
 def _copy(func: Any, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left.
-
-    ``ragged.copy_(plain)`` with a tensor of its shape: each rank takes its part.
-    """
+    """``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left."""
     is_followed = torch.is_grad_enabled() and source.requires_grad
-    if not is_followed and not isinstance(x, DTensor):
-        return func(x, compat.local_tensor(whole(func, source)), *args, **kwargs)
-    is_whole = not isinstance(source, DTensor) and source.shape == x.shape
-    if isinstance(x, DTensor) and is_whole and not is_followed:
-        everywhere = [Replicate()] * x.device_mesh.ndim
-        source = DTensor.from_local(source, x.device_mesh, everywhere, run_check=False)
-    return run_elementwise(func, (x, source, *args), kwargs)
+    if isinstance(x, DTensor) or is_followed:
+        return run_elementwise(func, (x, source, *args), kwargs)
+    return func(x, compat.local_tensor(whole(func, source)), *args, **kwargs)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
