@@ -359,8 +359,8 @@ def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
 def replace_backward(replacement: Callable[..., Any]) -> None:
     """Let ``backward`` and ``torch.autograd.grad`` call ``replacement(run, inputs, ...)``.
 
-    ``run(inputs, allows_unused)`` is the original, ``accumulates`` tells the first from the second.
-    Once.
+    ``run(inputs, allows_unused)`` is the original, ``accumulates`` tells the first from the second,
+    ``makes_graph`` is ``create_graph``. Once.
     """
     if replacement.__name__ in _replaced_methods:
         return

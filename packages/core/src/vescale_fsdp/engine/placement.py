@@ -12,6 +12,9 @@ is one DTensor over all axes, the data axes first. Within a forward it is the us
                                                                       full buffer as local tensor
     in the buffer                                                     local shape of this rank
 
+It may also be plain, cut by the user, with types of ``spmd_types`` that say how. Then it is plain
+within a forward too, and the types say over which axes its gradients are summed.
+
 HSDP may shard the sharded parameters over the outer axis, too (``"hsdp_zero1"``). During a step a
 rank then holds an *inner shard*. Four ranks as 2 x 2, a full buffer of four parts::
 

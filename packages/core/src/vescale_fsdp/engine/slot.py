@@ -105,7 +105,10 @@ class Slot:
         return (local.movedim(self.dim, 0) if self.dim else local).reshape(-1)
 
     def in_buffer(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient of the unsharded parameter in its shape in the buffer."""
+        """Return a gradient of the unsharded parameter in its shape in the buffer.
+
+        Cost: one all-reduce for each inner axis over which it is a part of a sum.
+        """
         local = local_gradient(gradient, self.given, self.axes)
         if self.sums:
             local = local.clone(memory_format=torch.contiguous_format)
@@ -196,7 +199,7 @@ class ParamToShard:
 
     @property
     def inner(self) -> DTensorSpec | None:
-        """Its spec by inner parallelism, if it is a DTensor."""
+        """Its spec by inner parallelism, if it is a DTensor or has types of ``spmd_types``."""
         return inner_spec(self.param, self.axes, self.fqn)
 
     @property
