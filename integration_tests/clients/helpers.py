@@ -34,6 +34,16 @@ def check(found: Steps, expected: Steps, *, rel: float, abs: float = 0.0) -> Non
         assert ours == pytest.approx(theirs, rel=rel, abs=abs), f"step {step}"
 
 
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Make tensors in fp64. The processes of ranks run other tests afterwards."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def random_tokens(rows: int, length: int, vocab_size: int = 64) -> torch.Tensor:
     """Token ids from 3 on: those before are special in ``make_tokenizer``."""
     generator = torch.Generator().manual_seed(1)

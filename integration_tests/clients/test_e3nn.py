@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing import run_ranks
 
+from .helpers import in_double
+
 NUM_ATOMS, BATCH = 4, 4
 FEATURES = "4x0e + 4x1o"
 
@@ -82,8 +84,8 @@ def train(model: nn.Module, rank: int, size: int) -> None:
         optimizer.zero_grad()
 
 
+@in_double()
 def beside_one_process() -> None:
-    torch.set_default_dtype(torch.float64)
     models = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing import run_ranks
 
+from .helpers import in_double
+
 WIDTH, HIDDEN, BATCH = 6, 8, 4
 
 
@@ -76,10 +78,10 @@ def train(model: nn.Module, rank: int, size: int) -> None:
         optimizer.zero_grad()
 
 
+@in_double()
 def beside_one_process() -> None:
     import spmd_types as spmd
 
-    torch.set_default_dtype(torch.float64)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain = Block()
