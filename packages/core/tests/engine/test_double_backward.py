@@ -19,24 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing import run_ranks
 
-WIDTH, BATCH, STEPS = 6, 8, 3
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "reshard_after_forward": {"reshard_after_forward": True},
-    "not reshard_after_forward": {"reshard_after_forward": False},
-    "in_flight": {"in_flight": 1},
-    **{row: {"sharding": row} for row in ("ddp", "zero1", "zero2")},
-}
+from .test_backward_in_forward import OPTIONS as OF_INNER
+from .test_backward_in_forward import STEPS, WIDTH, Block, batch, part_of
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(torch.tanh(self.norm(x)))
+OPTIONS = {**OF_INNER, "not reshard_after_forward": {"reshard_after_forward": False}}
 
 
 class Messages(Block):
@@ -157,15 +143,6 @@ def train(model: nn.Module, x: Callable[[int], Tensor], loss: Callable[..., Tens
         optimizer.zero_grad()
 
 
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def part_of(step: int) -> Tensor:
-    return batch(step).chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def check(
     make: Callable[[], Net],
     loss: Callable[..., Tensor],
@@ -258,6 +235,25 @@ def reduces_once(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"sharding": "ddp"}, {"sharding": "zero1"}], ids=str)
 def test_an_inner_backward_reduces_nothing(options: dict[str, Any]) -> None:
     run_ranks(reduces_once, 2, options)
+
+
+def trains_another_within() -> None:
+    """A hook in a backward by inputs runs the whole backward of another model."""
+    first, other = fully_shard(Net().double()), fully_shard(Net().double())
+    x = part_of(0).requires_grad_()
+    out, loss = first(x), other(part_of(1)).sum()
+    out.register_hook(lambda _: loss.backward())
+    torch.autograd.grad(out.sum(), x)
+    assert all(param.grad is None for param in first.parameters())
+    found = [param.grad.full_tensor() for param in other.parameters()]  # type: ignore[union-attr]
+    other.zero_grad()
+    other(part_of(1)).sum().backward()
+    for grad, param in zip(found, other.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad.full_tensor())  # type: ignore[union-attr]
+
+
+def test_a_backward_within_one_by_inputs_reduces() -> None:
+    run_ranks(trains_another_within, 2)
 
 
 def refused() -> None:

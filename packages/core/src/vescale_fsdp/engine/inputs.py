@@ -48,12 +48,13 @@ def run_backward(
         for place, slot in enumerate(slots)
         if slot is not None and slot.gathered is not None and slot.gathered.requires_grad
     }
-    if not inputs or (accumulates and (twins or any(map(_is_gathered, inputs)))):
-        return run([*inputs, *twins.values()], allows_unused)
-    with _without_parameters():
-        if not twins:
-            return run(inputs, allows_unused)
-        results = list(run([*inputs, *twins.values()], True))
+    accumulates_any = accumulates and (not inputs or twins or any(map(_is_gathered, inputs)))
+    by_twins = twins and not accumulates
+    with _telling(leaves_out=not accumulates_any):
+        found = run([*inputs, *twins.values()], True if by_twins else allows_unused)
+    if not by_twins:
+        return found
+    results = list(found)
     of_twins = dict(zip(twins, results[len(inputs) :], strict=True))
     del results[len(inputs) :]
     used = [place for place, is_used in _used_on_any_rank(of_twins, slots).items() if is_used]
@@ -70,22 +71,22 @@ def run_backward(
     return tuple(results)
 
 
-_num_without_parameters = 0  # backwards that run
+_leaves_out = False  # of the innermost backward that runs
 
 
 def leaves_out_parameters() -> bool:
     """Whether a backward runs that accumulates no gradient of a parameter."""
-    return _num_without_parameters > 0
+    return _leaves_out
 
 
 @contextmanager
-def _without_parameters() -> Iterator[None]:
-    global _num_without_parameters
-    _num_without_parameters += 1
+def _telling(leaves_out: bool) -> Iterator[None]:
+    global _leaves_out
+    before, _leaves_out = _leaves_out, leaves_out
     try:
         yield
     finally:
-        _num_without_parameters -= 1
+        _leaves_out = before
 
 
 def _is_gathered(tensor: Any) -> bool:
