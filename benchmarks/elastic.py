@@ -30,6 +30,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     rank, size = dist.get_rank(), dist.get_world_size()
     training: Any = make_engine("vescale", PRESETS[args.model], "fp32", rank, size)
     step_s: dict[str, list[float]] = {"without": [], "with": []}
+    cpu_s: dict[str, list[float]] = {"without": [], "with": []}  # of all threads of this rank
     kept = []
     with elastic.training(
         args.folder,
@@ -46,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         for number in range(2 * args.rounds + 1):
             kind = "with" if number % 2 else "without"
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             if kind == "with":
                 run.step += 1
                 run._keep()
@@ -59,6 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             dist.barrier()
             if number:  # the first block is warm-up
                 step_s[kind].append((time.perf_counter() - began) / args.every)
+                cpu_s[kind].append((time.process_time() - cpu) / args.every)
     ratios = [a / b for a, b in zip(step_s["with"], step_s["without"], strict=True)]
     found = {name: statistics.median(each) for name, each in step_s.items()}
     last = kept[-1]
@@ -70,6 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "step_s": found,
         "ratio": sorted(round(each, 4) for each in ratios),
         "median_ratio": statistics.median(ratios),
+        "cpu_s": {name: statistics.median(each) for name, each in cpu_s.items()},
         "file_mb": last.num_bytes / 1e6,
         "sent_mb": last.sent_bytes / 1e6,
         "blocked_s": statistics.median(each.blocked_s for each in kept),

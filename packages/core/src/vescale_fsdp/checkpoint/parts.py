@@ -52,10 +52,14 @@ def items_of(
     return [*found, *texts]
 
 
-def write_items(folder: Path, rank: int, items: Sequence[Item]) -> Any:
-    """Write and flush the data file of a rank. Returns JSON for `manifest_of`."""
+def write_items(folder: Path, rank: int, items: Sequence[Item], *, overwrites: bool = False) -> Any:
+    """Write and flush the data file of a rank. Returns JSON for `manifest_of`.
+
+    Args:
+        overwrites: a file of this name may be there; its memory or disk blocks are used again.
+    """
     chunks, variants = [], []
-    with DataWriter(folder, data_name(rank)) as writer:
+    with DataWriter(folder, data_name(rank), overwrites=overwrites) as writer:
         for item in items:
             if isinstance(item.data, bytes):
                 span = writer.write(memoryview(item.data), f"value {item.name!r}")

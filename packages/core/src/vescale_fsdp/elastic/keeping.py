@@ -198,7 +198,7 @@ class Keeper:
             if ranks.is_first:
                 attempts.check(self._directory, self._attempt)
             if self._leads and not self._is_over:  # else it belongs to a later attempt
-                self._place.keep([] if self.newest is None else [self.newest])
+                self._place.make_room(age, [] if self.newest is None else [self.newest])
             return local.offer()
 
         task = ranks.exchange(what, offer, lambda offers: divide(offers, SMALL))
@@ -206,7 +206,7 @@ class Keeper:
         def write() -> Any:
             folder.mkdir(exist_ok=True)
             items = parts.items_of(contents, local, task)
-            return _leisurely(lambda: parts.write_items(folder, ranks.rank, items))
+            return _leisurely(lambda: parts.write_items(folder, ranks.rank, items, overwrites=True))
 
         def combine(written: list[Any]) -> list[Any]:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

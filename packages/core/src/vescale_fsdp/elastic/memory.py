@@ -134,6 +134,21 @@ class Memory:
             if _GENERATION.fullmatch(path.name) and path not in kept:
                 _delete(path)
 
+    def make_room(self, age: Age, kept: Iterable[Age]) -> None:
+        """Delete all generations but ``kept``, for a new one of ``age``, which gets files of one.
+
+        `reserve` and `write_items` write over them: new memory costs ten times as much. Only files
+        of the same attempt are used, because its ranks write the same files each time.
+        """
+        remaining, path = [*kept, age], self.path(age)
+        theirs = {self.path(each) for each in remaining}
+        for other in sorted(self.folder.glob(f"{age.attempt:06d}-*")):
+            if _GENERATION.fullmatch(other.name) and other not in theirs and not path.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    (other / NAME).unlink()  # first: it is incomplete from then on
+                other.rename(path)
+        self.keep(remaining)
+
     def delete(self) -> None:
         """Delete all of this run's memory on this host."""
         self.keep([])
@@ -190,15 +205,15 @@ def has_room(folder: Path, num_bytes: int) -> bool:
 
 
 def reserve(file: Path, num_bytes: int) -> None:
-    """Make a file of this size, whose memory is allocated.
+    """Make a file of this size, whose memory is allocated. One that is there is used again.
 
     Raises:
         CheckpointWriteError: there is not so much memory.
     """
     with write_errors(file):
-        file.unlink(missing_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            os.ftruncate(descriptor, num_bytes)
             # Without this, a write to the mapped file would end the process when memory is full.
             os.posix_fallocate(descriptor, 0, num_bytes)
         finally:
