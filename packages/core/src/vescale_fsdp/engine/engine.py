@@ -45,6 +45,7 @@ _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
 )
+_NONE = -1  # the number of the backward that runs, if none does
 _SMALL_BYTES = "VESCALE_FSDP_SMALL_BYTES"  # of units that share messages, for each rank
 # Models that ran so far in a world, by the ranks they are on.
 _NUM_MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = (
@@ -100,6 +101,7 @@ class Engine(Executor):
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._mail: Mail | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
+        self._begun_in = _NONE  # the backward, perhaps of another model, that the last pass ran in
         axes = [*self._axes.values()]
         self._reducing = Reducing(groups, axes, self.comm, self.is_stalled, asks=unused != "zeros")
 
@@ -146,24 +148,39 @@ class Engine(Executor):
 
     # Forward. All within `plain_tensors`.
 
-    def before_forward(self, unit: Unit, method: str, wants_gradients: bool) -> None:
-        """Unshard ``unit`` before its ``method``, and prefetch the units after it."""
-        if compat.current_backward() != -1:
+    def before_forward(self, unit: Unit, method: str, wants_gradients: bool) -> bool:
+        """Unshard ``unit`` before its ``method``, and prefetch the units after it.
+
+        Returns whether it is part of a pass. Else it is a recomputation in a backward.
+        """
+        current = compat.current_backward()
+        if current not in (_NONE, self._begun_in) and self._has_backward:
             self.begin_backward()
             self.passes.recompute(unit)
-            return
+            return False
         if self._has_broken_off:
             self._drop_step(MEETING_TIMEOUT_S)
         if not self.passes.is_in_forward:
+            self._begun_in = current
             self.is_after_backward = False
             if self._has_left:
                 self._meet(MEETING_TIMEOUT_S)
         self.passes.before_forward(unit, method, wants_gradients)
+        return True
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether a backward of this model runs, or is to come to a forward that has run.
+
+        A forward in the backward of another model, in a hook or a custom function, is no
+        recomputation if it has not.
+        """
+        if self._end is not None:
+            return self._end() is not None
+        return self.passes.is_open and any(unit.open_calls for unit in self.units())
 
     def after_forward(self, unit: Unit, **how: bool) -> None:
-        """Called after the forward of a unit, also after an exception (see `Passes`)."""
-        if compat.current_backward() != -1:
-            return
+        """Called after a forward that is part of a pass, also after an exception (see `Passes`)."""
         passes = self.passes
         try:
             passes.after_forward(unit, **how)

@@ -10,8 +10,8 @@ For a unit in the middle of the model::
 The first unit whose forward is called is the root. It makes an engine for itself and all units
 below it, which leave the engines that they were in: of another model, or of their own. If a unit is
 called while it runs (``training_step`` calls ``self(x)``), the inner call is part of the outer one.
-A unit may be called several times before a backward, and also in the recomputation of an activation
-checkpoint within a backward.
+A unit may be called several times before a backward, and also within a backward: in the
+recomputation of an activation checkpoint, or as another model.
 
 Module hooks call these functions, and so do methods that are registered as forward methods. They
 find the unit through the module, and so have no reference to either. Dynamo does not trace the
@@ -255,7 +255,7 @@ def pre_forward(
         _use_lent(unit)
         return _cast_inputs(unit, (args, kwargs), copies)  # no pass: ranks may run what they like
     with plain_tensors():
-        engine.before_forward(unit, method, wants_gradients)
+        running.is_in_pass = engine.before_forward(unit, method, wants_gradients)
     expose_if_written(unit)
     _use_lent(unit)
     running.has_begun = True
@@ -316,25 +316,31 @@ def post_forward(unit: Unit, output: Any) -> Any:
         if call is not None:
             was_reachable, running.is_reachable = running.is_reachable, None
             output, reachable = boundary.leave_again(call, output, copies, was_reachable)
-        engine = engine_of(unit)
-        assert engine is not None, "pre_forward made it"
-        # Without a tensor to come back through, a backward could not unshard them again.
-        strays = call is not None and not reachable and _may_get_gradients(unit, call)
-        with plain_tensors():
-            engine.after_forward(
-                unit,
-                has_more=bool(running.modules_left),
-                strays=strays,
-                # Hooks that run after an exception see it as the one that is being handled.
-                has_failed=sys.exception() is not running.handled,
-                is_closed=call is not None and not call.takes_gradients,
-                is_visited=call is not None and reachable,
-                is_hidden=call is None or strays,
-            )
+        if running.is_in_pass:
+            _end_forward(unit, call, reachable=reachable)
     copies.carry_back()
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
+
+
+def _end_forward(unit: Unit, call: _Call | None, *, reachable: bool) -> None:
+    """Tell the engine that a forward has ended, and how a backward can come back to it."""
+    engine = engine_of(unit)
+    assert engine is not None, "pre_forward made it"
+    # Without a tensor to come back through, a backward could not unshard them again.
+    strays = call is not None and not reachable and _may_get_gradients(unit, call)
+    with plain_tensors():
+        engine.after_forward(
+            unit,
+            has_more=bool(unit.running.modules_left),
+            strays=strays,
+            # Hooks that run after an exception see it as the one that is being handled.
+            has_failed=sys.exception() is not unit.running.handled,
+            is_closed=call is not None and not call.takes_gradients,
+            is_visited=call is not None and reachable,
+            is_hidden=call is None or strays,
+        )
 
 
 def _use_lent(unit: Unit) -> None:

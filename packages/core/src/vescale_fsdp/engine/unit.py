@@ -64,6 +64,7 @@ class Running:
         depth: how many, one inside of another.
         handled: the exception that was being handled when the outermost began.
         has_begun: whether the engine knows of it.
+        is_in_pass: whether it is part of a pass; else a backward runs it again.
         range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
         aside: a context around one that a checkpoint runs again (`activations.aside`).
@@ -77,6 +78,7 @@ class Running:
     depth: int = 0
     handled: BaseException | None = None
     has_begun: bool = False
+    is_in_pass: bool = False
     range: AbstractContextManager[object] | None = None
     call: Any = None
     aside: Any = None
