@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_fsdp import fully_shard
 from vescale_fsdp.testing import run_ranks
 
-from .test_backward_in_forward import OPTIONS, STEPS, Base, Block, batch, part_of
+from .test_backward_in_forward import OPTIONS, STEPS, WIDTH, Base, Block, batch, part_of
 
 
 class Net(Base):
@@ -231,3 +231,81 @@ def check_sums() -> None:
     expected = plain.named()
     for fqn, found in sharded.named().items():
         torch.testing.assert_close(found, expected[fqn], rtol=1e-11, atol=1e-12)
+
+
+class Equilibrium(nn.Module):
+    """A fixed point of a unit, and the gradient at it by several backwards through one forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * 0.5
+        with torch.no_grad():
+            z = x
+            for _ in range(4):
+                z = torch.tanh(self.inner(z)) * 0.5 + x
+        return self.last(self.by_hook(z) if self.how == "hook" else Solve.apply(self.inner, z + x))
+
+    def by_hook(self, z: Tensor) -> Tensor:
+        """As torchdeq: the hook is on the output that is differentiated in it."""
+        z = z.requires_grad_()
+        new = self.inner(z)
+
+        def solve(grad: Tensor) -> Tensor:
+            handle.remove()
+            return solved(new, z, grad)
+
+        handle = new.register_hook(solve)
+        return new
+
+
+def solved(new: Tensor, z: Tensor, grad: Tensor) -> Tensor:
+    found = grad
+    for _ in range(3):
+        found = torch.autograd.grad(new, z, found, retain_graph=True)[0] * 0.3 + grad
+    return found
+
+
+class Solve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: nn.Module, z: Tensor) -> Tensor:
+        ctx.inner = inner
+        ctx.save_for_backward(z)
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        with torch.enable_grad():
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            new = ctx.inner(z)
+        new.backward(solved(new, z, grad))
+        return None, z.grad
+
+
+@pytest.mark.parametrize("how", ["hook", "function"])
+def test_several_backwards_through_one_forward(how: str) -> None:
+    run_ranks(check_equilibrium, 2, how)
+
+
+def check_equilibrium(how: str) -> None:
+    for units in (["inner"], ["first", "inner", "last"], ["inner.0", "inner.2"], []):
+        models = []
+        for is_sharded in (False, True):
+            torch.manual_seed(1)
+            model = Equilibrium(how).double()
+            if is_sharded:
+                for name in units:
+                    fully_shard(model.get_submodule(name))
+                fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for step in range(STEPS):
+                model(part_of(step) if is_sharded else batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(other.full_tensor(), one, rtol=1e-11, atol=1e-12)

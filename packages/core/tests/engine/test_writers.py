@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.nn import functional as F
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import fully_shard, unsharded
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.engine.writers import may_write_data
 from vescale_fsdp.testing import run_ranks
@@ -48,6 +50,21 @@ class Normalized(nn.Linear):
         return super().forward(x)
 
 
+class Inherits(Normalized):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Assigned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = F.normalize(self.weight.data)
+        return super().forward(x)
+
+
+def halve_bias(module: nn.Module, _: Any) -> None:
+    module.bias.data.mul_(0.5)  # type: ignore[operator]
+
+
 class Silent(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -82,8 +99,10 @@ class Wrapped(nn.Linear):
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    parts = [Codebook(), Normalized(4, 4), Property(4, 4), Silent(4, 4), nn.Linear(4, 4)]
-    return nn.Sequential(*parts)
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_pre_hook(halve_bias)
+    writers = [Normalized(4, 4), Inherits(4, 4), Assigned(4, 4), Property(4, 4), hooked]
+    return nn.Sequential(Codebook(), *writers, Silent(4, 4), nn.Linear(4, 4))
 
 
 def check(options: dict[str, Any], recomputes: bool = False) -> None:
@@ -94,7 +113,7 @@ def check(options: dict[str, Any], recomputes: bool = False) -> None:
     for part in model:
         fully_shard(part, **options)
     fully_shard(model, **options)
-    assert [may_write_data(unit_of(part)) for part in model] == [True, True, True, False, False]  # type: ignore[arg-type]
+    assert [may_write_data(unit_of(part)) for part in model] == [True] * 6 + [False] * 2  # type: ignore[arg-type]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(3):
         x = torch.full((2, 4), 1.0 + step)
@@ -152,3 +171,80 @@ def check_wrapped() -> None:
 
 def test_decorated_and_replaced_forwards_are_read() -> None:
     run_ranks(check_wrapped, 1)
+
+
+class Decays(nn.Linear):
+    """Writes in evaluation, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def check_evaluation(options: dict[str, Any]) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Decays(4, 4), nn.Tanh(), Decays(4, 4))
+
+    plain, model = make(), make()
+    fully_shard(model[0], **options)
+    fully_shard(model, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        x = torch.full((2, 4), 1.0 + step)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                each(x)
+        compare(model, plain)  # as an average of weights reads them
+        with torch.no_grad():
+            for each in (plain, model):
+                for param in each.parameters():
+                    param.mul_(1.5)  # between passes
+                each(x)
+        compare(model, plain)
+
+
+def compare(model: nn.Module, plain: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), plain.get_parameter(name).detach())  # type: ignore[attr-defined]
+
+
+ROWS = [{}, {"reshard_after_forward": False}, *({"sharding": r} for r in ("zero1", "zero2", "ddp"))]
+
+
+@pytest.mark.parametrize("options", ROWS)
+def test_an_evaluation_may_write(options: dict[str, Any]) -> None:
+    run_ranks(check_evaluation, 2, options)
+
+
+def check_by_hand(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = fully_shard(copy.deepcopy(plain), **options)
+    for each in (plain, model):
+        with unsharded(each, writeback=True) if each is model else contextlib.nullcontext():
+            for param in each[0].parameters():
+                param.data = param.data * 0.5
+            vector = nn.utils.parameters_to_vector(each[1].parameters())
+            nn.utils.vector_to_parameters(vector.detach() + 1, each[1].parameters())
+    compare(model, plain)
+    refused = pytest.raises(RuntimeError, match=r"'1\.weight' was replaced by another one inside")
+    with refused, unsharded(model, writeback=True):
+        model[1].weight = nn.Parameter(torch.zeros(2, 4))
+    compare(model, plain)
+    refused = pytest.raises(RuntimeError, match=r"Linear got the parameters \['other'\]")
+    with refused, unsharded(model, writeback=True):
+        model[1].other = nn.Parameter(torch.zeros(2, 4))
+    del model[1].other
+    misfits = pytest.raises(ValueError, match=r"was given data of shape \(3,\)")
+    with misfits, unsharded(model, writeback=True):
+        model[1].bias.data = torch.zeros(3)
+
+
+@pytest.mark.parametrize("options", ROWS)
+def test_changes_by_hand_are_kept_or_refused(options: dict[str, Any]) -> None:
+    run_ranks(check_by_hand, 2, options)

@@ -211,7 +211,9 @@ class Engine(Executor):
         outermost.expose()
 
     def end_pass(self) -> None:
-        """Free memory that no backward will use."""
+        """After a forward without gradients: keep what it wrote, and free its memory."""
+        for unit in self.units():
+            unit.take_writes()
         hand_back()
 
     def enter(self, where: str) -> None:

@@ -30,7 +30,7 @@ from vescale_fsdp.dbuffer import (
 from vescale_fsdp.engine.inputs import refuse_graph
 from vescale_fsdp.engine.lent import show_gathered, show_sharded
 from vescale_fsdp.engine.moving import MovableParameters
-from vescale_fsdp.engine.slot import Slot, flags_of
+from vescale_fsdp.engine.slot import Slot, flags_of, slot_of
 from vescale_fsdp.program.residency import State
 
 
@@ -287,6 +287,36 @@ class Group(MovableParameters):
         elif self.is_exposed and not self.is_stale and self._may_differ():
             self.write_back()
 
+    def take_writes(self) -> None:
+        """Keep writes of a forward that stays unsharded and has no backward, as a reshard does.
+
+        After it users read and write the sharded parameters.
+        """
+        is_kept = self.is_gathered and not self.is_by_hand
+        if is_kept and (self._guard.saw_move or self._guard.saw_write):
+            self.tell_writes_apart()
+
+    def write_back_by_hand(self) -> None:
+        """Copy what the user has changed to the shard, also by ``p.data = ...``.
+
+        Raises:
+            RuntimeError: another parameter is registered in the place of an unsharded one.
+        """
+        for slot in self.slots:
+            for module_ref, name in slot.sites:
+                module = module_ref()
+                found = None if module is None else module._parameters.get(name)
+                if isinstance(found, nn.Parameter) and slot_of(found) is None:
+                    raise RuntimeError(
+                        f"the parameter {slot.fqn!r} was replaced by another one inside of "
+                        "`unsharded(...)`, which is dropped at its end; write to the parameter "
+                        f"that is there: `module.{name}.data = ...`, or `copy_` within "
+                        "torch.no_grad()"
+                    )
+        if self.is_gathered:
+            self._take_over_data()
+        self.write_back()
+
     def tell_writes_apart(self) -> None:
         """Call when users get the sharded parameters while others are registered.
 
@@ -317,7 +347,7 @@ class Group(MovableParameters):
                     f"parameter {slot.fqn!r} was given data of shape {tuple(now.shape)} in a "
                     f"forward; expected {tuple(expected.shape)}"
                 )
-            expected.copy_(now)
+            expected.data.copy_(now)  # not a new version: autograd has saved what was set
             slot.gathered.data = slot.in_forward(view)
             found = True
         return found

@@ -193,6 +193,7 @@ class _Call(boundary.Call):
             self._range = None
         if self.kept is not None:
             self.kept.finish()
+        self._begun_in = 0  # a function in this backward may come to the call again
         if self._unit.leave_backward(self):  # else another call is to come, and adds to gradients
             with plain_tensors():
                 self._engine.after_backward(self._unit)

@@ -211,8 +211,12 @@ class _Pinned(AbstractContextManager[None]):
 
     def __init__(self, units: list[Unit], writeback: bool) -> None:
         self._units, self._writeback = units, writeback
+        self._before: dict[nn.Module, set[str]] = {}
 
     def __enter__(self) -> None:
+        if self._writeback:
+            modules = (each for u in self._units for m in u.modules() for each in m.modules())
+            self._before = {each: set(each._parameters) for each in modules}
         for unit in self._units:
             unit.take_by_hand()
             unit.pin()
@@ -224,9 +228,22 @@ class _Pinned(AbstractContextManager[None]):
             if self._writeback:
                 for unit in self._units:
                     unit.write_back()
+                self._refuse_new()
         finally:
             for unit in self._units:
                 unit.reshard()
+
+    def _refuse_new(self) -> None:
+        """Raise for parameters that modules did not have: each rank would train its own."""
+        for module, names in self._before.items():
+            new = sorted(name for name in module._parameters if name not in names)
+            if new:
+                raise RuntimeError(
+                    f"{type(module).__name__} got the parameters {new} inside of `unsharded(...)`. "
+                    "Each rank would train its own. Remove or add parametrizations (torch.nn.utils."
+                    "parametrize, parametrizations or prune) before fully_shard, or on a copy: "
+                    "`copy.deepcopy` inside of `unsharded(model)` gives a plain module"
+                )
 
 
 def unsharded(
@@ -239,13 +256,18 @@ def unsharded(
 
     Args:
         modules: the modules to unshard, with all units inside of them.
-        writeback: whether to keep in-place changes of the unsharded parameters. If so, each rank
+        writeback: whether to keep changes of the unsharded parameters. If so, each rank
             copies its own part of them into its shard at the end. All ranks have to make the same
-            changes. Elements that were not changed keep the precision of the shard.
+            changes, in place or by ``p.data = ...``. Elements that were not changed keep the
+            precision of the shard.
         recurse: whether to unshard the units inside of the modules too. If not, all modules have to
             be sharded ones.
 
     Memory: the full parameters of all modules at the same time.
+
+    Raises:
+        RuntimeError: with ``writeback``, at the end: a module has got another parameter, which
+            would be dropped, or trained on each rank alone.
     """
     found = {
         id(unit): unit

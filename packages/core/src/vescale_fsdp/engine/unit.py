@@ -298,7 +298,12 @@ class Unit(Residency):
         """Copy changes of unsharded parameters to the shards."""
         with plain_tensors():
             for group in self.groups:
-                group.write_back()
+                group.write_back_by_hand()
+
+    def take_writes(self) -> None:
+        """Keep writes of a forward that no backward follows."""
+        for group in self.groups:
+            group.take_writes()
 
     def refuse_if_pinned(self, what: str) -> None:
         """Raise if the parameters are unsharded by `unsharded`, because changes would be lost."""

@@ -2,9 +2,9 @@
 
 ``p.data.mul_(0.5)`` raises no version of ``p``, so only a comparison of the parameters with the
 shard tells that they were written to. It costs 1% of a step, and is made for units in whose forward
-the name ``data`` occurs: in the code of ``forward``, and of methods and functions that it calls by
-their names, but not in torch's. A codebook that follows its inputs, and weights that are normalized
-before they are used, are such.
+the name ``data`` occurs: in the code of ``forward``, of hooks around it, and of methods and
+functions that they call by their names, also in base classes, but not in torch's. A codebook that
+follows its inputs, and weights that are normalized before they are used, are such.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def may_write_data(unit: Unit) -> bool:
         if id(module) in seen or unit_of(module) not in (None, unit):
             continue
         seen.add(id(module))
-        if _mentions_data(type(module)) or (  # type: ignore[arg-type]
-            own and _reaches_data(module.forward, type(module))
-        ):
+        others: list[Any] = [module.forward] if own else []
+        others += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        kind: Any = type(module)
+        if _mentions_data(kind) or any(_reaches_data(each, kind) for each in others):
             return True
         pending += module.children()
     return False
@@ -61,13 +62,14 @@ def _reaches_data(forward: Any, kind: type[nn.Module]) -> bool:
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
-        if (function.__module__ or "").partition(".")[0] == "torch":
+        if (function.__module__ or "").partition(".")[0] in ("torch", "vescale_fsdp"):
             continue
         names = set(_names_in(function.__code__))
         if "data" in names:
             return True
         for name in names:
-            pending.append(inspect.getattr_static(kind, name, function.__globals__.get(name)))
+            pending += [vars(each)[name] for each in kind.__mro__ if name in vars(each)]
+            pending.append(function.__globals__.get(name))
     return False
 
 

@@ -283,7 +283,8 @@ def _whole(func: Any, tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         "numbers, tensors with one element and replicated DTensors of the same mesh can be "
         "combined with ragged tensors: use `DTensor.from_local(x, mesh, [Replicate()])` if every "
         "rank has the same, `.redistribute(placements=ragged.placements)` on a DTensor, or "
-        "`.full_tensor()` on the ragged one"
+        "`.full_tensor()` on the ragged one. Copies of parameters (averages, references) match if "
+        "they are made after the model was sharded"
     )
 
 

@@ -47,7 +47,8 @@ WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
     "`tensor.redistribute(placements=...)` for another layout, or `tensor.to_local()` for the flat "
     "part of this rank. Inside a forward, call the module that owns the parameter, so that its "
-    "parameters are unsharded; outside, `with vescale_fsdp.unsharded(model):` unshards those of "
+    "parameters are unsharded (by a method other than `forward`: register_fsdp_forward_method); "
+    "outside, `with vescale_fsdp.unsharded(model):` unshards those of "
     "all its units, and `with vescale_fsdp.generating(model):` is for `generate`, which calls "
     "parts of a model."
 )
