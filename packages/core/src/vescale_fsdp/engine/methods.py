@@ -211,12 +211,12 @@ class _Pinned(AbstractContextManager[None]):
 
     def __init__(self, units: list[Unit], writeback: bool) -> None:
         self._units, self._writeback = units, writeback
-        self._before: dict[nn.Module, set[str]] = {}
+        self._before: list[tuple[nn.Module, set[str]]] = []
 
     def __enter__(self) -> None:
         if self._writeback:
             modules = (each for u in self._units for m in u.modules() for each in m.modules())
-            self._before = {each: set(each._parameters) for each in modules}
+            self._before = [(each, set(each._parameters)) for each in modules]
         for unit in self._units:
             unit.take_by_hand()
             unit.pin()
@@ -235,7 +235,7 @@ class _Pinned(AbstractContextManager[None]):
 
     def _refuse_new(self) -> None:
         """Raise for parameters that modules did not have: each rank would train its own."""
-        for module, names in self._before.items():
+        for module, names in self._before:
             new = sorted(name for name in module._parameters if name not in names)
             if new:
                 raise RuntimeError(
