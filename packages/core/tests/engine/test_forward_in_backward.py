@@ -160,11 +160,44 @@ def both_recomputed(training: Training, x: Tensor, *, use_reentrant: bool) -> No
     training.step(1)
 
 
+def broken_off(training: Training, x: Tensor) -> None:
+    """The hook raises after a forward of the other model. The next step is a whole one."""
+
+    def fail(_: Tensor) -> None:
+        within(training.other, x)
+        raise KeyError("in a hook")
+
+    y = training.model(x)
+    y.register_hook(fail)
+    with pytest.raises(KeyError):
+        y.square().mean().backward()
+    training.optimizers[0].zero_grad()
+    by_hook(training, x)
+
+
+def frozen(training: Training, x: Tensor) -> None:
+    """The gradient of a loss of a frozen model is added, as for guidance."""
+    training.other.requires_grad_(False)
+    y = training.model(x)
+
+    def guide(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = y.detach().requires_grad_()
+            loss = training.other(place).square().mean()
+            return grad + torch.autograd.grad(loss, place)[0]
+
+    y.register_hook(guide)
+    y.square().mean().backward()
+    training.step(0)
+
+
 CASES: dict[str, Callable[[Training, Tensor], None]] = {
     "by hook": by_hook,
     "by function": by_function,
     "two forwards": two_forwards,
     "judged": judged,
+    "broken off": broken_off,
+    "frozen": frozen,
     "adjoint": adjoint,
     "recomputed": partial(whole_recomputed, use_reentrant=False),
     "recomputed, reentrant": partial(whole_recomputed, use_reentrant=True),
@@ -191,16 +224,20 @@ def check_all(options: dict[str, Any], units: bool) -> None:
         for step in range(STEPS):
             case(plain, batch(step))
             case(sharded, part_of(step))
-        expected = plain.named()
-        for fqn, found in sharded.named().items():
-            torch.testing.assert_close(
-                found,
-                expected[fqn],
-                rtol=1e-11,
-                atol=1e-12,
-                msg=lambda text, where=f"{name}, {fqn}": f"{where}: {text}",
-            )
+        compare(name, plain, sharded)
     dist.barrier()
+
+
+def compare(name: str, plain: Training, sharded: Training) -> None:
+    expected = plain.named()
+    for fqn, found in sharded.named().items():
+        torch.testing.assert_close(
+            found,
+            expected[fqn],
+            rtol=1e-11,
+            atol=1e-12,
+            msg=lambda text, where=f"{name}, {fqn}": f"{where}: {text}",
+        )
 
 
 def test_gradients_add_up_over_both_kinds_of_passes() -> None:
@@ -228,9 +265,7 @@ def check_sums() -> None:
     for step in range(STEPS):
         run(plain, batch(step))
         run(sharded, part_of(step))
-    expected = plain.named()
-    for fqn, found in sharded.named().items():
-        torch.testing.assert_close(found, expected[fqn], rtol=1e-11, atol=1e-12)
+    compare("sums", plain, sharded)
 
 
 class Equilibrium(nn.Module):
