@@ -1,7 +1,7 @@
 """A small training that goes on in its process, for `test_regroup`: run it with torchrun.
 
 It has a moving average of the model, which is sharded too. With a last argument ``accelerate`` it
-is a script for Accelerate.
+is a script for Accelerate, with ``lightning`` or ``transformers`` the same training by a trainer.
 
 The folder of the run gets ``losses-PROCESS.jsonl``, a line for each step of that process. A step
 takes a while, until that folder has a file ``hurry``.
@@ -84,10 +84,18 @@ def main(out: Path, until: int, pause_s: float, accelerator: Any) -> None:
 
 
 if __name__ == "__main__":
+    by_trainer = {"lightning", "transformers"} & {*sys.argv}
     logging.basicConfig(
         level=logging.INFO, format=f"%(relativeCreated)d {os.getpid()}: %(message)s"
     )
     torch.set_num_threads(1)
+    if by_trainer:
+        import regroup_trainers
+
+        train = getattr(regroup_trainers, f"with_{by_trainer.pop()}")
+        train(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+        dist.destroy_process_group()
+        sys.exit()
     elastic.init_process_group("gloo")
     accelerator = None
     if "accelerate" in sys.argv:

@@ -97,7 +97,7 @@ def check(root: Path, steps: int) -> None:
     expected, found = {line["step"]: line for line in lines(root, "quiet")}, lines(root)
     assert {line["step"] for line in found} == set(range(steps))
     for line in found:
-        for value in ("loss", "average"):
+        for value in {"loss", "average"} & line.keys():
             assert line[value] == pytest.approx(expected[line["step"]][value], abs=1e-6), line
         assert line["num_main"] == 1, line
 
@@ -168,6 +168,35 @@ def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     assert {line["ranks"] for line in found} == {2, 4}
     last = [line for line in found if line["step"] == STEPS - 1]
     assert sorted(line["met"][-2:] for line in last) == [[2, 4]] * 2 + [[4]] * 2, last
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_a_trainer_keeps_its_process(tmp_path: Path, hosts: list[Host], trainer: str) -> None:
+    """A rank is killed, its host comes back, and the other host is lost."""
+    hosts += [Host(tmp_path, name, with_=[trainer]) for name in "ab"]
+
+    def reached(step: int, ranks: int, *, after: int = 0) -> Callable[[], bool]:
+        return lambda: any(
+            line["step"] >= step and line["ranks"] == ranks and line["attempt"] > after
+            for line in lines(tmp_path)
+        )
+
+    wait_for(reached(4, 4), hosts)
+    survivors = hosts[1].ranks()
+    os.kill(hosts[0].ranks()[1], signal.SIGKILL)
+    wait_for(reached(0, 2, after=1), hosts)
+    wait_for(reached(0, 4, after=lines(tmp_path)[-1]["attempt"]), hosts)
+    (tmp_path / "run" / "hurry").touch()
+    for host in hosts:
+        wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
+        assert host.process.returncode == 0, host.log.read_text()
+    check(tmp_path, STEPS)
+    found = lines(tmp_path)
+    for line in found:
+        assert line["source"] == ("start" if line["attempt"] == 1 else "memory"), line
+    last = {line["process"] for line in found if line["step"] == STEPS - 1}
+    assert {*survivors} < last, "they have made the first step and the last one"
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ from torch import Tensor
 from vescale_fsdp import elastic
 from vescale_fsdp_accelerate.replacing import Replacement
 
-__all__ = ["elastic_training"]
+__all__ = ["elastic_training", "take_world"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def elastic_training(
     after = options.get("after_regroup")
 
     def after_regroup() -> None:
-        _take_world(accelerator)
+        take_world(accelerator)
         _start_trackers(accelerator)
         if after is not None:
             after()
@@ -90,7 +90,7 @@ def _check(accelerator: Any) -> None:
         )
 
 
-def _take_world(accelerator: Any) -> None:
+def take_world(accelerator: Any) -> None:
     """Let the accelerator know the rank and the number of ranks, for gathers and the main one."""
     from accelerate import PartialState  # type: ignore[import-untyped]
 

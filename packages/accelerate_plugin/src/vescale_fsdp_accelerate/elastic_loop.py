@@ -30,7 +30,8 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
-from vescale_fsdp_accelerate.elastic import elastic_training
+from vescale_fsdp.elastic import repeating
+from vescale_fsdp_accelerate.elastic import elastic_training, take_world
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
 __all__ = ["Loop", "within"]
@@ -301,7 +302,11 @@ def replace(trainer_class: Any) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if not found or not isinstance(plugin, VeScaleFSDPPlugin):  # the callback raises then
             return stock(self, *args, **kwargs)
-        with within(self, found[0]):
-            return stock(self, *args, **kwargs)
+        def train() -> Any:
+            with within(self, found[0]):
+                return stock(self, *args, **kwargs)
+
+        # The state that `within` was given is closed by then, and all else is begun by a call.
+        return repeating.repeat(train, lambda _: None, lambda: take_world(self.accelerator))
 
     trainer_class._inner_training_loop = inner_training_loop

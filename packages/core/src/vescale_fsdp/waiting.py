@@ -439,6 +439,12 @@ def is_closed(group: dist.ProcessGroup) -> bool:
     return group in _closed
 
 
+def is_cut() -> bool:
+    """Whether connections of the present default group have been closed, for any reason."""
+    is_ours = _fault.world is not None and _fault.world() is dist.group.WORLD
+    return is_ours and bool(_fault.text)
+
+
 def check_connected(group: dist.ProcessGroup) -> None:
     """Raise RankMismatchError if the connections of ``group`` have been closed."""
     if is_closed(group):

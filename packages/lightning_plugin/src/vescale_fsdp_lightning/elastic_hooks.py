@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.elastic import repeating, worlds
+from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.progress import COUNTS
-from vescale_fsdp_lightning.sharding import Sharding
+from vescale_fsdp_lightning.sharding import DEFAULT_TIMEOUT, Sharding
 
 __all__ = ["ElasticHooks"]
+
+_T = TypeVar("_T")
 
 
 class ElasticHooks(Sharding):
@@ -20,6 +28,7 @@ class ElasticHooks(Sharding):
 
     _elastic: Elastic | None = None  # of the `fit` under way
     _last_counts: dict[str, int] | None = None  # of the last `fit`, for checkpoints after it
+    _launcher: Any
     lightning_module: Any
     model: Any
 
@@ -27,6 +36,53 @@ class ElasticHooks(Sharding):
     def elastic_run(self) -> elastic.Run | None:
         """The elastic training of the ``fit`` under way: its attempt, source and costs."""
         return None if self._elastic is None else self._elastic.run
+
+    # Processes
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None and self.options.elastic is not None:
+            self._launcher = _Repeater(self)
+
+    def _init_process_group(self, backend: str | None, **options: Any) -> None:
+        if self.options.elastic is None:
+            super()._init_process_group(backend, **options)
+            return
+        if os.environ.get(MEETING) and options["timeout"] == DEFAULT_TIMEOUT:
+            del options["timeout"]  # ranks that meet have a shorter one
+        elastic.init_process_group(backend, **options)
+
+    def _set_world_ranks(self) -> None:
+        super()._set_world_ranks()
+        if self.options.elastic is not None and worlds.is_apart():
+            # Others log and write files already: no rank here shall begin to.
+            rank_zero_only.rank = max(self.global_rank, 1)  # type: ignore[attr-defined]
+
+    def end_fit(self, error: Exception) -> None:
+        """End what a ``fit`` had begun that is repeated. Does not wait for other ranks."""
+        trainer, module = self.lightning_module.trainer, self.lightning_module
+        self._close_elastic(error)
+        self._checkpoints.store.leave()
+        trainer.fit_loop.teardown()  # workers of loaders, among others
+        trainer._signal_connector.teardown()
+        # A new process would not have these, and what is restored does not set them.
+        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+        for results in (loop._results for loop in loops):
+            results.reset()
+        if "torchmetrics" in sys.modules:
+            for child in module.modules():
+                if isinstance(child, sys.modules["torchmetrics"].Metric):
+                    child.reset()
+        for callback in trainer.checkpoint_callbacks:
+            callback._last_global_step_saved = 0
+        # As ``Trainer.fit`` does.
+        trainer.training, trainer.should_stop = True, False
+
+    def take_world(self) -> None:
+        """Forget the former ranks. ``setup_environment`` asks for those of the next world."""
+        self._device_mesh = None
+
+    # The loop
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader of this rank's samples."""
@@ -59,9 +115,12 @@ class ElasticHooks(Sharding):
     def on_exception(self, exception: BaseException) -> None:
         """Leave what is under way."""
         super().on_exception(exception)  # type: ignore[misc]
-        if self._elastic is not None:
-            self._elastic.close(exception)
-            self._elastic = None
+        self._close_elastic(exception)
+
+    def _close_elastic(self, error: BaseException) -> None:
+        ended, self._elastic = self._elastic, None
+        if ended is not None:
+            ended.close(error)
 
     def _with_counts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a dictionary of a checkpoint with what its counters mean, for `Elastic.adopt`."""
@@ -89,3 +148,29 @@ class ElasticHooks(Sharding):
         if self._elastic is not None and self._elastic.is_dumping:
             return dict(own.state_dict())
         return self._checkpoints.optimizer_state(self.model, own)
+
+
+class _Repeater:
+    """A launcher for processes that torchrun has started: it calls ``fit`` again after a loss.
+
+    Args:
+        strategy: that the Trainer asks for it.
+    """
+
+    is_interactive_compatible = False
+
+    def __init__(self, strategy: ElasticHooks) -> None:
+        self._strategy = strategy
+
+    def launch(
+        self, function: Callable[..., _T], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> _T:
+        """Call the function: a method of the Trainer, which makes or keeps the model."""
+        del trainer
+        strategy = self._strategy
+        return repeating.repeat(
+            lambda: function(*args, **kwargs), strategy.end_fit, strategy.take_world
+        )
+
+    def kill(self, signum: int) -> None:
+        """Do nothing: torchrun ends the processes that it has started."""

@@ -55,6 +55,7 @@ class Lifecycle(ElasticHooks):
     def setup_environment(self) -> None:
         """Start ``torch.distributed``, and make a mesh of all processes."""
         self._setup_distributed()
+        self._set_world_ranks()  # elastic ranks have met now
         self._start_mesh()
         self.lightning_module._device_mesh = self._device_mesh
 

@@ -104,11 +104,14 @@ class Processes:
         device = None if self.root_device.type == "cpu" else self.root_device
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
         if dist.is_torchelastic_launched() and not dist.is_initialized():
-            # Safe for restarts by torchrun. Lightning then uses this group.
-            init_process_group(self._process_group_backend, **options)
+            self._init_process_group(self._process_group_backend, **options)
         tools._init_dist_connection(
             self.cluster_environment, self._process_group_backend, **options
         )
+
+    def _init_process_group(self, backend: str | None, **options: Any) -> None:
+        """Make the default group under torchrun, safe for restarts. Lightning then uses it."""
+        init_process_group(backend, **options)
 
     def _set_world_ranks(self) -> None:
         environment = self.cluster_environment

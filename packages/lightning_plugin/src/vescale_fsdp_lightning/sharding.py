@@ -59,7 +59,7 @@ __all__ = [
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of models that were sharded
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Sharding(Processes):
@@ -154,7 +154,7 @@ class Sharding(Processes):
         budget: Memory = None,
         elastic: Elasticity = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | float | None = _DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         gather: Gather = None,
         reduce: Reduce = None,
     ) -> None:

@@ -94,6 +94,11 @@ class Store:
             self._remove(path)
         self._to_remove.clear()
 
+    def leave(self) -> None:
+        """Forget a save in the background: ranks were lost. Old checkpoints are kept."""
+        self._saving = None
+        self._to_remove.clear()
+
     def remove(self, path: str) -> None:
         """Delete a checkpoint. If a save runs in the background, after it has ended."""
         if self._saving is not None:

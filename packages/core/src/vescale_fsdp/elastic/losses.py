@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from vescale_fsdp import waiting
 from vescale_fsdp.elastic.meeting import TooFewHostsError
 from vescale_fsdp.engine import AbsentError
 from vescale_fsdp.errors import CheckpointIncompleteError, RankMismatchError
@@ -16,7 +17,12 @@ class RanksHaveChanged(Exception):
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that other ranks are gone, or one that it comes from does."""
+    """Whether an error says that other ranks are gone, or one that it comes from does.
+
+    When this package has closed the connections, collectives of others fail with texts of their
+    backend. So any RuntimeError counts then. If it was another one, the step that is repeated
+    raises it again.
+    """
     kinds = (
         *(RanksHaveChanged, RankMismatchError, CheckpointIncompleteError),
         *(AbsentError, dist.DistError),
@@ -26,7 +32,9 @@ def is_loss(error: BaseException | None) -> bool:
             return False
         if isinstance(error, kinds):
             return True
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO):
+        if isinstance(error, RuntimeError) and (
+            waiting.is_cut() or any(word in str(error) for word in _GLOO)
+        ):
             return True
         error = error.__cause__
     return False

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,10 @@ from vescale_fsdp.checkpoint.contents import named
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.losses import is_loss
+from vescale_fsdp.elastic.meeting import World
 from vescale_fsdp.errors import RankMismatchError
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _MOST = 10  # attempts of which none has begun: then the process ends
 
@@ -37,6 +41,28 @@ def regroup(options: Options, why: str) -> Attempt:
         RuntimeError: there is no saved state, and that of the processes is gone.
     """
     began = time.monotonic()
+
+    def restore(world: World) -> Attempt:
+        attempt = begin(options, goes_on=True)
+        check_found(attempt)
+        if world.rank == 0:
+            seconds = time.monotonic() - began
+            _log.info("%d ranks go on after %.1f s, without a restart", len(world.names), seconds)
+        return attempt
+
+    return meet(options, why, restore)
+
+
+def meet(options: Options, why: str, then: Callable[[World], _T]) -> _T:
+    """Leave this world, join the next one, and move the model there, uninitialized.
+
+    Args:
+        then: called in the next world. If a rank is lost meanwhile, the others meet again.
+
+    Raises:
+        NotImplementedError: the model cannot move.
+        RankMismatchError: too few hosts have come, or ranks were lost again and again.
+    """
     for module in options.modules:
         engine.check_remesh(module)
     for _ in range(_MOST):
@@ -47,24 +73,27 @@ def regroup(options: Options, why: str) -> Attempt:
             for module in options.modules:
                 engine.remesh(module)
             _clear(options)
-            attempt = begin(options, goes_on=True)
+            return then(world)
         except Exception as error:
             if not is_loss(error):
                 raise
             why = str(error)
             _log.warning("another rank was lost while ranks met: %s", why)
-            continue
-        if attempt.restored.source == "start":
-            attempt.give_up()
-            raise RuntimeError(
-                "ranks were lost before the first checkpoint, and there is no state to go on from; "
-                "the processes must start again"
-            )
-        if world.rank == 0:
-            seconds = time.monotonic() - began
-            _log.info("%d ranks go on after %.1f s, without a restart", len(world.names), seconds)
-        return attempt
     raise RankMismatchError(f"ranks were lost {_MOST} times while they met; the last time: {why}")
+
+
+def check_found(attempt: Attempt) -> None:
+    """Give an attempt up that has found no state: the processes have none any more.
+
+    Raises:
+        RuntimeError: it has found none.
+    """
+    if attempt.restored.source == "start":
+        attempt.give_up()
+        raise RuntimeError(
+            "ranks were lost before the first checkpoint, and there is no state to go on from; "
+            "the processes must start again"
+        )
 
 
 def _clear(options: Options) -> None:

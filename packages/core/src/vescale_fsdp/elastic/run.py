@@ -68,15 +68,29 @@ class Run:
 
     random_at_first_step: Callable[[], None] | None = None
 
-    def __init__(self, options: Options, attempt: Attempt) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: Options,
+        attempt: Attempt,
+        *,
+        before: Run | None = None,
+        is_repeated: bool = False,
+    ) -> None:
+        """Begin with the state of an attempt.
+
+        Args:
+            before: that of the former call in this process, if the training `is_repeated`.
+            is_repeated: the caller begins again in this process when ranks have been lost or come
+                (`repeating`).
+        """
+        self._options, self._is_repeated = options, is_repeated
         self._counter = StepCounter(options.optimizer)
         self._leaving = Leaving(options.directory, attempt.left)
         self._loop: object = None  # the one that has the next step
         self._goes_on = False
         self._is_due = self._is_due_on_disk = False
         self._num_open = 0  # steps in a row after which gradients wait
-        self._modes: ModesBySteps | None = None
+        self._modes: ModesBySteps | None = None if before is None else before._modes
         self.extra: dict[str, Any] = {}
         self.marks: dict[str, Any] = {}  # values of other parts of this package
         self.before_save: Callable[[], None] | None = None
@@ -277,16 +291,7 @@ class Run:
 
     def _go_on(self, error: Exception) -> None:
         """After a loss: go on with the ranks that are there, or end if this one was told to."""
-        code = 0 if self._stop is None else self._stop.own_exit_code
-        waiting.close([], str(error))
-        self._own.give_up()
-        if self._stop is not None:
-            self._stop.close()
-        leave_saves(LAST_WORDS_S)
-        if code:
-            sys.exit(code)
-        if not isinstance(error, RanksHaveChanged):
-            _log.warning("a rank was lost: %s", error)
+        self._leave_world(error)
         why = str(error)
         for _ in range(_MOST_LOSSES):
             attempt = regroup(self._options, why)
@@ -300,6 +305,19 @@ class Run:
                     raise
                 why = str(another)
         raise RankMismatchError(f"a rank was lost whenever the others had met: {why}")
+
+    def _leave_world(self, error: BaseException) -> None:
+        """After a loss: close all connections. Ends this process if it was told to."""
+        code = 0 if self._stop is None else self._stop.own_exit_code
+        waiting.close([], str(error))
+        self._own.give_up()
+        if self._stop is not None:
+            self._stop.close()
+        leave_saves(LAST_WORDS_S)
+        if code:
+            sys.exit(code)
+        if not isinstance(error, RanksHaveChanged):
+            _log.warning("a rank was lost: %s", error)
 
     def made(self, num_samples: int = 0, *, is_last: bool = False) -> None:
         """Count a step, and save if it is time. Collective.
@@ -415,7 +433,7 @@ class Run:
         is_in_memory = self._keeper.newest == Age(self.attempt, self.step)  # it may be full
         if self._stop.signal is not None or is_due or not is_in_memory:
             self._save(async_=False)
-        if self._goes_on:
+        if self._goes_on or self._is_repeated:
             raise RanksHaveChanged("ranks leave, or hosts join")
         # torchrun counts a process that ends by itself as failed, and the restart as one of
         # --max-restarts; one that ends after its signal is not counted. So wait for it.
@@ -426,6 +444,10 @@ class Run:
 
     def _close(self, error: BaseException | None) -> None:
         try:
+            if self._is_repeated and is_loss(error):
+                assert error is not None, "it is a loss"
+                self._leave_world(error)
+                return
             if error is not None:
                 self._own.give_up(is_lost=False)
                 if is_loss(error):

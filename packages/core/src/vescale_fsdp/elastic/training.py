@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
-from vescale_fsdp.elastic import memory, worlds
+from vescale_fsdp.elastic import memory, repeating, worlds
 from vescale_fsdp.elastic.beginning import Options, begin
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
@@ -99,10 +99,13 @@ def training(
     worlds.check_joined()
     _check_can_go_on(options.modules)
     worlds.begin()
-    joins = worlds.is_apart()
-    run = Run(options, regroup(options, "joins") if joins else begin(options))
+    repetition, joins = repeating.current(), worlds.is_apart()
+    if repetition is not None:
+        run = repetition.run(options)
+    else:
+        run = Run(options, regroup(options, "joins") if joins else begin(options))
     try:
-        if joins:
+        if joins or (repetition is not None and repetition.number):
             options.after_regroup()
         yield run
     except BaseException as error:

@@ -108,8 +108,7 @@ def check_joined() -> None:
     if os.environ.get(meeting.MEETING) and _joined.meeting is None:
         raise RuntimeError(
             f"{meeting.MEETING} is set, but the process group was not made by "
-            "elastic.init_process_group: call that, or leave the variable out. (Lightning makes "
-            "the process group itself: leave it out there)"
+            "elastic.init_process_group: call that, or leave the variable out"
         )
 
 
