@@ -1,4 +1,4 @@
-"""The training of `regroup_run` by trainers that own their loop, and are called again after a loss."""
+"""The training of `regroup_run` by trainers: they own their loop, and are called again."""
 
 from __future__ import annotations
 
@@ -74,9 +74,11 @@ def with_lightning(out: Path, until: int, pause_s: float) -> None:
 
         def on_train_batch_end(self, *_: Any) -> None:
             if not self.trainer.fit_loop._should_accumulate():
-                num_main = float(self.trainer.strategy.reduce(
-                    torch.tensor(float(self.trainer.is_global_zero)), reduce_op="sum"
-                ))
+                num_main = float(
+                    self.trainer.strategy.reduce(
+                        torch.tensor(float(self.trainer.is_global_zero)), reduce_op="sum"
+                    )
+                )
                 run = self.trainer.strategy.elastic_run  # type: ignore[attr-defined]
                 log.step(self.global_step - 1, run, num_main=num_main)
 
@@ -98,8 +100,11 @@ def with_lightning(out: Path, until: int, pause_s: float) -> None:
         strategy=VeScaleFSDPStrategy(
             wrap=["Linear"],
             elastic={
-                "directory": out, "global_batch": GLOBAL_BATCH, "every": 2, "every_on_disk": None
-            },  # fmt: skip
+                "directory": out,
+                "global_batch": GLOBAL_BATCH,
+                "every": 2,
+                "every_on_disk": None,
+            },
         ),
     )
     trainer.fit(Lit(), torch.utils.data.DataLoader(Numbers(), batch_size=3, shuffle=True))
@@ -160,10 +165,17 @@ def with_transformers(out: Path, until: int, pause_s: float) -> None:
     trainer = Trainer(
         model=Net(),
         args=transformers.TrainingArguments(
-            output_dir=str(out / "trainer"), max_steps=until, per_device_train_batch_size=3,
-            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
-            max_grad_norm=0.0, logging_steps=1,
-        ),  # fmt: skip
+            output_dir=str(out / "trainer"),
+            max_steps=until,
+            per_device_train_batch_size=3,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+            max_grad_norm=0.0,
+            logging_steps=1,
+        ),
         train_dataset=Numbers(),
         data_collator=collate,
         callbacks=[callback, Steps()],

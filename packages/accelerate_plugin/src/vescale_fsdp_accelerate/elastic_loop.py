@@ -302,6 +302,7 @@ def replace(trainer_class: Any) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if not found or not isinstance(plugin, VeScaleFSDPPlugin):  # the callback raises then
             return stock(self, *args, **kwargs)
+
         def train() -> Any:
             with within(self, found[0]):
                 return stock(self, *args, **kwargs)

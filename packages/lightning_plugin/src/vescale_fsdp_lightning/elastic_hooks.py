@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from vescale_fsdp import elastic
@@ -75,12 +77,16 @@ class ElasticHooks(Sharding):
                     child.reset()
         for callback in trainer.checkpoint_callbacks:
             callback._last_global_step_saved = 0
+        module._current_fx_name = None  # else that of the hook in which the rank was lost
         # As ``Trainer.fit`` does.
         trainer.training, trainer.should_stop = True, False
 
     def take_world(self) -> None:
         """Forget the former ranks. ``setup_environment`` asks for those of the next world."""
         self._device_mesh = None
+        if dist.get_rank() == 0:
+            for logger in self.lightning_module.trainer.loggers:
+                keep_metrics(logger)
 
     # The loop
 
@@ -148,6 +154,21 @@ class ElasticHooks(Sharding):
         if self._elastic is not None and self._elastic.is_dumping:
             return dict(own.state_dict())
         return self._checkpoints.optimizer_state(self.model, own)
+
+
+def keep_metrics(logger: Any) -> None:
+    """Rename what another process has logged, if this process is to log there from now on.
+
+    A ``CSVLogger`` of Lightning deletes it when it begins. ``metrics.csv`` becomes
+    ``metrics.1.csv``.
+    """
+    is_csv = any(cls.__name__ == "CSVLogger" for cls in type(logger).__mro__)
+    if not is_csv or logger._experiment is not None:
+        return
+    place, files = f"{logger.log_dir}/metrics", logger._fs
+    if files.isfile(f"{place}.csv"):
+        number = next(n for n in itertools.count(1) if not files.exists(f"{place}.{n}.csv"))
+        files.mv(f"{place}.csv", f"{place}.{number}.csv")
 
 
 class _Repeater:

@@ -19,11 +19,11 @@ torchrun restarts the processes; this package gives them the state. The files, f
 * `needed`: the files that a rank reads
 * `attempts`: their numbers, and the end of one that others have replaced
 * `liveness`: a ring of connections, by which a host that is gone without a word is noticed;
-  `addresses`: where others reach this host
+  `sockets`: connections beside those of communicators
 * `memory`: the folder of a host; `copies`: files from rank to rank
 * `keeping` makes memory checkpoints in the background; `restoring` finds and loads the newest
 * `meeting`: ranks find each other in a folder; `worlds` makes the process group, in a limited time
-  (`connecting`); `regroup` goes on in the same process
+  (`connecting`); `regroup` goes on in the same process, `repeating` in a loop of others
 * `beginning` of an attempt; `leaving`: where a loop was left early, before a restart
 * `run`: the steps that are left, and the saves between them; `training`: the context around them
 * `hsdp`: several replicas of a sharded model, of which each may fail alone; `replicas`

@@ -1,7 +1,7 @@
 """Goes on in the same process when others drive the loop: the whole training is called again.
 
-`Run.batches` owns its loop, and begins it again in the next world. A trainer owns its loop too, and
-finds its place in it when it restores a state. So what is repeated here is the call of the trainer::
+`Run.batches` begins its own loop again in the next world. A trainer has another loop, and finds its
+place in it when it restores a state. So the call of the trainer is repeated::
 
     repeat(fit)
       fit         makes or keeps the model, enters `training`, and trains
