@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +188,50 @@ def in_all_ways() -> None:
 
 def test_each_rank_takes_its_part_of_whole_tensors() -> None:
     run_ranks(in_all_ways, 2)
+
+
+def sent_by(rank: int, value: object) -> Any:
+    """What this rank reads from a file that ``rank`` has written."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    return torch.load(io.BytesIO(files[rank]), weights_only=False)
+
+
+def load_the_file_of_rank_0(**options: Any) -> list[str | None]:
+    """With Shard(0) alone, and with ragged parts."""
+    told: list[str | None] = []
+    for model in (nn.Linear(4, 4), nn.Linear(4, 3)):
+        sharded = fully_shard(model, **options)
+        before, state = full_parameters(sharded), sharded.state_dict()
+        first, own = sent_by(0, state), sent_by(dist.get_rank(), state)
+        try:
+            sharded.load_state_dict(first)
+            told.append(None)
+        except ValueError as error:
+            told.append(str(error))
+        sharded.load_state_dict(own)
+        assert_bit_equal(full_parameters(sharded), before)
+    return told
+
+
+def test_parts_of_another_rank_are_refused() -> None:
+    """A script for DDP saves on rank 0, and all load that file. FSDP2 mixes the parts in silence."""
+    first, second = run_ranks(load_the_file_of_rank_0, 2)
+    assert first == [None, None], "it has its own parts"
+    for told in second:
+        assert told is not None
+        assert "is the part of the rank at (0,) of the mesh, expected" in told
+
+
+def files_of_another_replica() -> list[str | None]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    return load_the_file_of_rank_0(mesh=mesh)
+
+
+def test_parts_of_another_replica_are_the_same() -> None:
+    assert run_ranks(files_of_another_replica, 2) == [[None, None]] * 2
 
 
 def with_replicas() -> None:

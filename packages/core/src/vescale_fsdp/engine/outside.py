@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import is_tensor_like
 
@@ -61,31 +62,53 @@ def _load_from_state_dict(
 
     All ranks must have the same. No communication. After hooks of users, which may rename and join
     tensors.
+
+    Raises:
+        ValueError: a tensor is another rank's part.
     """
     if not is_managed(module):
         return original(module, *args, **options)
-    handle = module.register_load_state_dict_pre_hook(_cut_whole_tensors)
+    handle = module.register_load_state_dict_pre_hook(_take_own_parts)
     try:
         return original(module, *args, **options)
     finally:
         handle.remove()
 
 
-def _cut_whole_tensors(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
+def _take_own_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """A hook before a load. ``state_dict`` is a copy."""
     for name, param in module._parameters.items():
-        if not isinstance(param, DTensor):
+        loaded = state_dict.get(prefix + name)
+        if not isinstance(param, DTensor) or not is_tensor_like(loaded):
             continue
-        whole = state_dict.get(prefix + name)
-        if is_tensor_like(whole) and not isinstance(whole, DTensor) and whole.shape == param.shape:
-            loaded = torch.detach(whole)  # it may be mapped from a file
-            if not param.is_meta:
-                loaded = loaded.to(param.device)
-            mesh, placements = param.device_mesh, param.placements
-            cut = distribute_tensor(loaded, mesh, placements, src_data_rank=None)
-            state_dict[prefix + name] = cut
+        mesh = param.device_mesh
+        if not isinstance(loaded, DTensor):
+            if loaded.shape == param.shape:
+                whole = torch.detach(loaded)  # it may be mapped from a file
+                whole = whole if param.is_meta else whole.to(param.device)
+                cut = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
+                state_dict[prefix + name] = cut
+        elif loaded.device_mesh == mesh:
+            _check_is_own_part(loaded, mesh, prefix + name)
+
+
+def _check_is_own_part(loaded: DTensor, mesh: DeviceMesh, name: str) -> None:
+    """Raise if another rank has saved this tensor: its mesh still has that rank's coordinates.
+
+    Raises:
+        ValueError: these differ on an axis that shards the tensor.
+    """
+    theirs, own = loaded.device_mesh.get_coordinate(), mesh.get_coordinate()
+    if theirs is None or own is None or theirs == own:
+        return
+    at = zip(theirs, own, loaded.placements, strict=True)
+    if any(mine != other and not placed.is_replicate() for other, mine, placed in at):
+        raise ValueError(
+            f"load_state_dict: {name!r} is the part of the rank at {theirs} of the mesh, expected "
+            f"that of this rank, at {own}. torch.save of a sharded state_dict writes one rank's "
+            "parts. Save with vescale_fsdp.checkpoint, or let all ranks gather whole tensors "
+            "before one of them writes: get_model_state_dict with full_state_dict=True"
+        )
 
 
 def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
