@@ -217,7 +217,7 @@ def load_the_file_of_rank_0(**options: Any) -> list[str | None]:
 
 
 def test_parts_of_another_rank_are_refused() -> None:
-    """A script for DDP saves on rank 0, and all load that file. FSDP2 mixes the parts in silence."""
+    """A script for DDP saves on rank 0, and all load that file. FSDP2 mixes the parts silently."""
     first, second = run_ranks(load_the_file_of_rank_0, 2)
     assert first == [None, None], "it has its own parts"
     for told in second:
