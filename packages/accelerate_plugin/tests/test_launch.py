@@ -68,6 +68,13 @@ def test_an_unchanged_script_runs_on_veScale_by_config(config: Path) -> None:
     assert found == [EXPECTED, EXPECTED]
 
 
+def test_the_launcher_may_be_run_as_a_module(config: Path) -> None:
+    """Without the hook's care, two processes trained alone, each the whole model."""
+    launcher = ("-m", "accelerate.commands.launch", "--main_process_port", "0")
+    found = reports(python(*launcher, "--config", str(config), SCRIPT, "--lr", "1"))
+    assert found == [EXPECTED, EXPECTED]
+
+
 def test_a_script_may_import_transformers_before_all_else(config: Path, tmp_path: Path) -> None:
     """``transformers.trainer`` imports accelerate, and so our classes, in the middle of itself."""
     script = tmp_path / "first.py"

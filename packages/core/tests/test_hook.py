@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -47,6 +48,19 @@ def test_before_and_after_an_import(package: Path) -> None:
     when_imported("circular", note)
     assert CALLED == ["circular, last = None"] * 2
     assert type(module.__spec__) is ModuleSpec
+
+
+def test_who_only_looks_for_a_module_changes_nothing(package: Path) -> None:
+    """``python -m`` and checks of what is installed ask for its spec, and do not import it."""
+    when_imported("circular", note)
+    for _ in range(2):
+        assert find_spec("circular") is not None
+    assert not CALLED
+    import_module("circular")
+    assert CALLED == ["circular, last = None"]
+    del sys.modules["circular"]
+    import_module("circular")
+    assert CALLED == ["circular, last = None"], "only once"
 
 
 def test_a_module_that_is_being_executed_is_waited_for(package: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -33,6 +34,7 @@ __all__ = ["install", "take_over"]
 # accelerate/__init__.py imports these after Accelerator. Accelerate's own modules import torch, so
 # accelerate.accelerator may be half imported when `install` runs.
 _AFTER_ACCELERATOR = "accelerate.inference"
+_LAUNCHER = "accelerate.commands.launch"
 
 
 def install() -> None:
@@ -44,7 +46,8 @@ def install() -> None:
         from vescale_fsdp_hook import when_imported
 
         when_imported("accelerate.commands.config.config_args", _read_guard)
-        when_imported("accelerate.commands.launch", _read_keys)
+        when_imported(_LAUNCHER, _read_keys)
+        when_imported("accelerate.commands.utils", _launch_by_name)
         if options.asked_for():
             when_imported(_AFTER_ACCELERATOR, _replace)
     except Exception:
@@ -65,6 +68,17 @@ def _read_guard(module: ModuleType) -> None:
 
 def _read_keys(module: ModuleType) -> None:
     import_module("vescale_fsdp_accelerate.launching").add_to_launcher(module)
+
+
+def _launch_by_name(_: ModuleType) -> None:
+    """Run the launcher by its name for ``python -m accelerate.commands.launch``.
+
+    Python runs that file as ``__main__``, whose functions are not changed. It would start processes
+    that do not know of our keys. This is called by its import of its last dependency.
+    """
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if main is not None and main.name == _LAUNCHER:
+        raise SystemExit(import_module(_LAUNCHER).main())
 
 
 def _replace(_: ModuleType) -> None:

@@ -86,23 +86,26 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callback]] = {}
+        self._asked: set[str] = set()  # names that the others are asked for now
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        callbacks = self.waiting.pop(fullname, None)
-        if not callbacks:
+        if fullname not in self.waiting or fullname in self._asked:
             return None
-        # With the name taken off the list, this finder answers None and the others are asked.
-        spec = find_spec(fullname)
+        self._asked.add(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._asked.discard(fullname)
         if spec is None or spec.loader is None:
-            self.waiting[fullname] = callbacks
             return None
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for callback in callbacks:
+            # Only now: a spec may also be asked for by who does not import the module.
+            for callback in self.waiting.pop(fullname, ()):
                 callback(module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]  # this instance only
