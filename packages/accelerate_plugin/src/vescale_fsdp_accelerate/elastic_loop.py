@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
+from accelerate.state import GradientState  # type: ignore[import-untyped]
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
@@ -288,6 +289,24 @@ def _check(trainer: Any) -> None:
         raise ValueError("auto_find_batch_size=True does not work with ElasticCallback")
 
 
+def _end(trainer: Any) -> None:
+    """End what a call of the loop had begun, and what the next one would go on with."""
+    vars(trainer).pop("_eval_dataloaders", None)  # those with persistent workers
+    trainer.current_flos = 0  # of steps that come again
+    GradientState().dataloader_references = [None]  # of an evaluation that was broken off
+
+
+def _take_world(trainer: Any) -> None:
+    """Let the Trainer know the ranks. If it is the main process now, its callbacks log."""
+    was_main = trainer.is_world_process_zero()
+    take_world(trainer.accelerator)
+    if was_main or not trainer.is_world_process_zero():
+        return
+    for callback in trainer.callback_handler.callbacks:
+        if vars(callback).get("_initialized"):  # of loggers: for them only the main process counts
+            callback._initialized = False
+
+
 def replace(trainer_class: Any) -> None:
     """Make the loop of Trainers with an `ElasticCallback` elastic. Idempotent."""
     stock = trainer_class._inner_training_loop
@@ -307,7 +326,6 @@ def replace(trainer_class: Any) -> None:
             with within(self, found[0]):
                 return stock(self, *args, **kwargs)
 
-        # The state that `within` was given is closed by then, and all else is begun by a call.
-        return repeating.repeat(train, lambda _: None, lambda: take_world(self.accelerator))
+        return repeating.repeat(train, lambda _: _end(self), lambda: _take_world(self))
 
     trainer_class._inner_training_loop = inner_training_loop

@@ -142,6 +142,21 @@ def test_a_host_that_comes_after_all_have_gone(tmp_path: Path) -> None:
     assert len(b.join()[0].names) == 1
 
 
+def test_a_host_that_comes_while_ranks_wait_for_more_hosts(tmp_path: Path) -> None:
+    """Those have models and a state. It makes its own first, so that all make the same calls."""
+    a, b = (Host(tmp_path, name, 2, 2, num_local=1) for name in "ab")
+    joined(a.meetings + b.meetings)
+    a.die()
+    waiting = threading.Thread(target=b.join, daemon=True)  # in the next round, which stays open
+    waiting.start()
+    time.sleep(1.0)
+    again = Host(tmp_path, "c", 2, 2, num_local=1)
+    assert again.meetings[0].is_under_way()
+    assert len(again.join()[0].names) == 2
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.nightly
 def test_a_host_that_comes_to_the_second_training_of_a_process(tmp_path: Path) -> None:
     a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
@@ -150,6 +165,15 @@ def test_a_host_that_comes_to_the_second_training_of_a_process(tmp_path: Path) -
     a.meetings[0].attend()
     assert b.meetings[0].is_under_way()
     a.die()
+
+
+def test_how_often_a_training_has_begun_and_ended(tmp_path: Path) -> None:
+    a, b = Host(tmp_path, "a", 1, 3, num_local=1), Host(tmp_path, "b", 1, 3, num_local=1)
+    assert b.meetings[0].noted("run") == (0, 0)
+    a.meetings[0].note("run", 2, 1)
+    a.meetings[0].note("other", 1, 1)
+    assert b.meetings[0].noted("run") == (2, 1)
+    assert b.meetings[0].noted("other") == (1, 1)
 
 
 def test_a_rank_whose_round_was_deleted_comes_to_the_next_one(tmp_path: Path) -> None:

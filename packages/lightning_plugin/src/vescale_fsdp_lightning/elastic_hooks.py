@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import DistributedSampler
 
 from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.elastic import repeating, worlds
 from vescale_fsdp.elastic.meeting import MEETING
+from vescale_fsdp.elastic.regroup import forget_stages
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.progress import COUNTS
 from vescale_fsdp_lightning.sharding import DEFAULT_TIMEOUT, Sharding
@@ -31,6 +33,7 @@ class ElasticHooks(Sharding):
     _elastic: Elastic | None = None  # of the `fit` under way
     _last_counts: dict[str, int] | None = None  # of the last `fit`, for checkpoints after it
     _launcher: Any
+    precision_plugin: Any
     lightning_module: Any
     model: Any
 
@@ -50,7 +53,9 @@ class ElasticHooks(Sharding):
         if self.options.elastic is None:
             super()._init_process_group(backend, **options)
             return
-        if os.environ.get(MEETING) and options["timeout"] == DEFAULT_TIMEOUT:
+        if self._timeout is not None and self._timeout is not DEFAULT_TIMEOUT:  # the user's
+            options["connect_timeout_s"] = self._timeout.total_seconds()
+        elif os.environ.get(MEETING):
             del options["timeout"]  # ranks that meet have a shorter one
         elastic.init_process_group(backend, **options)
 
@@ -62,14 +67,15 @@ class ElasticHooks(Sharding):
 
     def end_fit(self, error: Exception) -> None:
         """End what a ``fit`` had begun that is repeated. Does not wait for other ranks."""
-        trainer, module = self.lightning_module.trainer, self.lightning_module
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        # First: Lightning's handler of SIGTERM sends a message to all ranks.
+        trainer._signal_connector.teardown()
         self._close_elastic(error)
         self._checkpoints.store.leave()
         trainer.fit_loop.teardown()  # workers of loaders, among others
-        trainer._signal_connector.teardown()
-        # A new process would not have these, and what is restored does not set them.
-        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-        for results in (loop._results for loop in loops):
+        # A new process would not have what follows, and no state that is restored sets it.
+        epochs = trainer.fit_loop.epoch_loop
+        for results in (epochs._results, epochs.val_loop._results):
             results.reset()
         if "torchmetrics" in sys.modules:
             for child in module.modules():
@@ -77,6 +83,10 @@ class ElasticHooks(Sharding):
                     child.reset()
         for callback in trainer.checkpoint_callbacks:
             callback._last_global_step_saved = 0
+            callback._defer_save_until_validation = False
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            forget_stages(scaler)
         module._current_fx_name = None  # else that of the hook in which the rank was lost
         # As ``Trainer.fit`` does.
         trainer.training, trainer.should_stop = True, False
@@ -84,8 +94,13 @@ class ElasticHooks(Sharding):
     def take_world(self) -> None:
         """Forget the former ranks. ``setup_environment`` asks for those of the next world."""
         self._device_mesh = None
+        trainer = self.lightning_module.trainer
+        # Loaders that the user keeps, and a CombinedLoader, which Lightning changes in place.
+        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        for loader in () if combined is None else combined.flattened:
+            follow_ranks(getattr(loader, "sampler", None))
         if dist.get_rank() == 0:
-            for logger in self.lightning_module.trainer.loggers:
+            for logger in trainer.loggers:
                 keep_metrics(logger)
 
     # The loop
@@ -156,6 +171,15 @@ class ElasticHooks(Sharding):
         return self._checkpoints.optimizer_state(self.model, own)
 
 
+def follow_ranks(sampler: Any) -> None:
+    """Let a ``DistributedSampler`` divide its samples among the ranks that there are now."""
+    if isinstance(sampler, DistributedSampler):
+        epoch, rank, size = sampler.epoch, dist.get_rank(), dist.get_world_size()
+        options = {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
+        DistributedSampler.__init__(sampler, sampler.dataset, size, rank, **options)
+        sampler.set_epoch(epoch)
+
+
 def keep_metrics(logger: Any) -> None:
     """Rename what another process has logged, if this process is to log there from now on.
 
@@ -178,7 +202,7 @@ class _Repeater:
         strategy: that the Trainer asks for it.
     """
 
-    is_interactive_compatible = False
+    is_interactive_compatible = True  # it starts no process
 
     def __init__(self, strategy: ElasticHooks) -> None:
         self._strategy = strategy

@@ -84,7 +84,7 @@ class Lifecycle(ElasticHooks):
     @property
     def precision_plugin(self) -> Any:
         """Lightning's precision plug-in. Its clipping by norm is replaced by the engine's."""
-        return super().precision_plugin  # type: ignore[misc]
+        return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:

@@ -86,19 +86,24 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
     all_ranks()
-    ranks, group = _own_ranks()
+    ranks, ring = connect()
     if ranks.is_first and _cannot_grow():
         _log.warning(
             "torchrun shares one store for all attempts: a node that joins later would wait for an "
             "address until both agents end. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
-    ring = liveness.watch(ranks, group)
     connecting.rely_on_ring()
     try:
         return _found(options, ranks, ring, goes_on)
     except BaseException:
         ring.close()
         raise
+
+
+def connect() -> tuple[Ranks, liveness.Ring]:
+    """Return all ranks with a communicator of their own, in a ring. Collective."""
+    ranks, group = _own_ranks()
+    return ranks, liveness.watch(ranks, group)
 
 
 def _found(options: Options, ranks: Ranks, ring: liveness.Ring, goes_on: bool) -> Attempt:

@@ -12,6 +12,7 @@ meet by themselves. So those that survive keep their process::
         closed                   the ranks of this world in order, when nobody else can come
         store                    the address of its store
       000004/                    the next one: ranks that have lost others, or come later
+      trainings                  how often each has begun and ended, by the folder of its run
 
 A host counts when all of its ranks have come. A round is closed by the first of its ranks when the
 largest number of hosts is there, or when nobody has come for a while and no rank of the former
@@ -51,6 +52,7 @@ _AWAITED_S = 20.0  # for ranks of the former round that live and do not come
 _CONNECT_S = 10.0  # shorter: a rank that tries to connect is awaited
 _ANSWER_S = 120.0  # for the first rank of a host, which may start later
 _POLL_S = 0.05
+_TRAININGS = "trainings"  # in the folder
 _ROUND = re.compile(r"[0-9]{6,}")
 
 
@@ -226,6 +228,25 @@ class Meeting:
                 own.touch()
                 self._own = own
 
+    def note(self, training: str, begun: int, ended: int) -> None:
+        """Write how often a training has begun and ended. The first rank does it."""
+        file = self._folder / _TRAININGS
+        made = file.with_name(f"{file.name}.new.{os.getpid()}")
+        made.write_text(json.dumps({**self._trainings(), training: [begun, ended]}))
+        made.replace(file)
+
+    def noted(self, training: str) -> tuple[int, int]:
+        """How often a training has begun and ended."""
+        begun, ended = self._trainings().get(training, (0, 0))
+        return begun, ended
+
+    def _trainings(self) -> dict[str, Sequence[int]]:
+        try:
+            found: dict[str, Sequence[int]] = json.loads((self._folder / _TRAININGS).read_text())
+        except FileNotFoundError:
+            return {}
+        return found
+
     def is_under_way(self) -> bool:
         """Whether ranks of an earlier world live, so that this host will have to wait for them.
 
@@ -236,19 +257,25 @@ class Meeting:
         """
         answer, end = self._folder / f"{self.member.host}.answer", time.monotonic() + _ANSWER_S
         if self.member.local == 0:
-            closed = [each for each in self._rounds() if _read(each / "closed") is not None]
-            files = (
-                [closed[-1] / name for name in _read(closed[-1] / "closed") or ()] if closed else []
-            )
             pulse, until = Pulse(), time.monotonic() + _LOST_S + _POLL_S
-            while any([pulse.lives(file) for file in files]) and time.monotonic() < until:  # noqa: C419
+            while (lives := self._have_met(pulse)) and time.monotonic() < until:
                 time.sleep(_POLL_S)
-            _write(answer, [any(pulse.lives(file) for file in files)])
+            _write(answer, [lives])
         while (found := _read(answer)) is None:
             if time.monotonic() > end:
                 raise TooFewHostsError(f"the first rank of this host has not written {answer}")
             time.sleep(_POLL_S)
         return bool(found[0])
+
+    def _have_met(self, pulse: Pulse) -> bool:
+        """Whether a rank of the last world lives: there, or in a round that waits for more hosts."""
+        rounds = self._rounds()
+        for number in reversed(range(len(rounds))):
+            names = _read(rounds[number] / "closed")
+            if names is not None:
+                found = [pulse.lives(each / name) for each in rounds[number:] for name in names]
+                return any(found)  # each time all are looked at: it takes the times
+        return False
 
     def _rounds(self) -> list[Path]:
         """The folders of all rounds, in order."""

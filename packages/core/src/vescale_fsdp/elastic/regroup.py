@@ -11,6 +11,7 @@ repeated, as after a restart of the process.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from vescale_fsdp.checkpoint.contents import named
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.beginning import Attempt, Options, begin
 from vescale_fsdp.elastic.losses import is_loss
-from vescale_fsdp.elastic.meeting import World
 from vescale_fsdp.errors import RankMismatchError
 
 _T = TypeVar("_T")
@@ -40,20 +40,16 @@ def regroup(options: Options, why: str) -> Attempt:
         RankMismatchError: too few hosts have come, or no attempt has begun after several losses.
         RuntimeError: there is no saved state, and that of the processes is gone.
     """
-    began = time.monotonic()
 
-    def restore(world: World) -> Attempt:
+    def restore() -> Attempt:
         attempt = begin(options, goes_on=True)
         check_found(attempt)
-        if world.rank == 0:
-            seconds = time.monotonic() - began
-            _log.info("%d ranks go on after %.1f s, without a restart", len(world.names), seconds)
         return attempt
 
     return meet(options, why, restore)
 
 
-def meet(options: Options, why: str, then: Callable[[World], _T]) -> _T:
+def meet(options: Options, why: str, then: Callable[[], _T]) -> _T:
     """Leave this world, join the next one, and move the model there, uninitialized.
 
     Args:
@@ -63,17 +59,24 @@ def meet(options: Options, why: str, then: Callable[[World], _T]) -> _T:
         NotImplementedError: the model cannot move.
         RankMismatchError: too few hosts have come, or ranks were lost again and again.
     """
+    began = time.monotonic()
     for module in options.modules:
         engine.check_remesh(module)
     for _ in range(_MOST):
         try:
             if dist.is_initialized():
                 worlds.leave(why)
+            # Process groups are in cycles of references. They keep threads and connections.
+            gc.collect()
             world = worlds.rejoin()
             for module in options.modules:
                 engine.remesh(module)
             _clear(options)
-            return then(world)
+            found = then()
+            if world.rank == 0:
+                seconds, size = time.monotonic() - began, len(world.names)
+                _log.info("%d ranks go on after %.1f s, without a restart", size, seconds)
+            return found
         except Exception as error:
             if not is_loss(error):
                 raise
@@ -106,4 +109,7 @@ def _clear(options: Options) -> None:
         param.grad = None
     for each in options.stateful.values():
         if isinstance(each, torch.amp.GradScaler):
-            compat.forget_stages(each)
+            forget_stages(each)
+
+
+forget_stages = compat.forget_stages  # for adapters, which keep a scaler elsewhere

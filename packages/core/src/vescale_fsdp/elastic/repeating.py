@@ -17,17 +17,19 @@ world with an error too, so that all ranks make the same calls from there.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from vescale_fsdp.elastic import regroup, worlds
-from vescale_fsdp.elastic.beginning import Options, begin
+from vescale_fsdp.elastic import liveness, regroup, worlds
+from vescale_fsdp.elastic.beginning import Options, begin, connect
 from vescale_fsdp.elastic.losses import RanksHaveChanged, is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.run import Run
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class Repetition:
@@ -42,16 +44,21 @@ class Repetition:
         self._run: Run | None = None
         self.number = 0
         self._last_try: tuple[object, ...] = ()
+        self._ring: liveness.Ring | None = None  # between the meeting and the next attempt
 
-    def run(self, options: Options) -> Run:
+    def run(self, options: Options, *, joins: bool) -> Run:
         """Begin an attempt of the call under way.
 
+        Args:
+            joins: others are in this training, and this host is in a world of its own.
+
         Raises:
-            RanksHaveChanged: this host has a world of its own, and can join the others now.
+            RanksHaveChanged: it can join them now.
             RuntimeError: there is no saved state, and that of the processes is gone.
         """
         self._options = options
-        if worlds.is_apart():
+        self.close()
+        if joins:
             raise RanksHaveChanged("the model is made, and others are under way")
         attempt = begin(options, goes_on=self.number > 0)
         if self.number:
@@ -62,6 +69,10 @@ class Repetition:
             attempt.give_up()
             raise
         return self._run
+
+    def finish(self) -> None:
+        """The training is done, and its state on disk: a loss after that ends the process."""
+        self._options = None
 
     def goes_on(self, error: Exception) -> bool:
         """Whether the call can be repeated after an error: not if nobody was lost by it."""
@@ -78,8 +89,15 @@ class Repetition:
     def regroup(self, why: str) -> None:
         """Leave this world, and move the model to the next one."""
         assert self._options is not None, "a call has made its model"
-        regroup.meet(self._options, why, lambda _: None)
+        self.close()
+        _, self._ring = regroup.meet(self._options, why, connect)
         self.number += 1
+
+    def close(self) -> None:
+        """Leave the ring that watches until an attempt has its own."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
 
 _current: Repetition | None = None
@@ -119,8 +137,13 @@ def repeat(
                     raise
                 end(error)
                 why = str(error)
+                _log.info("the training is called again: %s", why)
             # Here the error is gone, and with it what the call has held: batches and activations.
             repetition.regroup(why)
             take_world()
+    except BaseException:
+        worlds.end()  # it does not come back: others must not wait
+        raise
     finally:
+        repetition.close()
         _current = None

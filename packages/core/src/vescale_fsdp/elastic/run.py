@@ -456,7 +456,7 @@ class Run:
             self._keeper.finish()
             self.end()
             finish_saves()()
-            worlds.end()
+            worlds.end(self._options.directory)
             if self._leads:
                 self._place.delete()
         finally:

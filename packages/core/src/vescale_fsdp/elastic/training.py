@@ -13,6 +13,7 @@ from torch import nn
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
 from vescale_fsdp.elastic import memory, repeating, worlds
 from vescale_fsdp.elastic.beginning import Options, begin
+from vescale_fsdp.elastic.losses import is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.run import Run
@@ -98,20 +99,28 @@ def training(
     )  # fmt: skip
     worlds.check_joined()
     _check_can_go_on(options.modules)
-    worlds.begin()
-    repetition, joins = repeating.current(), worlds.is_apart()
-    if repetition is not None:
-        run = repetition.run(options)
-    else:
-        run = Run(options, regroup(options, "joins") if joins else begin(options))
+    repetition = repeating.current()
+    is_again = repetition is not None and repetition.number > 0
+    joins = worlds.begin(options.directory, is_again=is_again)
     try:
-        if joins or (repetition is not None and repetition.number):
-            options.after_regroup()
-        yield run
+        if repetition is not None:
+            run = repetition.run(options, joins=joins)
+        else:
+            run = Run(options, regroup(options, "joins") if joins else begin(options))
+        try:
+            if joins or is_again:
+                options.after_regroup()
+            yield run
+        except BaseException as error:
+            run._close(error)
+            raise
+        run._close(None)
+        if repetition is not None:
+            repetition.finish()
     except BaseException as error:
-        run._close(error)
+        if repetition is None or not is_loss(error):
+            worlds.end()  # this process ends: others must neither wait for it nor believe it lives
         raise
-    run._close(None)
 
 
 def _check_can_go_on(modules: Sequence[nn.Module]) -> None:

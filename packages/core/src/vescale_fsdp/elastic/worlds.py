@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class _Joined:
     connect_timeout_s: float = 120.0
     options: dict[str, Any] = field(default_factory=dict)
     is_apart: bool = False  # in a world of its own host, until it joins the others
+    trainings: dict[str, int] = field(default_factory=dict)  # how many have begun, by directory
 
 
 _joined = _Joined()
@@ -112,16 +114,54 @@ def check_joined() -> None:
         )
 
 
-def begin() -> None:
-    """A training begins: others wait for this process, and join it."""
-    if _joined.meeting is not None:
-        _joined.meeting.attend()
+def begin(directory: Path, *, is_again: bool) -> bool:
+    """A training begins. Returns whether this process joins others that are in it.
+
+    It does not join one that they have ended: a script may have several, one after the other, and
+    a process that was restarted comes through all of them. The state of that one is on disk.
+
+    Args:
+        directory: of the run.
+        is_again: the same training goes on in this process.
+
+    Raises:
+        RuntimeError: the others have ended it, and are in another one of the same directory.
+    """
+    meeting, name = _joined.meeting, str(directory.absolute())
+    if meeting is None:
+        return False
+    meeting.attend()
+    number = _joined.trainings[name] = _joined.trainings.get(name, 0) + (not is_again)
+    if not _joined.is_apart:
+        if not is_again and dist.get_rank() == 0:
+            meeting.note(name, number, number - 1)
+        return False
+    begun, ended = meeting.noted(name)
+    if number > ended:
+        return True
+    if begun > ended:
+        raise RuntimeError(
+            f"this host has come to training {number} in {directory}, and the others are in "
+            f"training {begun} there. Ranks cannot join the second training of a directory: give "
+            "each one in a script a directory of its own"
+        )
+    return False
 
 
-def end() -> None:
-    """The training is done: others do not wait for this process."""
-    if _joined.meeting is not None:
-        _joined.meeting.leave()
+def end(directory: Path | None = None) -> None:
+    """Others do not wait for this process any more.
+
+    Args:
+        directory: of the run, if its training is done.
+    """
+    meeting = _joined.meeting
+    if meeting is None:
+        return
+    if directory is not None and not _joined.is_apart and dist.get_rank() == 0:
+        name = str(directory.absolute())
+        number = _joined.trainings.get(name, 0)
+        meeting.note(name, number, number)
+    meeting.leave()
 
 
 def current() -> Meeting | None:
