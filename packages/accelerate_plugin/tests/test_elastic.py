@@ -59,6 +59,12 @@ class Net(nn.Module):
         found = self.layers(x)
         return nn.functional.mse_loss(found, labels), found
 
+    main_input_name = "x"
+
+    def num_parameters(self, **_: Any) -> int:
+        """For the floating-point operations that the Trainer counts."""
+        return 1
+
 
 class Counting(Net):
     """Returns a sum over the batch, divided by the items of the step, as language models do."""
@@ -188,6 +194,7 @@ def trainer(root: Path, stop_at: int | None, options: dict[str, Any]) -> Found:
         "evaluated": {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each},
         "evaluations": sum("eval_loss" in each for each in history),
         "evaluates on start": arguments.eval_on_start,
+        "flos": made.state.total_flos,
         "source": callback.run.source,
         "accumulates": arguments.gradient_accumulation_steps,
         "best": (made.state.best_global_step, made.state.best_metric),

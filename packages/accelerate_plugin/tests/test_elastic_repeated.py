@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vescale_fsdp import elastic
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.losses import RanksHaveChanged
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_accelerate import elastic_loop
 
 from .test_elastic import trainer
 
@@ -66,4 +68,30 @@ def test_a_training_that_goes_on_is_an_undisturbed_one(
     ((torn, begun),) = run_ranks(train, 1, tmp_path / "torn", place, step)
     assert begun == 2
     assert (quiet.pop("source"), torn.pop("source")) == ("start", "memory")
+    assert quiet["flos"] > 0
     assert torn == quiet
+
+
+class Logger(transformers.TrainerCallback):
+    """As those of services: only the main process begins to log."""
+
+    def __init__(self) -> None:
+        self._initialized = True
+
+
+def test_what_a_call_leaves_behind() -> None:
+    """Its loaders are of the former ranks; the loggers of a new main process begin."""
+    logger, ranks = Logger(), [1]
+    handler = SimpleNamespace(callbacks=[logger])
+    fake = SimpleNamespace(
+        _eval_dataloaders={}, current_flos=5, callback_handler=handler, accelerator=None,
+        is_world_process_zero=lambda: ranks[0] == 0,
+    )  # fmt: skip
+    elastic_loop._end(fake)
+    assert (vars(fake).get("_eval_dataloaders"), fake.current_flos) == (None, 0)
+
+    for after in (1, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(elastic_loop, "take_world", lambda _, to=after: ranks.__setitem__(0, to))
+            elastic_loop._take_world(fake)
+        assert logger._initialized is (after == 1)

@@ -16,14 +16,14 @@ import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from vescale_fsdp import RankMismatchError
 from vescale_fsdp.elastic import worlds
 from vescale_fsdp.elastic.losses import RanksHaveChanged
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import ShardedEMA, VeScaleFSDPStrategy
-from vescale_fsdp_lightning.elastic_hooks import keep_metrics
+from vescale_fsdp_lightning.elastic_hooks import follow_ranks, keep_metrics
 
 WIDTH = 6
 
@@ -115,10 +115,13 @@ def fit(root: Path, lost: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         strategy = VeScaleFSDPStrategy(elastic=elastic)
         saver = ModelCheckpoint(root / "saved", "{step}", monitor="val_loss", save_top_k=-1)
+        late = ModelCheckpoint(  # it waits for the metric of the validation after its step
+            root / "late", "{step}", monitor="val_loss", save_top_k=-1, every_n_train_steps=4
+        )
         evaluations, average = Evaluations(), ShardedEMA(0.9)
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, val_check_interval=2,
-            callbacks=[saver, evaluations, average], logger=CSVLogger(root, "csv", version=0),
+            callbacks=[saver, late, evaluations, average], logger=CSVLogger(root, "csv", version=0),
             enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         )  # fmt: skip
         torch.manual_seed(0)
@@ -142,6 +145,7 @@ def fit(root: Path, lost: dict[str, Any]) -> dict[str, Any]:
         # Lightning names a file that is saved again with a version.
         "saved": {each.name.replace("-v1", "") for each in (root / "saved").iterdir()},
         "best": [Path(each).name.replace("-v1", "") for each in saver.best_k_models],
+        "late": [Path(each).name.replace("-v1", "") for each in late.best_k_models],
         "handler": signal.getsignal(signal.SIGTERM) == handler,
         "model": [each.full_tensor() for each in module.parameters()],
         "buffers": [*module.buffers()],
@@ -152,7 +156,14 @@ def fit(root: Path, lost: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lost", [{"step": 7}, {"optimizer": 5}, {"validation": 8}, {"step": 7, "every": 4}]
+    "lost",
+    [
+        {"step": 7},
+        {"optimizer": 5},
+        {"validation": 8},
+        {"step": 7, "every": 4},
+        {"validation": 8, "every": 5},
+    ],
 )
 def test_a_fit_that_goes_on_is_an_undisturbed_one(tmp_path: Path, lost: dict[str, int]) -> None:
     (quiet,) = run_ranks(fit, 1, tmp_path / "quiet", {})
@@ -177,6 +188,19 @@ def fails(root: Path, lost: dict[str, Any]) -> str:
 def test_an_error_of_this_process_ends_it(tmp_path: Path, kind: type[Exception]) -> None:
     """Also one that looks like a loss, and comes again in the same step with the same ranks."""
     run_ranks(fails, 1, tmp_path, {"step": 5, "error": kind, "again": True})
+
+
+def divided() -> list[int]:
+    sampler = DistributedSampler(range(10), 4, 3, shuffle=False)
+    sampler.set_epoch(5)
+    follow_ranks(sampler)
+    follow_ranks(None)
+    assert (sampler.epoch, sampler.num_replicas) == (5, 2)
+    return list(sampler)
+
+
+def test_a_sampler_that_is_kept_follows_the_ranks() -> None:
+    assert run_ranks(divided, 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")

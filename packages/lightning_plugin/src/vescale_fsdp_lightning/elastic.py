@@ -167,6 +167,9 @@ class Elastic:
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
         self.adopt(loaded, str(self._options.directory))
         self.loaded = loaded
+        for callback in self._trainer.checkpoint_callbacks:
+            # The state is one after all saves of its step. The next micro-batch has that step too.
+            callback._last_global_step_saved = run.step
         if run.extra.get("stopped") == _limits(self._trainer):
             self._trainer.should_stop = True
             if self._trainer.is_global_zero:

@@ -82,7 +82,6 @@ class ElasticHooks(Sharding):
                 if isinstance(child, sys.modules["torchmetrics"].Metric):
                     child.reset()
         for callback in trainer.checkpoint_callbacks:
-            callback._last_global_step_saved = 0
             callback._defer_save_until_validation = False
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:

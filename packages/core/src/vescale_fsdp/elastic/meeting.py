@@ -268,7 +268,7 @@ class Meeting:
         return bool(found[0])
 
     def _have_met(self, pulse: Pulse) -> bool:
-        """Whether a rank of the last world lives: there, or in a round that waits for more hosts."""
+        """Whether a rank of the last world lives: there, or in a round that waits for hosts."""
         rounds = self._rounds()
         for number in reversed(range(len(rounds))):
             names = _read(rounds[number] / "closed")
