@@ -2,6 +2,7 @@
 
 It has a moving average of the model, which is sharded too. With a last argument ``accelerate`` it
 is a script for Accelerate, with ``lightning`` or ``transformers`` the same training by a trainer.
+With ``twice`` another training comes before.
 
 The folder of the run gets ``losses-PROCESS.jsonl``, a line for each step of that process. A step
 takes a while, until that folder has a file ``hurry``.
@@ -24,6 +25,22 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vescale_fsdp import elastic, fully_shard
+
+
+def first(out: Path) -> None:
+    """Three steps of another model, whose first weights are those of rank 0."""
+    model = nn.Linear(WIDTH, 1)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with elastic.training(out, model, optimizer, every=2) as run:
+        for step in run.batches(Numbers(), global_batch=GLOBAL_BATCH, micro_batch=3, until=3):
+            with step:
+                for x, y in step:
+                    step.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def main(out: Path, until: int, pause_s: float, accelerator: Any) -> None:
@@ -98,6 +115,8 @@ if __name__ == "__main__":
         sys.exit()
     elastic.init_process_group("gloo")
     accelerator = None
+    if "twice" in sys.argv:
+        first(Path(sys.argv[1]).with_name("first"))
     if "accelerate" in sys.argv:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         from vescale_fsdp_accelerate import VeScaleAccelerator

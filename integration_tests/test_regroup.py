@@ -202,6 +202,27 @@ def test_a_trainer_keeps_its_process(tmp_path: Path, hosts: list[Host], trainer:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_all_hosts_are_needed_in_the_second_training(tmp_path: Path, hosts: list[Host]) -> None:
+    """The others wait for the host that was lost, which comes through the first training again."""
+    hosts += [
+        Host(tmp_path, name, ranks=1, hosts="2:2", steps=40, with_=["twice"]) for name in "ab"
+    ]
+    wait_for(lambda: any(line["step"] == 5 for line in lines(tmp_path)), hosts)
+    (survivor,) = hosts[1].ranks()
+    os.kill(hosts[0].ranks()[0], signal.SIGKILL)
+    wait_for(lambda: any(line["attempt"] == 2 for line in lines(tmp_path)), hosts)
+    (tmp_path / "run" / "hurry").touch()
+    for host in hosts:
+        wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
+        assert host.process.returncode == 0, host.log.read_text()
+    check(tmp_path, 40)
+    found = lines(tmp_path)
+    assert {line["ranks"] for line in found} == {2}
+    assert {line["process"] for line in found if line["step"] == 39} >= {survivor}
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("with_", [(), ("lightning",), ("transformers",)])
 def test_random_ranks_are_killed_at_random_times(
