@@ -332,3 +332,15 @@ def check_meta_initialisation() -> None:
 
 def test_model_made_on_meta_trains_after_to_empty() -> None:
     run_ranks(check_meta_initialisation, 2)
+
+
+def averaged_by_hand() -> None:
+    model = vescale_fsdp.fully_shard(nn.Linear(3, 5))
+    model(torch.ones(2, 3)).sum().backward()
+    for param in model.parameters():
+        with pytest.raises(NotImplementedError, match=r"backward has averaged gradients .* leave"):
+            dist.all_reduce(param.grad)
+
+
+def test_a_loop_that_averages_gradients_itself_is_told_to_stop() -> None:
+    run_ranks(averaged_by_hand, 2)

@@ -74,6 +74,12 @@ class GatheredView(DTensor):
         """Values are those of the source."""
 
 
+_OF_COLLECTIVES = (
+    "Ranks hold different parts of it. backward has averaged gradients over ranks: leave an "
+    "all-reduce of them out. "
+)
+
+
 def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
     """``func(x, ...)``, a view. Nothing is communicated yet."""
     compat.refuse_tracing(f"{func}, a view of a sharded tensor that is gathered when it is used,")
@@ -130,7 +136,8 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(each, GatheredView | RaggedTensor)
     ]
     if not (access.is_local and written) or access.has_out:
-        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
+        hint = _OF_COLLECTIVES if func.namespace == "c10d" else ""
+        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {hint}{WAYS_OUT}")
     has_gradient = torch.is_grad_enabled() and any(
         each.requires_grad for each in operands if isinstance(each, torch.Tensor)
     )
