@@ -41,6 +41,7 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
+from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import renamed
 
@@ -294,7 +295,7 @@ def _make_groups(
     device: torch.device,
     offload_policy: OffloadPolicy,
 ) -> list[Group]:
-    """One group per dtype, trainability and ranks, in order of first appearance.
+    """One group per dtypes, trainability and ranks, in order of first appearance.
 
     A parameter with ``Shard(d)``, or one that gathers itself, is a group of its own. Parameters
     whose codes forward uses directly (``decode=False``) are in a separate group.
@@ -304,13 +305,15 @@ def _make_groups(
         ranks = (item.axes.shard_ranks, item.axes.replica_ranks)
         alone = None if item.dim is None else item.fqn
         param, stays = item.param, item.stays_coded
-        kind = (param.is_meta, param.dtype, param.requires_grad, ranks, alone, stays)
+        keeps = any(follows_statistics(module(), param) for module, _ in item.sites)
+        dtype = None if keeps else unit.mp_policy.param_dtype
+        kind = (param.is_meta, dtype, param.dtype, param.requires_grad, ranks, alone, stays)
         by_kind.setdefault(kind, []).append(item)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     rests_on = torch.device("cpu") if offloads else device
     groups = []
-    for (on_meta, *_), members in by_kind.items():
+    for (on_meta, compute_dtype, *_), members in by_kind.items():
         extends = members[0].extends
         if extends and (members[0].axes.shard is None or members[0].axes.cuts_outside):
             raise NotImplementedError(
@@ -329,7 +332,7 @@ def _make_groups(
                 keeps_sums=not (unit.row.cuts_parameters or unit.row.cuts_gradients),
                 compute_device=device,
                 pin_memory=pins,
-                compute_dtype=unit.mp_policy.param_dtype,
+                compute_dtype=compute_dtype,
                 reduce_dtype=unit.mp_policy.reduce_dtype,
                 on_gradient=unit.gradient_callback(),
             )

@@ -18,6 +18,7 @@ from torch import nn
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.engine.containers import map_tensors
+from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.errors import PlanError
 
 _PATTERN = 1 << 20  # random elements, which are repeated
@@ -52,9 +53,11 @@ def real_twin(
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Convert floating-point parameters to the dtype of compute, as an all-gather does."""
-    for param in module.parameters():
-        if dtype is not None and param.is_floating_point():
-            param.data = param.data.to(dtype)
+    for child in module.modules():
+        for param in child.parameters(recurse=False):
+            is_cast = param.is_floating_point() and not follows_statistics(child, param)
+            if dtype is not None and is_cast:
+                param.data = param.data.to(dtype)
 
 
 def twin_of(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
