@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 
 def follows_statistics(module: nn.Module | None, param: torch.Tensor) -> bool:
@@ -12,10 +11,8 @@ def follows_statistics(module: nn.Module | None, param: torch.Tensor) -> bool:
 
     ``torch.batch_norm`` takes an input of 16 bits with parameters and statistics in float32, as
     under autocast. It raises if only the parameters have 16 bits. Buffers are not cast, so in
-    BatchNorm and InstanceNorm with statistics parameters are not cast either. FSDP2 casts them
-    (torch 2.13), and the forward raises.
+    modules with a ``running_mean`` (BatchNorm, InstanceNorm) parameters are not cast either. FSDP2
+    casts them (torch 2.13), and the forward raises.
     """
-    if not isinstance(module, _NormBase):
-        return False
-    mean = module.running_mean
-    return mean is not None and mean.dtype == param.dtype
+    mean = getattr(module, "running_mean", None)
+    return isinstance(mean, torch.Tensor) and mean.dtype == param.dtype
