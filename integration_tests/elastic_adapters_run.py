@@ -60,10 +60,35 @@ class Log:
             print(json.dumps(line), file=self._file, flush=True)
 
 
-def with_lightning(out: Path, until: int) -> None:
+def fit(module: Any, out: Path, until: int) -> None:
+    """An elastic ``Trainer.fit`` on the samples of `elastic_run`."""
     import lightning.pytorch as pl
 
     from vescale_fsdp_lightning import VeScaleFSDPStrategy
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=until,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=VeScaleFSDPStrategy(
+            wrap=["Linear"],
+            elastic={
+                "directory": out,
+                "global_batch": GLOBAL_BATCH,
+                "every": 2,
+                "every_on_disk": None,
+            },
+        ),
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Numbers(), batch_size=3, shuffle=True))
+
+
+def with_lightning(out: Path, until: int) -> None:
+    import lightning.pytorch as pl
 
     class Lit(pl.LightningModule):
         def __init__(self) -> None:
@@ -88,25 +113,7 @@ def with_lightning(out: Path, until: int) -> None:
             schedule = {"scheduler": schedule_of(optimizer), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        max_steps=until,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=VeScaleFSDPStrategy(
-            wrap=["Linear"],
-            elastic={
-                "directory": out,
-                "global_batch": GLOBAL_BATCH,
-                "every": 2,
-                "every_on_disk": None,
-            },
-        ),
-    )
-    trainer.fit(Lit(), torch.utils.data.DataLoader(Numbers(), batch_size=3, shuffle=True))
+    fit(Lit(), out, until)
 
 
 def with_accelerate(out: Path, until: int) -> None:

@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic_run import GLOBAL_BATCH, WIDTH, Numbers
+from elastic_adapters_run import fit, make, schedule_of
+from elastic_run import GLOBAL_BATCH, Numbers
 from torch import nn
 
 from vescale_fsdp import compat
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
-    )
 
 
 class Log:
@@ -54,8 +48,6 @@ class Log:
 def with_lightning(out: Path, until: int, pause_s: float) -> None:
     import lightning.pytorch as pl
 
-    from vescale_fsdp_lightning import VeScaleFSDPStrategy
-
     log = Log(out, pause_s)
 
     class Lit(pl.LightningModule):
@@ -84,30 +76,12 @@ def with_lightning(out: Path, until: int, pause_s: float) -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+            schedule = schedule_of(optimizer)
             return {
                 "optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}
             }  # fmt: skip
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        max_steps=until,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=VeScaleFSDPStrategy(
-            wrap=["Linear"],
-            elastic={
-                "directory": out,
-                "global_batch": GLOBAL_BATCH,
-                "every": 2,
-                "every_on_disk": None,
-            },
-        ),
-    )
-    trainer.fit(Lit(), torch.utils.data.DataLoader(Numbers(), batch_size=3, shuffle=True))
+    fit(Lit(), out, until)
 
 
 def with_transformers(out: Path, until: int, pause_s: float) -> None:
@@ -157,8 +131,7 @@ def with_transformers(out: Path, until: int, pause_s: float) -> None:
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if self.lr_scheduler is None:
-                kind = torch.optim.lr_scheduler.StepLR
-                self.lr_scheduler = kind(optimizer or self.optimizer, 5, gamma=0.8)
+                self.lr_scheduler = schedule_of(optimizer or self.optimizer)
                 self._created_lr_scheduler = True
             return self.lr_scheduler
 

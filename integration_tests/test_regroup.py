@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,19 @@ def wait_for(what: Callable[[], bool], hosts: list[Host], timeout_s: float = 120
         time.sleep(0.05)
 
 
+def has_reached(root: Path, step: int, ranks: int, *, after: int = 0) -> Callable[[], bool]:
+    """Tells whether this step was made on so many ranks, in an attempt after one."""
+    return lambda: any(
+        line["step"] >= step and line["ranks"] == ranks and line["attempt"] > after
+        for line in lines(root)
+    )
+
+
 @pytest.mark.timeout(500)
 def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> None:
     hosts += [Host(tmp_path, "a"), Host(tmp_path, "b")]
 
-    def reached(step: int, ranks: int, *, after: int = 0) -> Callable[[], bool]:
-        return lambda: any(
-            line["step"] >= step and line["ranks"] == ranks and line["attempt"] > after
-            for line in lines(tmp_path)
-        )
-
+    reached = partial(has_reached, tmp_path)
     wait_for(reached(4, 4), hosts)
     survivors = hosts[1].ranks()
     assert len(survivors) == 2
@@ -178,12 +182,7 @@ def test_a_trainer_keeps_its_process(tmp_path: Path, hosts: list[Host], trainer:
     """A rank is killed, and its host comes back."""
     hosts += [Host(tmp_path, name, with_=[trainer]) for name in "ab"]
 
-    def reached(step: int, ranks: int, *, after: int = 0) -> Callable[[], bool]:
-        return lambda: any(
-            line["step"] >= step and line["ranks"] == ranks and line["attempt"] > after
-            for line in lines(tmp_path)
-        )
-
+    reached = partial(has_reached, tmp_path)
     wait_for(reached(4, 4), hosts)
     survivors = hosts[1].ranks()
     os.kill(hosts[0].ranks()[1], signal.SIGKILL)
