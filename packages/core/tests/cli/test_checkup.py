@@ -33,11 +33,12 @@ def says(section: Section) -> list[tuple[str, str]]:
     ("range_", "version", "expected"),
     [
         ("", "1.0", True),
-        (">=2.13,<2.15", "2.13.0+cpu", True),
-        (">=2.13,<2.15", "2.13", True),
-        (">=2.13,<2.15", "2.9.1", False),
-        (">=2.13,<2.15", "2.15.0", False),
-        (">=2.13,<2.15", "2.15.0a0+git1234", False),
+        (">=2.13,<2.16", "2.13.0+cpu", True),
+        (">=2.13,<2.16", "2.13", True),
+        (">=2.13,<2.16", "2.9.1", False),
+        (">=2.13,<2.16", "2.15.0", True),
+        (">=2.13,<2.16", "2.16.0", False),
+        (">=2.13,<2.16", "2.16.0a0+git1234", False),
         (">2.0", "2.0.0", False),
         ("<=2.0", "2.0.0", True),
         ("==0.1.0.dev0", "0.1.0.dev0", True),
@@ -62,7 +63,7 @@ def look_at_software_with(monkeypatch: pytest.MonkeyPatch, **installed: str | No
 
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(
-        metadata, "requires", lambda name: ['torch<2.15,>=2.13; extra == "x"', "numpy>=1.26"]
+        metadata, "requires", lambda name: ['torch<2.16,>=2.13; extra == "x"', "numpy>=1.26"]
     )
     section = Section("software")
     software.look_at_software(section)
@@ -77,7 +78,7 @@ def test_what_is_installed_here_is_right(monkeypatch: pytest.MonkeyPatch) -> Non
     assert section.findings == []
     facts = {fact.label: fact.text for fact in section.facts}
     assert facts["vescale-fsdp"] == vescale_fsdp.__version__
-    assert facts["torch"] == f"{metadata.version('torch')}  (supported: >=2.13,<2.15)"
+    assert facts["torch"] == f"{metadata.version('torch')}  (supported: >=2.13,<2.16)"
     assert facts["python"].endswith("(supported: >=3.11,<3.14)")
 
 
@@ -115,11 +116,11 @@ def test_code_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unsupported_torch_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = look_at_software_with(monkeypatch, **OURS_ALONE, torch="2.15.1+cu130")
+    section = look_at_software_with(monkeypatch, **OURS_ALONE, torch="2.16.1+cu130")
     assert says(section) == [
-        ("better", "torch 2.15.1+cu130 is not a supported version (>=2.13,<2.15)")
+        ("better", "torch 2.16.1+cu130 is not a supported version (>=2.13,<2.16)")
     ]
-    assert section.findings[0].change == "pip install 'torch>=2.13,<2.15'"
+    assert section.findings[0].change == "pip install 'torch>=2.13,<2.16'"
 
 
 # Control groups

@@ -21,9 +21,10 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fsdp
+from vescale_fsdp import compat
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import full_gradients
+from .helpers import full_gradients, with_pipelines_before_2_15
 from .libraries import (
     LIBRARIES,
     Library,
@@ -271,7 +272,7 @@ def gradients_summed_in_the_dtype_of_compute(library: Library) -> Any:
     return accumulates(library, param_dtype=torch.bfloat16)
 
 
-@sees(ALIKE, 2.0**-7)
+@sees(ALIKE, 2.0**-6)  # torch 2.15 rounds each gradient before it is added, and the sum again
 def gradients_summed_in_a_smaller_dtype(library: Library) -> Any:
     return accumulates(library, reduce_dtype=torch.bfloat16)
 
@@ -318,7 +319,11 @@ def check_smaller_sums() -> None:
                 model.set_requires_gradient_sync(number == num_backwards)
                 model(torch.randn(4, 8, generator=random)).square().sum().backward()
             found.append(model.weight.grad.full_tensor())
-        assert torch.equal(*found)
+        if num_backwards == 1 or not compat.REDUCES_IN_OWN_DTYPE:
+            assert torch.equal(*found)
+        else:  # torch 2.15 rounds each gradient before it is added, and the sum again
+            unit = 2.0**-7 * found[1].abs().max().item()
+            torch.testing.assert_close(*found, rtol=0.0, atol=unit)
 
 
 def test_gradients_in_a_smaller_dtype_are_rounded_as_by_fsdp2() -> None:
@@ -382,6 +387,7 @@ def trains_a_pipeline(library: Library) -> None:
             stage.zero_grad()
 
 
+@with_pipelines_before_2_15
 def test_an_interleaved_pipeline_trains_sharded_stages() -> None:
     for outcomes in observe_all([trains_a_pipeline], 4).values():
         assert outcomes == [("returned", None)] * 4

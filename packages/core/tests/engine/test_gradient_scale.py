@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from vescale_fsdp import MixedPrecisionPolicy, fully_shard
+from vescale_fsdp import MixedPrecisionPolicy, compat, fully_shard
 from vescale_fsdp.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no effect here")  # test_without_effect
@@ -43,6 +43,12 @@ class Precision:
     @property
     def policy(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.sum)
+
+    @property
+    def reduced_in(self) -> torch.dtype:
+        """The dtype of reductions, as the installed torch documents ``reduce_dtype=None``."""
+        default = self.shard if compat.REDUCES_IN_OWN_DTYPE else self.compute or self.shard
+        return self.sum or default
 
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -73,8 +79,7 @@ class Case:
     @property
     def is_refused_by_fsdp2(self) -> bool:
         """Whether FSDP2 wants a reduction that gloo does not have."""
-        precision = PRECISIONS[self.precision]
-        dtype = precision.sum or precision.compute or precision.shard
+        dtype = PRECISIONS[self.precision].reduced_in
         scales_by_hand = self.only_sums or dtype in (FP16, FP64)
         return not scales_by_hand and self.factor not in (None, 2.0)
 
@@ -127,7 +132,7 @@ def gradient_of_one_process(case: Case, batches: Batches) -> Tensor:
         model((scale * INPUT).to(dtype)).sum().backward()
     assert model.weight.grad is not None
     divisor = case.factor or len(batches)
-    return model.weight.grad[0].to(precision.sum or dtype).div(divisor).to(precision.shard)
+    return model.weight.grad[0].to(precision.reduced_in).div(divisor).to(precision.shard)
 
 
 def differences(
@@ -211,7 +216,8 @@ def gradients_of_small_additions() -> list[list[float]]:
 
 
 def test_gradients_that_wait_are_summed_in_the_reduce_dtype_as_in_fsdp2() -> None:
-    expected = [256.0, 256.0, 258.0, 258.0]
+    of_bf16 = 258.0 if compat.REDUCES_IN_OWN_DTYPE else 256.0  # shards are in fp32
+    expected = [of_bf16, 256.0, 258.0, 258.0]
     assert run_ranks(gradients_of_small_additions, 2) == [[expected, expected]] * 2
 
 

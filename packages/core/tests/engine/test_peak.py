@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_fsdp import MixedPrecisionPolicy
+from vescale_fsdp import MixedPrecisionPolicy, compat
 from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
@@ -78,7 +78,8 @@ def sizes_of(chain: Chain, policy: MixedPrecisionPolicy) -> Sizes:
     layout = group.layout
     assert layout.shard_size * 2 >= SHORTEST_BYTES, "in bf16 too"
     compute = policy.param_dtype or torch.float32
-    reduce = policy.reduce_dtype or compute
+    own = torch.float32 if compat.REDUCES_IN_OWN_DTYPE else compute
+    reduce = policy.reduce_dtype or own
     gathered = layout.total_size * compute.itemsize
     s = layout.shard_size * reduce.itemsize
     return Sizes(

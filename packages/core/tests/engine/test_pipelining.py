@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 import vescale_fsdp
 from vescale_fsdp.testing import run_ranks
 
+from .helpers import with_pipelines_before_2_15
 from .models import make
 
 NUM_STAGES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 4, 3
@@ -102,6 +103,8 @@ def check(kind: Any, shard: Any, options: dict[str, Any]) -> None:
 def _params(mine: dict[int, nn.Module]) -> list[nn.Parameter]:
     return [param for model in mine.values() for param in model.parameters()]
 
+
+pytestmark = with_pipelines_before_2_15
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -3,7 +3,7 @@
 Private names of torch are in these files only (tests/test_compat.py). So a new release of torch
 changes only these files. `versions` gives names of ours to private functions. `patches` changes
 functions and tables of torch. `groups` has communicators and collectives. They are for torch 2.13
-and 2.14: docs/design/torch-versions.md.
+to 2.15: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import FileStore, Store
@@ -81,6 +81,7 @@ from vescale_fsdp.compat.tracing import (
     refuse_tracing,
 )
 from vescale_fsdp.compat.versions import (
+    REDUCES_IN_OWN_DTYPE,
     TENSOR_DATA,
     agents_in,
     archive_records,
@@ -115,8 +116,8 @@ from vescale_fsdp.compat.versions import (
 )
 
 __all__ = [
-    "COMPOSABLE_STATE", "TENSOR_DATA", "AsyncCollectiveTensor", "DTensorSpec", "FileStore",
-    "NormPartial",
+    "COMPOSABLE_STATE", "REDUCES_IN_OWN_DTYPE", "TENSOR_DATA", "AsyncCollectiveTensor",
+    "DTensorSpec", "FileStore", "NormPartial",
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
     "TraceableDTensor", "agents_in",

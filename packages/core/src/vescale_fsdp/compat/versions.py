@@ -1,4 +1,4 @@
-"""Private functions of torch 2.13 and 2.14, under names of ours."""
+"""Private functions of torch 2.13 to 2.15, under names of ours."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ TENSOR_DATA: Any = torch.Tensor.data  # the descriptor, for a subclass with a ``
 without_torch_function: Any = _C.DisableTorchFunctionSubclass
 # A context in which the transformations of ``torch.func`` do not see operations.
 outside_functorch: Any = _C._DisableFuncTorch
+# Whether the gradients of a parameter are reduced in its own dtype if the policy of mixed precision
+# has no ``reduce_dtype``, as FSDP2 documents it since torch 2.15. Before, it was that of compute.
+REDUCES_IN_OWN_DTYPE: bool = cast(Any, torch.__version__) >= (2, 15)
 # The id of the autograd graph task that this thread runs, or -1; and the current node, or None.
 current_backward: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node

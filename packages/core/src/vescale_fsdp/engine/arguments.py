@@ -89,6 +89,11 @@ def check_engine_arguments(
             f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
             "dtype write MixedPrecisionPolicy(param_dtype=...)"
         )
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
+        raise NotImplementedError(
+            "fully_shard: param_dtype_override_fn of MixedPrecisionPolicy is not supported; call "
+            "fully_shard with another mp_policy on the modules that compute in another dtype"
+        )
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"fully_shard: offload_policy must be an OffloadPolicy, got {offload_policy!r}"

@@ -67,7 +67,7 @@ class Parameters(ABC):
         compute_device: of the unsharded parameters.
         pin_memory: of a shard on the CPU.
         compute_dtype: of the unsharded parameters; None for that of the sharded ones.
-        reduce_dtype: in which gradients are summed; None for the compute dtype.
+        reduce_dtype: in which gradients are summed; None for the default (`Gradients.sum_dtype`).
         on_gradient: called after each gradient that the group has taken, with its elements.
     """
 

@@ -110,8 +110,14 @@ class Gradients:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are summed over ranks and micro-batches."""
-        return self._reduce_dtype or self._buffer.full_dtype
+        """The dtype in which gradients are summed over ranks and micro-batches.
+
+        Without a ``reduce_dtype`` it is what FSDP2 of the installed torch documents.
+        """
+        if self._reduce_dtype is not None:
+            return self._reduce_dtype
+        buffer = self._buffer
+        return buffer.shard.dtype if compat.REDUCES_IN_OWN_DTYPE else buffer.full_dtype
 
     @property
     def wanted(self) -> Sequence[bool]:

@@ -264,6 +264,30 @@ class TuningMethods:
             gather_group = comm_for(group.axes).gather_group
             group.custom_gather = compat.SymmMemAllGather(gather_group, cast(Any, backend))
 
+    # Of torch 2.15
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused: unsharded parameters have no stable addresses."""
+        if keep:
+            raise NotImplementedError(
+                "set_keep_unsharded_storage is not supported; call "
+                "set_reshard_after_forward(False) and set_reshard_after_backward(False), so that "
+                "parameters stay unsharded"
+            )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Refused: a backward reduces its gradients at its end."""
+        if enabled:
+            raise NotImplementedError(
+                "set_manual_backward_finalization is not supported, so torch.distributed."
+                "pipelining of torch 2.15 cannot run sharded stages; it can with torch 2.13 and "
+                "2.14"
+            )
+
+    def finalize_backward(self, *, async_op: bool = False) -> None:
+        """Refused, as `set_manual_backward_finalization`."""
+        self.set_manual_backward_finalization(True)
+
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]
         assert unit is not None, "only fully_shard makes an FSDPModule"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp import compat
 from vescale_fsdp.costs import (
     NUM_STATES,
     BlockOf,
@@ -78,6 +79,7 @@ def choose(
     _compare(subject, ranks)
     dtype = _shard_dtype(subject)
     compute_dtype = subject.policy.param_dtype or dtype
+    reduce_dtype = dtype if compat.REDUCES_IN_OWN_DTYPE else compute_dtype
     of_model = sum(t.nbytes for t in tensors_of(subject.module) if t.device == subject.device)
     memory = budget.num_bytes(subject.device, of_model)
     machine = budget.machine
@@ -111,7 +113,7 @@ def choose(
         machine=machine,
         budget_bytes=memory,
         compute_dtype=_described(compute_dtype),
-        reduce_dtype=_described(subject.policy.reduce_dtype or compute_dtype),
+        reduce_dtype=_described(subject.policy.reduce_dtype or reduce_dtype),
         optimizer=budget.optimizer,
         micro_batches=budget.micro_batches,
         allowed=frozenset(budget.allow),
