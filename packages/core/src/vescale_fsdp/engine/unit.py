@@ -361,6 +361,13 @@ class Unit(Residency):
 
     # Backward
 
+    @property
+    def sets_gradients(self) -> bool:
+        """Whether the backward sets ``.grad``. A partial sum waits for the other replicas."""
+        return self.requires_gradient_sync and (
+            self.requires_all_reduce or any(g.axes.num_replicas == 1 for g in self.groups)
+        )
+
     def gradient_callback(self) -> Callable[[int], None]:
         """Return a function to call after each gradient. It has no reference to the unit."""
         self_ref = weakref.ref(self)
