@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor, clip_grad_norm_, fully_shard
+from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import averaged_gradients, full_gradients, full_parameters, shard_units
@@ -107,6 +110,47 @@ def check_without_all_reduce() -> None:
 
 def test_accumulation_within_replicas_is_summed_by_the_last_backward() -> None:
     run_ranks(check_without_all_reduce, WORLD_SIZE)
+
+
+def check_gathers_of_micro_batches(expected_gathers: list[int], options: dict[str, Any]) -> None:
+    """Without an all-reduce no optimizer step follows, so parameters stay as without any sync."""
+    rank = dist.get_rank()
+    plain, model = make(MLP), make(MLP)
+    shard_units(model, model.layers, mesh=grid(), **options)
+    for set_last in (model.set_requires_gradient_sync, model.set_requires_all_reduce) * 2:
+        plain.zero_grad()
+        model.zero_grad()
+        gathers = []
+        for batch in range(3):
+            set_last(batch == 2)
+            model.set_reshard_after_backward(batch == 2)
+            plain(inputs_of(batch, rank)).sum().backward()
+            with Recorder() as recorder:
+                model(inputs_of(batch, rank)).sum().backward()
+            gathers.append(recorder.count("gathers"))
+        assert gathers == expected_gathers, set_last.__name__
+        assert all(not unit.leases for unit in units_in(model).values())
+        expected = averaged_gradients(plain)
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        with torch.no_grad():  # a step, which the next gather has to see
+            for each in (*plain.parameters(), *model.parameters()):
+                each.mul_(1.5)
+
+
+@pytest.mark.usefixtures("each_alone")
+@pytest.mark.parametrize(
+    ("expected_gathers", "options"),
+    [
+        ([3, 0, 0], {"reshard_after_forward": False}),
+        # First over the outer axis; then backward gathers what was resharded after forward.
+        ([3 + 3 + 3, 3, 3], {"sharding": "hsdp_zero1"}),
+    ],
+)
+def test_micro_batches_without_all_reduce_gather_once(
+    expected_gathers: list[int], options: dict[str, Any]
+) -> None:
+    run_ranks(check_gathers_of_micro_batches, WORLD_SIZE, expected_gathers, options)
 
 
 def check_norm() -> None:

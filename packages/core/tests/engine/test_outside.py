@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.testing import run_ranks
 
 WORLD_SIZE = 2
@@ -71,6 +72,69 @@ def check_accumulated(_: str) -> None:
 
 def test_zero_grad_drops_what_is_accumulated() -> None:
     run_ranks(check_accumulated, WORLD_SIZE, "")
+
+
+class Parallel(nn.Module):
+    """The sum of layers, or of other such modules. Shards of these have gaps."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+def layers(number: int) -> list[nn.Linear]:
+    return [nn.Linear(5, 3, bias=False) for _ in range(number)]
+
+
+def check_clears_a_part(set_last: str, options: dict[str, Any], replicas: int | None) -> None:
+    mesh = None
+    if replicas is not None:
+        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard"))
+    model = Parallel(*layers(2), Parallel(*layers(3)))
+    first, second, unit = model.layers
+    a, b, c = unit.layers
+    fully_shard([first, second], mesh=mesh, **options)  # type: ignore[call-overload]
+    fully_shard(unit, mesh=mesh, **options)  # type: ignore[call-overload]
+    fully_shard(model, mesh=mesh, **options)  # type: ignore[call-overload]
+    for number in range(3):
+        getattr(model, set_last)(False)
+        model(torch.full((1, 5), 2.0)).sum().backward()
+        first.zero_grad(set_to_none=number != 1)
+        for layer in (a, c)[:number]:
+            layer.zero_grad()
+        torch.optim.SGD(second.parameters()).zero_grad()  # clears ``.grad`` only
+        getattr(model, set_last)(True)
+        model(torch.ones(1, 5)).sum().backward()
+        for layer in (first, second, a, b, c):
+            is_cleared = layer in (first, *(a, c)[:number])
+            wanted = torch.full((3, 5), 1.0 if is_cleared else 3.0)
+            assert torch.equal(layer.weight.grad.full_tensor(), wanted), (number, layer)
+        model.zero_grad()
+    getattr(model, set_last)(False)
+    model(torch.ones(1, 5)).sum().backward()
+    groups = [group for each in units_in(model).values() for group in each.groups]
+    assert any(group.gradients.awaits_more for group in groups)
+    Around(model).zero_grad()
+    assert not any(group.gradients.awaits_more for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("set_last", "options", "replicas"),
+    [
+        ("set_requires_gradient_sync", {}, None),
+        ("set_requires_gradient_sync", {"sharding": "zero1"}, None),
+        ("set_requires_all_reduce", {}, 2),
+        ("set_requires_gradient_sync", {"accumulate": "sharded"}, 2),
+        ("set_requires_all_reduce", {"sharding": "hsdp_zero1"}, 2),
+    ],
+)
+def test_zero_grad_of_a_part_drops_what_is_accumulated_for_it_alone(
+    set_last: str, options: dict[str, Any], replicas: int | None
+) -> None:
+    run_ranks(check_clears_a_part, WORLD_SIZE, set_last, options, replicas)
 
 
 def check_parameters(sharding: str) -> None:

@@ -162,18 +162,28 @@ class DBuffer:
     ) -> None:
         self.layout = layout
         self.rank = rank
-        self.full_dtype = full_dtype
         self.shard = devices.empty(layout.shard_size, shard_dtype, device, pins=pin_memory).zero_()
+        self._shapes, self._face_dtype = shapes, face_dtype
+        self._full_device, self._keeps_full = full_device or device, keeps_full
+        self.make_full(full_dtype, is_one=is_one)
+
+    def make_full(self, dtype: torch.dtype, *, is_one: bool) -> None:
+        """Make the full buffer, without memory; anew if there is one, which must be released.
+
+        Args:
+            dtype, is_one: as of the class.
+        """
+        self.full_dtype = dtype
         self.full_face: FlatBuffer | None = None
         self.is_one = is_one and not is_checked()  # what is checked is that memory was freed
-        if device.type != "meta":
+        if self.shard.device.type != "meta":
             self.full_face = FlatBuffer(
-                layout,
-                shapes,
-                face_dtype or full_dtype,
-                full_device or device,
+                self.layout,
+                self._shapes,
+                self._face_dtype or dtype,
+                self._full_device,
                 within=self.shard if self.is_one else None,
-                keeps=keeps_full,
+                keeps=self._keeps_full,
             )
 
     @property

@@ -116,6 +116,16 @@ class GradientBuffer:
         flat = tensor.reshape(-1)
         return [(self._at(each), flat[each.start : each.stop]) for each in stretches]
 
+    def drop(self, index: int) -> None:
+        """Drop the gradient of tensor ``index``, if there is one. It is sent as zeros."""
+        self._apart.pop(index, None)
+        self._written.discard(index)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no gradient."""
+        return not (self._apart or self._written)
+
     def repack(self, packing: Packing) -> None:
         """Change the layout to ``packing``. It must contain all tensors that have gradients.
 

@@ -250,6 +250,8 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
                 entries.append(f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})")
         for group in unit.groups:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
+            if group.compute_dtype is not None:
+                plan += f", computed in {group.compute_dtype}"
             for slot, (gather, reduce) in zip(group.slots, group.codings, strict=True):
                 travels = f", gathered as {gather}" if gather else ""
                 travels += f", reduced as {reduce}" if reduce else ""

@@ -41,7 +41,7 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
-from vescale_fsdp.engine.statistics import follows_statistics
+from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import renamed
 
@@ -307,13 +307,18 @@ def _make_groups(
         param, stays = item.param, item.stays_coded
         keeps = any(follows_statistics(module(), param) for module, _ in item.sites)
         dtype = None if keeps else unit.mp_policy.param_dtype
-        kind = (param.is_meta, dtype, param.dtype, param.requires_grad, ranks, alone, stays)
+        # These may still be cast, or not: their first forward decides.
+        is_open = any(has_statistics(module()) for module, _ in item.sites)
+        is_open = is_open and unit.mp_policy.param_dtype is not None
+        kind = (
+            param.is_meta, dtype, is_open, param.dtype, param.requires_grad, ranks, alone, stays,
+        )  # fmt: skip
         by_kind.setdefault(kind, []).append(item)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     rests_on = torch.device("cpu") if offloads else device
     groups = []
-    for (on_meta, compute_dtype, *_), members in by_kind.items():
+    for (on_meta, compute_dtype, is_open, *_), members in by_kind.items():
         extends = members[0].extends
         if extends and (members[0].axes.shard is None or members[0].axes.cuts_outside):
             raise NotImplementedError(
@@ -337,6 +342,7 @@ def _make_groups(
                 on_gradient=unit.gradient_callback(),
             )
         )
+        groups[-1].follows_statistics = is_open and type(groups[-1]) is Group
     return groups
 
 

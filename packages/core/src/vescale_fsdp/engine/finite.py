@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.engine.agreement import exchange
+from vescale_fsdp.engine.reduce import drop_waiting
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
 
@@ -91,7 +92,7 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
     if policy == "skip":
         if group is None or dist.get_rank(group) == 0:
             _log.info("step skipped: %s", text)
-        _drop(module, params.values())
+        _drop(params.values())
         return False
     raise NonFiniteError(
         f"{text}. Weights and gradients are as they were before the check: look at the loss, the "
@@ -266,10 +267,8 @@ def _rank_list(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _drop(module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+def _drop(params: Collection[nn.Parameter]) -> None:
     """Drop all gradients, also those that are accumulated for a later backward."""
-    for unit in units_in(module).values():
-        for group in unit.groups:
-            group.gradients.zero()
+    drop_waiting(params)
     for param in params:
         param.grad = None

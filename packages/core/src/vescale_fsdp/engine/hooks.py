@@ -428,6 +428,8 @@ def make_root(unit: Unit) -> Engine:
         for group in below.groups:
             if group.is_sharded and not has_lent:
                 group.rebind()
+        below.follow_statistics(is_final=True)
+        for group in below.groups:
             for slot in group.slots:
                 setattr(slot.sharded, NAME, slot.fqn)
     if not has_lent:

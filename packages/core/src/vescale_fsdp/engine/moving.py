@@ -8,7 +8,7 @@ because an optimizer may hold them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -97,10 +97,8 @@ class MovableParameters(Parameters):
         The copies of the sharded parameters are added to ``memo``, and not registered yet.
         """
         assert self.is_sharded, "the unit has released it"
-        twin = copy.copy(self)
-        twin.on_gradient, twin._work, twin._outbox = on_gradient, None, Outbox()
-        twin._guard, twin._users = Guard(), devices.Users(self._compute_device)
-        twin._inner_shard = None if self._inner_shard is None else InnerShard()
+        twin = self._twin()
+        twin.on_gradient = on_gradient
         shapes = [slot.shape for slot in self.slots]
         twin._allocate(shapes, self.buffer.shard.dtype, self.buffer.shard.device)
         twin.buffer.shard.copy_(self.buffer.shard)
@@ -116,6 +114,49 @@ class MovableParameters(Parameters):
             twin.slots.append(new)
         twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
         twin._make_gathered()
+        return twin
+
+    def _twin(self) -> Self:
+        """Return a copy in which nothing is under way, with the buffer and slots of this group."""
+        twin = copy.copy(self)
+        twin._work, twin._outbox = None, Outbox()
+        twin._guard, twin._users = Guard(), devices.Users(self._compute_device)
+        twin._inner_shard = None if self._inner_shard is None else InnerShard()
+        return twin
+
+    def parted(self, indices: Collection[int]) -> Self:
+        """Move these parameters to a new group, without communication.
+
+        In both groups they keep their places, so there are gaps where those of the other are.
+        """
+        assert self.is_sharded, "before the first forward"
+        twin, former = self._twin(), self.layout
+        slots, codings, sizes, shard = self.slots, self.codings, self.sizes, self.buffer.shard
+        every = range(len(slots))
+        for group, kept in (
+            (twin, [index for index in every if index in indices]),
+            (self, [index for index in every if index not in indices]),
+        ):
+            group.slots = [slots[index] for index in kept]
+            group.codings = [codings[index] for index in kept]
+            group.sizes = [sizes[index] for index in kept]
+            group.layout = replace(
+                former,
+                specs=tuple(former.specs[index] for index in kept),
+                offsets=tuple(former.offsets[index] for index in kept),
+                order=tuple(kept.index(index) for index in former.order if index in kept),
+                exact=False,
+                optimal=False,
+            )
+            group.gradients = self.gradients.copied(self.buffer, group.slots, self.pool)
+            group.gradients.codings = [reduce for _, reduce in group.codings]
+            group._move_into_new_buffer(
+                [slot.sharded for slot in group.slots],
+                [local_of(slot.sharded) for slot in group.slots],
+                [slot.spec.placements for slot in group.slots],
+                shard.dtype,
+                shard.device,
+            )
         return twin
 
     def give_back(self, index: int) -> Slot:

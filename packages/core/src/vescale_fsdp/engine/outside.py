@@ -21,6 +21,7 @@ from torch.overrides import is_tensor_like
 from vescale_fsdp import compat
 from vescale_fsdp.engine.inputs import run_backward
 from vescale_fsdp.engine.late import is_managed
+from vescale_fsdp.engine.reduce import drop_waiting
 from vescale_fsdp.engine.slot import GATHERED_OF
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
@@ -48,10 +49,8 @@ def named_parameters(
 
 
 def zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: bool = True) -> None:
-    """As ``nn.Module.zero_grad``. Also drops accumulated gradients that are not reduced yet."""
-    for unit in units_in(module).values():
-        for group in unit.groups:
-            group.gradients.drop_waiting()
+    """As ``nn.Module.zero_grad``. Also drops its accumulated gradients that are not reduced yet."""
+    drop_waiting(module.parameters())
     original(module, set_to_none)
 
 

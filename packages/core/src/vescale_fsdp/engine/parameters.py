@@ -118,6 +118,7 @@ class Parameters(ABC):
         self._part_in_flight: torch.Tensor | None = None
         narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
+        self.follows_statistics = False  # whether ``compute_dtype`` may change (`statistics`)
         self.slots: list[Slot] = []
         specs = [TensorSpec(p.fqn, tuple(p.data.shape), p.block) for p in params]
         placements = self._lay_out(specs, params[0].dim)
@@ -150,9 +151,7 @@ class Parameters(ABC):
         self, shapes: list[torch.Size], dtype: torch.dtype, device: torch.device
     ) -> ParameterBuffer:
         self.drop_copies()
-        full_dtype = (self.compute_dtype if dtype.is_floating_point else None) or dtype
-        codings = [gather for gather, _ in self.codings]
-        is_plain = not (self._offloads or self._face_dtype or any(codings))
+        full_dtype, is_one = self._full_kind(dtype)
         self.buffer = DBuffer(
             self.layout,
             shapes,
@@ -164,11 +163,32 @@ class Parameters(ABC):
             face_dtype=self._face_dtype,
             pin_memory=self._pin_memory,
             keeps_full=self._keeps_full,
-            is_one=self.layout.num_shards == 1 and is_plain and full_dtype == dtype,
+            is_one=is_one,
         )
         self.pool = pool_for(self._compute_device)
-        self.codec = BlockCodec(self.layout, codings, full_dtype) if any(codings) else None
+        self._set_codec()
         return self.buffer
+
+    def _full_kind(self, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+        """The dtype of the full buffer for shards of ``dtype``, and whether it is the shard."""
+        full_dtype = (self.compute_dtype if dtype.is_floating_point else None) or dtype
+        is_plain = not (self._offloads or self._face_dtype or any(each for each, _ in self.codings))
+        return full_dtype, self.layout.num_shards == 1 and is_plain and full_dtype == dtype
+
+    def _set_codec(self) -> None:
+        codings = [gather for gather, _ in self.codings]
+        is_coded = any(codings)
+        self.codec = BlockCodec(self.layout, codings, self.buffer.full_dtype) if is_coded else None
+
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Change the dtype of the unsharded parameters. The shards stay. No communication."""
+        assert self.is_sharded, "what is unsharded has another dtype"
+        self.drop_copies()
+        self.compute_dtype = dtype
+        full_dtype, is_one = self._full_kind(self.buffer.shard.dtype)
+        self.buffer.make_full(full_dtype, is_one=is_one)
+        self._set_codec()
+        self._make_gathered()
 
     def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
         """Copy this rank's part of tensor ``index`` into the shard. Returns its view there."""
@@ -200,7 +220,7 @@ class Parameters(ABC):
         return slot
 
     def _make_gathered(self) -> None:
-        """Make the unsharded parameters as views of the full buffer. Called once."""
+        """Make the unsharded parameters as views of the full buffer. Called once for each."""
         if self.buffer.full_face is None:
             return
         full = self.buffer.full

@@ -12,7 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from vescale_fsdp.dbuffer import (
     SlabPool,
     on_lane,
 )
-from vescale_fsdp.engine.slot import Slot, flags_of, publish, zero
+from vescale_fsdp.engine.slot import Slot, flags_of, publish, slot_of
 from vescale_fsdp.program.order import Parcel
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
@@ -83,6 +84,7 @@ class Gradients:
         self._reduced: torch.Tensor | None = None
         self._arrival: transfers.Arrival | None = None  # of ``_reduced``, if moved to the CPU
         self._packing = Packing(buffer.layout)  # of all that is not published yet
+        _ALL.add(self)
         self.bind(buffer, slots, pool)
 
     def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
@@ -159,12 +161,17 @@ class Gradients:
         former, self._packing, self._codec = self._packing, packing, None
         if self._filling is not None:
             self._filling.repack(packing)
-        if self._unsummed is not None:  # of as many resting shards as one rank has in a step
-            size = former.layout.shard_size
-            count = self._unsummed.numel() // size if size else 1
-            first = self._buffer.rank // count * count
-            self._unsummed = packing.moved(self._unsummed, former, range(first, first + count))
+        if self._unsummed is not None:
+            ranks = self._ranks_of_unsummed(self._unsummed, former)
+            self._unsummed = packing.moved(self._unsummed, former, ranks)
         self.residuals.move(packing, former)
+
+    def _ranks_of_unsummed(self, unsummed: torch.Tensor, packing: Packing) -> range:
+        """The ranks of its sections: as many resting shards as one rank has in a step."""
+        size = packing.layout.shard_size
+        count = unsummed.numel() // size if size else 1
+        first = self._buffer.rank // count * count
+        return range(first, first + count)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add the gradient of parameter ``index``. Other code must not use it any more.
@@ -397,18 +404,34 @@ class Gradients:
             gets = [a and b for a, b in zip(used, self.wanted, strict=True)]
             publish(self._slots, locals_, gets)
 
-    @on_lane
-    def zero(self) -> None:
-        """Drop ``.grad``, and accumulated gradients that were not reduced."""
-        zero(self._slots)
-        self.drop_waiting()
+    @property
+    def awaits_more(self) -> bool:
+        """Whether it has gradients of which a later backward sets ``.grad``."""
+        return self._filling is not None or self._unsummed is not None
 
     @on_lane
-    def drop_waiting(self) -> None:
-        """Drop accumulated gradients that were not reduced."""
-        for slot in self._slots:
+    def drop_waiting(self, cleared: Collection[Slot]) -> None:
+        """Drop those of the gradients that wait (`awaits_more`) that are of these parameters."""
+        for index, slot in enumerate(self._slots):
+            if slot not in cleared:
+                continue
             slot.used = False
-        self._drop()
+            if self._filling is not None:
+                self._filling.drop(index)
+            if self._unsummed is not None:
+                self._zero_unsummed(self._unsummed, index)
+        if self._filling is not None and self._filling.is_empty:
+            self._filling.release()
+            self._filling = None
+        # Not by what is left here, which is not the same on every rank.
+        if all(slot in cleared for slot in self._slots):
+            self._unsummed = None
+
+    def _zero_unsummed(self, unsummed: torch.Tensor, index: int) -> None:
+        size = self._packing.layout.shard_size
+        for section, rank in enumerate(self._ranks_of_unsummed(unsummed, self._packing)):
+            own = unsummed.narrow(0, section * size, size)
+            self._packing.shard_views(own, rank)[index].zero_()
 
     @on_lane
     def reset(self) -> None:
@@ -427,3 +450,18 @@ class Gradients:
         if self._filling is not None:
             self._filling.release()
         self._filling = self._unsummed = None
+
+
+_ALL: weakref.WeakSet[Gradients] = weakref.WeakSet()
+
+
+def drop_waiting(params: Iterable[torch.Tensor]) -> None:
+    """Drop gradients of these parameters that wait to be reduced, and so are not in ``.grad`` yet.
+
+    Those of others are kept, also where they share a buffer. Cost: nothing if none wait.
+    """
+    waiting = [each for each in _ALL if each.awaits_more]
+    if waiting:
+        cleared = {slot for param in params if (slot := slot_of(param)) is not None}
+        for each in waiting:
+            each.drop_waiting(cleared)

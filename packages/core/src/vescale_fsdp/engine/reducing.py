@@ -259,7 +259,7 @@ class Reducing:
         for group in reduced:
             group.gradients.finish_sum()
         for unit in units:
-            if unit.requires_gradient_sync:  # an optimizer comes next
+            if unit.sets_gradients:  # an optimizer comes next
                 unit.drop_copies()
         for pool in {id(group.pool): group.pool for group in reduced}.values():
             pool.trim()

@@ -343,10 +343,3 @@ def carry_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
-
-
-def zero(slots: Sequence[Slot]) -> None:
-    """Drop gradients."""
-    with compat.without_torch_function():
-        for slot in slots:
-            slot.sharded.grad = None

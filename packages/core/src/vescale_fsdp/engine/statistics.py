@@ -1,9 +1,19 @@
-"""Norms with running statistics: their parameters are not cast to the dtype of compute."""
+"""Norms with running statistics: their parameters are not cast to the dtype of compute.
+
+Statistics may be cast after ``fully_shard``, as FSDP2's documentation says for training BatchNorm
+in 16 bits. So parameters of such norms are in groups of their own, and the first forward decides
+their dtype of compute (`Unit.follow_statistics`).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+
+def has_statistics(module: nn.Module | None) -> bool:
+    """Whether a module is a norm with running statistics."""
+    return isinstance(getattr(module, "running_mean", None), torch.Tensor)
 
 
 def follows_statistics(module: nn.Module | None, param: torch.Tensor) -> bool:
@@ -14,5 +24,4 @@ def follows_statistics(module: nn.Module | None, param: torch.Tensor) -> bool:
     modules with a ``running_mean`` (BatchNorm, InstanceNorm) parameters are not cast either. FSDP2
     casts them (torch 2.13), and the forward raises.
     """
-    mean = getattr(module, "running_mean", None)
-    return isinstance(mean, torch.Tensor) and mean.dtype == param.dtype
+    return has_statistics(module) and module.running_mean.dtype == param.dtype  # type: ignore[union-attr]

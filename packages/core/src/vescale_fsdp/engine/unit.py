@@ -23,6 +23,7 @@ from vescale_fsdp.engine.containers import Copies
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.lent import Place
 from vescale_fsdp.engine.slot import Site, Slot
+from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program.residency import Lease, Residency
 from vescale_fsdp.program.zero_table import Row
@@ -200,11 +201,41 @@ class Unit(Residency):
         for group in self.groups:
             group.drop_copies()
 
+    def follow_statistics(self, *, is_final: bool = False) -> None:
+        """Cast the parameters of norms, or do not, as their statistics are now (see `statistics`).
+
+        Not while a context shows them. Shards stay as they are, and there is no communication.
+
+        Args:
+            is_final: whether it holds from now on, because a forward is about to run.
+        """
+        for group in [each for each in self.groups if each.follows_statistics]:
+            group.follows_statistics = not is_final
+            if self.num_pins:
+                continue
+            follows = [
+                any(follows_statistics(module(), slot.sharded) for module, _ in slot.sites)
+                for slot in group.slots
+            ]
+            parts = {group: None if any(follows) else self.mp_policy.param_dtype}
+            # In a functional call other tensors are registered, which a move would replace.
+            if any(follows) and not all(follows) and not compat.in_functional_call():
+                self.reshard()
+                cast = group.parted([index for index, keeps in enumerate(follows) if not keeps])
+                self.groups.insert(self.groups.index(group) + 1, cast)
+                parts[cast] = self.mp_policy.param_dtype
+            for part, dtype in parts.items():
+                if part.compute_dtype != dtype:
+                    self.reshard()
+                    part.compute_in(dtype)
+
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Start the all-gathers of all groups. Call it within `plain_tensors`."""
         engine = self.engine
         if engine is None:  # before the first forward: somebody wants to look inside
             check_materialized(self.modules(), self.slots())
+            if self.is_sharded:
+                self.follow_statistics()
         fetched = engine.fetch(self) if engine is not None and self.is_sharded else None
         if engine is not None and fetched is not None:
             for group, each in zip(self.groups, fetched, strict=True):
@@ -360,6 +391,13 @@ class Unit(Residency):
         return all(group.trainable for group in self.groups)
 
     # Backward
+
+    @property
+    def sets_gradients(self) -> bool:
+        """Whether the backward sets ``.grad``. A partial sum waits for the other replicas."""
+        return self.requires_gradient_sync and (
+            self.requires_all_reduce or any(g.axes.num_replicas == 1 for g in self.groups)
+        )
 
     def gradient_callback(self) -> Callable[[int], None]:
         """Return a function to call after each gradient. It has no reference to the unit."""

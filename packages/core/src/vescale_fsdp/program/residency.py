@@ -266,8 +266,13 @@ class Residency(ABC):
         return True
 
     @property
+    def sets_gradients(self) -> bool:
+        """Whether the backward sets ``.grad``, so that an optimizer step may come next."""
+        return self.requires_gradient_sync
+
+    @property
     def _rests_after_backward(self) -> bool:
-        return self.reshard_after_backward or self.requires_gradient_sync
+        return self.reshard_after_backward or self.sets_gradients
 
     def release_after_backward(self) -> None:
         """Free it, if no forward of it runs: nothing of it is left to run in a backward."""
