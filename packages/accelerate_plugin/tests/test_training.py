@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -329,6 +331,107 @@ def prepare_what_is_not_whole() -> None:
             prepared = acc.prepare(each)
             acc.backward(prepared(tokens).square().mean())
             assert all(param.grad is not None for param in prepared.parameters())
+
+
+class Around(nn.Module):
+    """As a model of peft: it passes on attributes of the model in it, also Accelerate's mark."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.last = model, nn.Linear(16, 16)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.model(tokens))  # type: ignore[no-any-return]
+
+
+def plain_copy(teacher: nn.Module) -> Any:
+    with unsharded(teacher):
+        return copy.deepcopy(teacher)
+
+
+def around_the_model(teacher: Any) -> Any:
+    teacher.blocks[0].adapter = nn.Linear(8, 8)  # not used, and sharded nevertheless
+    return Around(teacher)
+
+
+def a_copied_part(teacher: nn.Module) -> Any:
+    student: Any = make_model(3)
+    student.blocks = plain_copy(teacher).blocks
+    return student
+
+
+def sharded_copy(teacher: nn.Module) -> Any:
+    return copy.deepcopy(teacher)
+
+
+def compiled(teacher: nn.Module) -> Any:
+    return torch.compile(teacher, backend="eager")
+
+
+COPIES = [plain_copy, sharded_copy, a_copied_part]
+
+
+def prepare_again(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # of Dynamo
+    tokens = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with accelerator(**options) as acc:
+        teacher = acc.prepare(make_model())
+        before = {name: full(param) for name, param in teacher.named_parameters()}
+        student = make(teacher)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        if make is a_copied_part:  # the optimizer comes later
+            student = acc.prepare(student)
+            optimizer = acc.prepare(optimizer)
+        else:
+            student, optimizer = acc.prepare(student, optimizer)
+        assert any(isinstance(each, FSDPModule) for each in student.modules())
+        assert all(isinstance(param, RaggedTensor) for param in student.parameters())
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        assert held == {id(param) for param in student.parameters()}
+        first = {name: full(param) for name, param in student.named_parameters()}
+        acc.backward(loss_of(student, tokens))
+        optimizer.step()
+        moved = {
+            n for n, param in student.named_parameters() if not torch.equal(full(param), first[n])
+        }
+        assert moved >= {name for name in first if "blocks" in name and "adapter" not in name}
+        if make in COPIES:
+            for name, param in teacher.named_parameters():
+                assert torch.equal(full(param), before[name])
+
+
+@pytest.mark.parametrize("make", [*COPIES, around_the_model, compiled])
+def test_what_is_made_of_a_prepared_model_is_sharded_and_trained(make: Any) -> None:
+    run_ranks(prepare_again, 2, make, {})
+
+
+def test_a_copy_of_a_compiled_model_that_recomputes_is_sharded_and_trained() -> None:
+    plugin = VeScaleFSDPPlugin(activation_checkpointing=True)
+    options = {"dynamo_backend": "eager", "fsdp_plugin": plugin}
+    run_ranks(prepare_again, 2, plain_copy, options)
+
+
+def prepare_with_attributes() -> None:
+    model = make_model()
+    model.blocks[0].bias.no_decay = True
+    model.embed.weight.no_decay = True
+    with accelerator() as acc:
+        model = acc.prepare(model)
+        groups: dict[bool, list[str]] = {True: [], False: []}
+        for name, param in model.named_parameters():
+            groups[not getattr(param, "no_decay", False)].append(name)
+    assert groups[False] == ["embed.weight", "blocks.0.bias"]
+    assert groups[True] == ["scale", "blocks.0.weight", "blocks.1.weight", "blocks.1.bias"]
+
+
+def test_attributes_of_parameters_are_there_after_prepare() -> None:
+    run_ranks(prepare_with_attributes, 2)
 
 
 def test_strays_and_parts_of_a_prepared_model_are_refused() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from vescale_fsdp import FSDPModule
+from vescale_fsdp import FSDPModule, unsharded
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
@@ -32,19 +33,49 @@ class Pretrained(LitModel):
         return self.head(self.backbone(tokens))
 
 
+Make = Callable[["Pretrained", str], Any]
+
+
+def taken(former: Pretrained, part: nn.Module, way: str) -> Any:
+    if way == "itself":
+        return part
+    with unsharded(former) if way == "plain copy" else nullcontext():
+        return copy.deepcopy(part)
+
+
 class Finetuned(Pretrained):
-    def __init__(self, former: Pretrained, copies: bool) -> None:
+    def __init__(self, former: Pretrained, way: str) -> None:
         super().__init__()
-        self.backbone = copy.deepcopy(former.backbone) if copies else former.backbone
+        self.backbone = taken(former, former.backbone, way)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+class Configured(Pretrained):
+    """Takes the part when the strategy of its own training is there."""
+
+    def __init__(self, former: Pretrained, way: str) -> None:
+        super().__init__()
+        self.take: Any = lambda: taken(former, former.backbone, way)
+
+    def configure_model(self) -> None:
+        if self.take is not None:
+            torch.manual_seed(3)
+            self.backbone, self.take = self.take(), None
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+def again(former: Pretrained, way: str) -> Pretrained:
+    model: Pretrained = taken(former, former, way)
+    model.losses = []
+    return model
 
 
 class Distilled(LitModel):
     """A student, which has blocks too, with a frozen teacher."""
 
-    def __init__(self, former: Pretrained, copies: bool) -> None:
+    def __init__(self, former: Pretrained, way: str) -> None:
         super().__init__()
-        self.teacher = (copy.deepcopy(former) if copies else former).requires_grad_(False)
+        self.teacher = taken(former, former, way).requires_grad_(False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -57,42 +88,43 @@ def train(strategy: Any, root: Path, model: LitModel) -> None:
 
 
 def trained_twice(
-    root: Path, kind: type[pl.LightningModule], copies: bool, *strategies: Any
+    root: Path, kind: Make, way: str, *strategies: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
     warnings.filterwarnings("ignore", "Find|The '.*dataloader' does not have many workers")
     former = make_model(Pretrained)
     train(strategies[0], root, former)
-    model: Any = kind(former, copies)
+    model: Any = kind(former, way)
     train(strategies[-1], root, model)
     units = [name for name, each in model.named_modules() if isinstance(each, FSDPModule)]
     return model.losses, full_parameters(model), units
 
 
-def compare(root: Path, kind: type[pl.LightningModule], copies: bool) -> list[str]:
-    expected_losses, expected, _ = trained_twice(root, kind, copies, "ddp")
-    losses, params, units = trained_twice(root, kind, copies, "vescale_fsdp")
+def compare(root: Path, kind: Make, way: str) -> list[str]:
+    expected_losses, expected, _ = trained_twice(root, kind, way, "ddp")
+    losses, params, units = trained_twice(root, kind, way, "vescale_fsdp")
     assert losses == expected_losses
     for name, param in expected.items():
         assert torch.equal(params[name], param), name
     return units
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["itself", "copy"])
-@pytest.mark.parametrize("kind", [Finetuned, Distilled])
+@pytest.mark.parametrize("way", ["itself", "copy", "plain copy"])
+@pytest.mark.parametrize("kind", [Finetuned, Distilled, Configured, again])
 def test_a_part_of_a_trained_model_trains_in_another_as_with_ddp(
-    tmp_path: Path, kind: type[pl.LightningModule], copies: bool
+    tmp_path: Path, kind: Make, way: str
 ) -> None:
-    units, _ = run_ranks(compare, 2, tmp_path, kind, copies)
-    if kind is Distilled and not copies:
+    units, _ = run_ranks(compare, 2, tmp_path, kind, way)
+    assert units
+    if kind is Distilled and way == "itself":
         assert {"blocks.0", "teacher", "teacher.backbone.1"} <= set(units)
 
 
 def transfer_other_units(root: Path) -> None:
     """The second strategy would make units of what belongs to the first one's."""
     losses, *_ = trained_twice(
-        root, Finetuned, False, VeScaleFSDPStrategy(wrap="none"), VeScaleFSDPStrategy()
+        root, Finetuned, "itself", VeScaleFSDPStrategy(wrap="none"), VeScaleFSDPStrategy()
     )
-    assert losses == trained_twice(root, Finetuned, False, "ddp")[0]
+    assert losses == trained_twice(root, Finetuned, "itself", "ddp")[0]
 
 
 def test_the_second_strategy_may_wrap_other_modules(tmp_path: Path) -> None:

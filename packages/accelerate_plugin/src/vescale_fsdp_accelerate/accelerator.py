@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +17,11 @@ from accelerate.accelerator import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from accelerate.parallelism_config import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
+from accelerate.utils import (  # type: ignore[import-untyped]
+    DistributedType,
+    DynamoBackend,
+    is_compiled_module,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -220,9 +225,10 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             )
         if not any(each is model for each in self._models):
             self._models.append(model)
-        is_sharded = isinstance(model, FSDPModule)
-        if not is_sharded and getattr(model, "_is_accelerate_prepared", False):
-            return model
+        # What it is, and not what Accelerate has marked: a copy has the mark too, and a module
+        # around it may pass it on.
+        bare = model._orig_mod if is_compiled_module(model) else model
+        is_sharded = isinstance(bare, FSDPModule)
         last = weak_parameters(model)
         optimizers = self._known_optimizers()
         needs = [need for each in optimizers for need in granularities_of(each)]
@@ -230,7 +236,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         by_name = granularity_for(plugin.optimizer, plugin.optimizer_args or {})
         needs += [] if by_name is None else [by_name]
         if is_sharded:
-            for _ in self._sharder.shard_late(model, needs):
+            for _ in self._sharder.shard_late(bare, needs):
                 self._switch.record(model, last)
                 self._switch.move(optimizers)
             return model
@@ -265,7 +271,8 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
         inner: list[Any] = [each for each in blocks if each is not model]
         for each in inner or [model]:
-            each.forward = torch.compile(each.forward, **kwargs)
+            # Bound, so that a copy of the module calls itself.
+            each.forward = MethodType(torch.compile(_function(each.forward), **kwargs), each)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -277,11 +284,11 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             ValueError: the optimizer needs full tensors and is not replaced.
         """
-        if getattr(optimizer, "_is_accelerate_prepared", False):
+        self._switch.move(self._inner([optimizer]))
+        if isinstance(optimizer, AcceleratedOptimizer):
             if not any(each is optimizer for each in self._optimizers):
                 self._optimizers.append(optimizer)
             return optimizer
-        self._switch.move([optimizer])
         plugin = self.state.fsdp_plugin
         if plugin.optimizer is None:
             refuse_whole(optimizer)
@@ -500,6 +507,17 @@ def _set_sync(model: nn.Module, enabled: bool) -> None:
     (_switched_off.discard if enabled else _switched_off.add)(model)
     for unit in units_of(model):
         unit.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def _function(method: Any) -> Callable[..., Any]:
+    """Return the function of a bound method, or one that takes ``self`` too."""
+    if isinstance(method, MethodType):
+        return method.__func__
+
+    def function(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

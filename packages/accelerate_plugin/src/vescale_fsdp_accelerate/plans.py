@@ -216,9 +216,13 @@ class Plans:
                 continue
             self._applied.add(name)
             attribute = "" if is_module else name.rpartition(".")[2]
-            before = owner._parameters.get(attribute)
+            former = dict(owner._parameters)
             self._apply_one({name: style}, is_of_expert)
-            after = owner._parameters.get(attribute)
+            for key, now in owner._parameters.items():
+                was = former.get(key)
+                if was is not None and now is not None and was is not now:
+                    vars(now).update(vars(was))  # what users have set on it
+            before, after = former.get(attribute), owner._parameters.get(attribute)
             if before is None or after is None or before is after:
                 continue
             known = self._made.setdefault(id(before), (before, after))[1]

@@ -119,6 +119,8 @@ class Sharder:
             self._shard_within(model, budget, ignored, needs)
             yield
             return
+        if parts_are_units:  # an adapter in a part, for example, with a module around both
+            yield from self.shard_late(model, needs)
         common = self._common(ignored, needs)
         blocks = [] if parts_are_units else self.blocks(model)
         kept = {"activations": self._activations()}

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from vescale_fsdp import RaggedTensor, fully_shard, register_fsdp_forward_method
+from vescale_fsdp import (
+    FSDPModule,
+    RaggedTensor,
+    fully_shard,
+    late_modules,
+    register_fsdp_forward_method,
+    unsharded,
+)
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
 
@@ -193,3 +204,92 @@ def check_one_of_a_list() -> None:
 
 def test_one_module_of_a_list_can_be_copied() -> None:
     run_ranks(check_one_of_a_list, WORLD_SIZE)
+
+
+class WithHead(MLP):
+    """A head, which calls of ``fully_shard`` may be told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.head = nn.Sequential(nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(super().forward(x))
+        return out
+
+
+def shards(module: nn.Module) -> list[bool]:
+    return [isinstance(param, RaggedTensor) for param in module.parameters()]
+
+
+def sharded(model: WithHead, **options: Any) -> None:
+    for layer in model.layers:
+        fully_shard(layer, activations="recompute", **options)
+    fully_shard(model, **options)
+
+
+def check_marks_of_a_plain_copy() -> None:
+    model = make(WithHead)
+    ignored = {*model.head.parameters()}
+    sharded(model, ignored_params=ignored)
+    model.layers[0].compile(backend="eager")
+    x = inputs_of(0, 0)
+    before = model(x)
+    with unsharded(model):
+        twin = copy.deepcopy(model)
+    # Dynamo, and ``generate`` of transformers, ask for it.
+    assert not any(getattr(each, "_is_fsdp_managed_module", False) for each in twin.modules())
+    assert not any(map(recompute.state, twin.modules()))
+    sharded(twin)  # and ignores nothing
+    assert all(shards(twin))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin(inputs_of(0, dist.get_rank())).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(model(x), before)
+    assert not torch.equal(twin(x), before)
+
+
+def test_a_plain_copy_inherits_no_marks() -> None:
+    run_ranks(check_marks_of_a_plain_copy, WORLD_SIZE)
+
+
+def check_marks_of_a_sharded_copy() -> None:
+    model = make(WithHead)
+    sharded(model, ignored_params={*model.head.parameters()})
+    twin = copy.deepcopy(model)
+    assert late_modules(twin) == []  # it ignores what the model does
+    assert shards(twin.head) == [False, False]
+    whole = {name: value.full_tensor() for name, value in twin.layers.state_dict().items()}
+    twin.layers.load_state_dict(whole)  # each rank takes its part
+    with unsharded(model):
+        plain = copy.deepcopy(model.layers[0])
+    for part in (plain, copy.deepcopy(model.layers[0]), copy.deepcopy(model.head)):
+        twin.head = nn.Sequential(part)
+        if late_modules(twin):
+            assert not isinstance(part, FSDPModule)
+            fully_shard(twin.head)
+        assert all(shards(twin))
+        twin(inputs_of(0, dist.get_rank())).square().sum().backward()
+        assert all(param.grad is not None for param in part.parameters())
+
+
+def test_a_copy_of_a_part_is_sharded_where_it_is_added() -> None:
+    run_ranks(check_marks_of_a_sharded_copy, WORLD_SIZE)
+
+
+def check_tensor_parallel() -> None:
+    """What a copy of a DTensor inherits does not say that the data axes shard it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = make(MLP, 2, 4)
+    weight = distribute_tensor(model.layers[0].weight.data, mesh["tensor"], [Shard(0)])
+    model.layers[0].weight = nn.Parameter(weight)
+    fully_shard(model, mesh=mesh["data"])
+    with unsharded(model):
+        twin = copy.deepcopy(model)
+    fully_shard(twin, mesh=mesh["data"])
+    assert twin.layers[0].weight.placements == model.layers[0].weight.placements
+    assert torch.equal(twin.layers[0].weight.to_local(), model.layers[0].weight.to_local())
+
+
+def test_a_plain_copy_of_a_tensor_parallel_model_is_sharded_again() -> None:
+    run_ranks(check_tensor_parallel, 4)

@@ -289,9 +289,9 @@ class Sharding(Processes):
                 if not isinstance(block, FSDPModule):  # the user may wrap experts, too
                     arguments = common | kept | heads.get(id(block), {})
                     fully_shard(block, mesh=mesh, mp_policy=policy, **arguments)
-        if isinstance(module, FSDPModule):  # an earlier stage of a trainer, or the user
+        if is_users:  # an adapter in a part of an earlier stage, for example
             self._shard_late(module, precision)
-        else:
+        if not isinstance(module, FSDPModule):
             policy = self._policy(precision, is_root=True)
             own = {"broadcast_buffers": options.broadcast_buffers, **({} if blocks else kept)}
             fully_shard(module, mesh=mesh, mp_policy=policy, **own, **common)

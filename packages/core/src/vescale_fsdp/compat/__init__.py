@@ -65,6 +65,7 @@ from vescale_fsdp.compat.patches import (
     set_fsdp2_state,
     support_foreach,
     unregister,
+    unregister_recompute,
     without_step_hooks,
     write_all_boxes,
 )
@@ -143,7 +144,7 @@ __all__ = [
     "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "spmd_types_of", "storage_info", "storages_of",
     "store_wait", "support_foreach", "symmetric_memory", "take_spmd_type",
-    "takes_functional_gradient", "unregister",
+    "takes_functional_gradient", "unregister", "unregister_recompute",
     "uses_symmetric_memory",
     "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

@@ -314,13 +314,20 @@ def set_fsdp2_state(module: torch.nn.Module, state: object) -> None:
     registry["fully_shard"] = RegistryItem()
 
 
-def unregister(module: torch.nn.Module, hooks_of: str) -> None:
-    """Remove what makes a module an FSDP2 one for others, and its hooks that a file defines.
+def unregister_recompute(module: torch.nn.Module) -> None:
+    """Remove torch's composable ``checkpoint`` from a module."""
+    vars(module)[STATE_KEY].pop(inspect.unwrap(recompute), None)
+    unregister(module, "checkpoint", recompute.__module__)
+
+
+def unregister(module: torch.nn.Module, name: str, hooks_of: str) -> None:
+    """Remove the name of a composable function from a module, and its hooks that a file defines.
 
     Args:
+        name: "fully_shard" makes a module an FSDP2 one for others.
         hooks_of: ``__module__`` of these hooks.
     """
-    vars(module)[REGISTRY_KEY].pop("fully_shard", None)
+    vars(module)[REGISTRY_KEY].pop(name, None)
     kinds = ("forward_pre", "forward", "state_dict_pre", "state_dict")
     for kind in (*kinds, "load_state_dict_pre", "load_state_dict_post"):
         hooks = vars(module)[f"_{kind}_hooks"]

@@ -251,6 +251,7 @@ def fully_shard(
             group.gradients.corrects = bool(reduce_codec and reduce_codec.error_feedback)
     mark_taken(params, unit)
     unit.offloads_activations = apply_activations(modules, activations)
+    unit.recomputes = activations not in (None, "offload")
     reach_from_outside()
     for each in modules:
         register_hooks(each)

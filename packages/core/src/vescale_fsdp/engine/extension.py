@@ -21,7 +21,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -37,7 +37,7 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.guard import Guard, Kind, Outputs
 from vescale_fsdp.engine.placement import local_data, spec_at_rest
-from vescale_fsdp.engine.slot import ParamToShard, Slot, checked_local, local_of
+from vescale_fsdp.engine.slot import ParamToShard, Slot, carry, checked_local, local_of
 from vescale_fsdp.engine.store import first_and_other
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
@@ -335,7 +335,9 @@ class ExtensionGroup(Group):
             self._move_compute(local.device)
         slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
         if local is not local_of(param):
-            param = nn.Parameter(slot.wrap(local), requires_grad=param.requires_grad)
+            former = param
+            param = nn.Parameter(slot.wrap(local), requires_grad=former.requires_grad)
+            carry(former, param)
         slot.gathered = None
         slot.hold(param)
         slot.register(param)
@@ -354,9 +356,7 @@ class ExtensionGroup(Group):
         sharded = slot.new_sharded(part, slot.sharded.requires_grad)
         sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
         memo[id(slot.sharded)] = sharded
-        local = local_of(sharded)
-        new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
-        new.hold(sharded)
+        new = slot.copied(sharded, memo)
         twin.slots = [new]
         twin.gradients = self.gradients.copied(buffer, twin.slots, twin.pool)
         return twin

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_fsdp.engine.slot import GATHERED_OF, Slot, holder_of, local_of
+from vescale_fsdp.engine.slot import Slot, holder_of, is_unsharded, local_of
 
 Run = Callable[[Sequence[Any], bool], Any]
 
@@ -90,7 +90,7 @@ def _telling(leaves_out: bool) -> Iterator[None]:
 
 
 def _is_gathered(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and GATHERED_OF in vars(tensor)
+    return isinstance(tensor, torch.Tensor) and is_unsharded(tensor)
 
 
 def refuse_graph(slot: Slot) -> NoReturn:

@@ -12,36 +12,84 @@ in when the model is wrapped again. `late_modules` finds them for whoever prepar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.engine.engine import Engine
+from vescale_fsdp.engine.slot import slot_of, was_sharded
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
-_IGNORED = "_vescale_fsdp_ignored"  # on a module: names of parameters that a call was told to
-_MANAGED = "_is_fsdp_managed_module"  # on a module: its parameters belong to a unit
+_MARK = "_is_fsdp_managed_module"  # on a module: a `_Mark`. Others read it as a bool
 _num_calls = 0
 
 
+class _Mark:
+    """What calls of ``fully_shard`` have left on one module.
+
+    A copy of the module, or a pickle, has False in its place: it belongs to no unit. Attributes:
+
+        is_managed  its parameters belong to a unit
+        ignored     names of those that a call was told to ignore
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.is_managed = False
+        self.ignored: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return self.is_managed
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
+
+
+def _mark_of(module: nn.Module) -> _Mark | None:
+    """Return the mark of a module. ``copy.copy`` gives another module the same one."""
+    mark = module.__dict__.get(_MARK)
+    return mark if isinstance(mark, _Mark) and mark.module() is module else None
+
+
 def mark_managed(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Mark the modules of a unit, also for Dynamo, which reads these attributes."""
+    """Mark the modules of a unit, also for Dynamo and transformers, which read the attributes."""
     global _num_calls
     _num_calls += 1
     for module in modules:
         for below in module.modules():
             names = {name for name, param in below._parameters.items() if param in ignored}
-            if names:
-                below.__dict__[_IGNORED] = names | below.__dict__.get(_IGNORED, set())
-            if not _is_left_alone(below, ignored):
-                below.__dict__[_MANAGED] = True
-                below.__dict__["_fsdp_use_orig_params"] = True
+            is_managed = not _is_left_alone(below, ignored)
+            if names or is_managed:
+                _put(below, is_managed=is_managed, ignored=names)
+
+
+def mark_copies(module: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Mark the copies of a sharded module and of those below it, as these are.
+
+    Args:
+        memo: of ``copy.deepcopy``, which has copied them.
+    """
+    for below in module.modules():
+        mark, twin = _mark_of(below), memo.get(id(below))
+        if mark is not None and isinstance(twin, nn.Module):
+            _put(twin, is_managed=mark.is_managed, ignored=mark.ignored)
+
+
+def _put(module: nn.Module, *, is_managed: bool, ignored: set[str]) -> None:
+    mark = _mark_of(module) or _Mark(module)
+    mark.is_managed |= is_managed
+    mark.ignored |= ignored
+    module.__dict__[_MARK] = mark
+    if is_managed:
+        module.__dict__["_fsdp_use_orig_params"] = True
 
 
 def is_managed(module: nn.Module) -> bool:
     """Whether a call of ``fully_shard`` was on this module, or on one around it."""
-    return _MANAGED in module.__dict__
+    return bool(_mark_of(module))
 
 
 def num_calls() -> int:
@@ -106,13 +154,14 @@ def _find(
             late.setdefault(id(unit), []).append(module)
             return
         known = {id(slot.gathered) for slot in unit.slots()}  # of one that stays unsharded
+        mark = _mark_of(module)
         strays += [
             f"{name}.{key}" if name else key
             for key, param in module._parameters.items()
             if param is not None
             and not isinstance(param, DTensor)
             and id(param) not in known
-            and key not in module.__dict__.get(_IGNORED, ())
+            and (mark is None or key not in mark.ignored)
         ]
     for key, child in module.named_children():
         _find(child, f"{name}.{key}" if name else key, unit, late, strays)
@@ -120,9 +169,11 @@ def _find(
 
 def _is_late(module: nn.Module) -> bool:
     """Whether a module is new, with all that it contains, and has parameters to shard."""
-    marks = {_MANAGED, _IGNORED}
-    is_new = not any(marks & below.__dict__.keys() for below in module.modules())
-    return is_new and any(not isinstance(param, DTensor) for param in module.parameters())
+    is_new = all(_mark_of(below) is None for below in module.modules())
+    return is_new and any(
+        not isinstance(param, DTensor) or (was_sharded(param) and slot_of(param) is None)
+        for param in module.parameters()
+    )
 
 
 def _is_left_alone(module: nn.Module, ignored: set[nn.Parameter]) -> bool:

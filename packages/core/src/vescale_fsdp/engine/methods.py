@@ -20,6 +20,7 @@ from vescale_fsdp.engine import unfilled
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.fsdp2_state import State, register_state
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method, register_hooks
+from vescale_fsdp.engine.late import mark_copies
 from vescale_fsdp.engine.pipelining import StageMethods
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
@@ -167,9 +168,11 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
         cls: Any = type(self) if twin_unit else type(self).__mro__[self._orig_cls_mro_index]
         twin: FSDPModule = object.__new__(cls)  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            if name not in _OF_THIS_MODULE and name not in unit.forward_methods:
-                twin.__dict__[name] = copy.deepcopy(value, memo)
+        # Without what is compiled for this module, and without the Trainer of a LightningModule.
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[operator]
+        left_out = {*_OF_THIS_MODULE, *unit.forward_methods}
+        own = {key: copy.deepcopy(state[key], memo) for key in state if key not in left_out}
+        twin.__setstate__(own)  # type: ignore[operator]
         states = self.__dict__[compat.COMPOSABLE_STATE]
         twin.__dict__[compat.COMPOSABLE_STATE] = {  # of torch's other composable functions
             of: copy.deepcopy(state, memo)
@@ -177,12 +180,15 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
             if not isinstance(state, State)
         }
         if twin_unit is None:
-            compat.unregister(twin, register_hooks.__module__)  # type: ignore[arg-type]
+            compat.unregister(twin, "fully_shard", register_hooks.__module__)  # type: ignore[arg-type]
+            if unit.recomputes:
+                compat.unregister_recompute(twin)  # type: ignore[arg-type]
             return twin
         join(twin_unit, twin, unit, memo)  # type: ignore[arg-type]
         register_state(twin, twin_unit)  # type: ignore[arg-type]
         for name in unit.forward_methods & self.__dict__.keys():
             register_fsdp_forward_method(twin, name)  # type: ignore[arg-type]
+        mark_copies(self, memo)  # type: ignore[arg-type]
         return twin
 
     def _get_fsdp_state(self) -> Any:
@@ -331,6 +337,7 @@ _SET_BY_USERS = (
     "gives_zeros",
     "max_reductions",
     "offloads_activations",
+    "recomputes",
 )
 
 

@@ -25,7 +25,7 @@ from vescale_fsdp.engine.parameters import Parameters
 from vescale_fsdp.engine.placement import InnerShard, mesh_at_rest, placements_of, spec_at_rest
 from vescale_fsdp.engine.slot import (
     Slot,
-    carry_hooks,
+    carry,
     checked_local,
     local_of,
     refuse_methods,
@@ -108,10 +108,7 @@ class MovableParameters(Parameters):
             sharded = slot.new_sharded(view, slot.sharded.requires_grad)
             sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
             memo[id(slot.sharded)] = sharded
-            local = local_of(sharded)
-            new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
-            new.hold(sharded)
-            twin.slots.append(new)
+            twin.slots.append(slot.copied(sharded, memo))
         twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
         twin._make_gathered()
         return twin
@@ -234,7 +231,7 @@ class MovableParameters(Parameters):
                 param.__dict__.update(fresh.__dict__)  # its name, which `module.to()` drops
             else:
                 fresh.grad = param.grad
-                carry_hooks(param, fresh)
+                carry(param, fresh)
                 torch.utils.swap_tensors(param, fresh)
             slot.hold(param)
             slot.register(param)

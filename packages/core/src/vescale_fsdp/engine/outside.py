@@ -22,7 +22,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.engine.inputs import run_backward
 from vescale_fsdp.engine.late import is_managed
 from vescale_fsdp.engine.reduce import drop_waiting
-from vescale_fsdp.engine.slot import GATHERED_OF
+from vescale_fsdp.engine.slot import is_unsharded
 from vescale_fsdp.engine.stepping import units_after_backward
 from vescale_fsdp.engine.unit import units_in
 
@@ -35,7 +35,7 @@ def named_parameters(
     """As ``nn.Module.named_parameters``, with the sharded parameters (see `Unit.shows_shards`)."""
     sharded: dict[int, nn.Parameter] | None = None
     for name, param in original(module, *args, **options):
-        if GATHERED_OF not in vars(param):  # faster than hasattr, which raises
+        if not is_unsharded(param):
             yield name, param
             continue
         if sharded is None:

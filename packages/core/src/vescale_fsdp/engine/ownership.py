@@ -34,7 +34,7 @@ from vescale_fsdp.engine.quantized import Choice
 from vescale_fsdp.engine.slot import (
     ParamToShard,
     Site,
-    carry_hooks,
+    carry,
     holder_of,
     slot_of,
     was_sharded,
@@ -315,7 +315,7 @@ def _taken_over(fqn: str, former: nn.Parameter, sites: list[Site]) -> nn.Paramet
     else:
         data = cast(DTensor, sharded.detach()).full_tensor()
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
-    carry_hooks(cast(nn.Parameter, sharded), whole)
+    carry(cast(nn.Parameter, sharded), whole)
     for module_ref, name in sites:
         if (module := module_ref()) is not None:
             module._parameters[name] = whole

@@ -39,10 +39,9 @@ from vescale_fsdp.engine.placement import (
 )
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import (
-    GATHERED_OF,
     ParamToShard,
     Slot,
-    carry_hooks,
+    carry,
     resting_spec,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
@@ -215,7 +214,7 @@ class Parameters(ABC):
             original=weakref.ref(p.param),
         )
         slot.hold(slot.new_sharded(view, p.param.requires_grad))
-        carry_hooks(p.param, slot.sharded)
+        carry(p.param, slot.sharded)
         slot.register(slot.sharded)
         return slot
 
@@ -233,11 +232,11 @@ class Parameters(ABC):
         """Make ``tensor`` the unsharded parameter, with a hook for its gradients."""
         slot = self.slots[index]
         differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        slot.gathered = nn.Parameter(tensor, requires_grad=differentiable)
-        setattr(slot.gathered, GATHERED_OF, weakref.ref(slot))
+        gathered = nn.Parameter(tensor, requires_grad=differentiable)
+        slot.hold_gathered(gathered)
         if differentiable:  # also where it is frozen now: it may be unfrozen later
-            _take_gradients(slot.gathered, weakref.ref(self), index)
-        slot.gathered.requires_grad_(slot.sharded.requires_grad)
+            _take_gradients(gathered, weakref.ref(self), index)
+        gathered.requires_grad_(slot.sharded.requires_grad)
 
     @property
     def trainable(self) -> bool:

@@ -7,11 +7,12 @@ in its place.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,11 @@ from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
-GATHERED_OF = "_vescale_fsdp_gathered_of"  # on an unsharded parameter: a weak reference to its slot
-_HOLDERS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of sharded
+# How names of attributes begin that are not those of users, but ours and torch's.
+_NOT_OF_USERS = ("_vescale_fsdp_", "_is_param", "_sym_sizes_", "_sym_strides_")
+# On an unsharded parameter, and the sharded one: the id of the former. A copy has another.
+_UNSHARDED = "_vescale_fsdp_unsharded"
+_SLOTS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of both
 
 
 @dataclass(eq=False)
@@ -60,6 +64,7 @@ class Slot:
     sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
+    attributes: dict[str, Any] = field(default_factory=dict)  # ``vars`` of the sharded one
 
     def __post_init__(self) -> None:
         # Whether a gradient of the gathered parameter is what the buffer wants.
@@ -70,7 +75,34 @@ class Slot:
     def hold(self, sharded: nn.Parameter) -> None:
         """Set the sharded parameter, for optimizers and state dicts."""
         self.sharded, self.local = sharded, local_of(sharded)
-        _HOLDERS[id(sharded)] = self
+        _SLOTS[id(sharded)] = self
+        # ``module.to()`` gives the same parameter other attributes, and users give another one.
+        _add_attributes(sharded, self.attributes)
+        self.attributes = vars(sharded)
+        if self.gathered is not None:
+            self.hold_gathered(self.gathered)
+
+    def hold_gathered(self, gathered: nn.Parameter) -> None:
+        """Set the unsharded parameter, for forward and backward.
+
+        What users set on one of the two is seen on the other: they have one ``__dict__``. One of a
+        tensor subclass keeps its own there, and gets what is set now.
+        """
+        self.gathered = gathered
+        _SLOTS[id(gathered)] = self
+        if type(gathered) is nn.Parameter:
+            gathered.__dict__ = self.attributes
+        else:
+            _add_attributes(gathered, self.attributes)
+        setattr(gathered, _UNSHARDED, id(gathered))
+
+    def copied(self, sharded: nn.Parameter, memo: dict[int, Any]) -> Slot:
+        """Return a slot for a copy of the sharded parameter, in no module yet."""
+        own = {"sharded": sharded, "local": local_of(sharded), "gathered": None, "used": False}
+        attributes = copy.deepcopy(self.attributes, memo)
+        twin = replace(self, sites=[], attributes=attributes, **own)
+        twin.hold(sharded)
+        return twin
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """Return the sharded tensor for this rank's part, which may be flat."""
@@ -218,19 +250,26 @@ class ParamToShard:
 
 def holder_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of which ``param`` is the sharded parameter."""
-    slot = _HOLDERS.get(id(param))
+    slot = _SLOTS.get(id(param))
     return slot if slot is not None and slot.sharded is param else None
 
 
 def slot_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of which ``param`` is the sharded or the unsharded parameter."""
-    gathered_of = vars(param).get(GATHERED_OF)
-    return holder_of(param) if gathered_of is None else gathered_of()
+    slot = _SLOTS.get(id(param))
+    is_one = slot is not None and (param is slot.sharded or param is slot.gathered)
+    return slot if is_one else None
+
+
+def is_unsharded(param: torch.Tensor) -> bool:
+    """Whether ``param`` is the unsharded parameter of a slot. It is faster than `slot_of`."""
+    return vars(param).get(_UNSHARDED) == id(param)
 
 
 def was_sharded(param: torch.Tensor) -> bool:
     """Whether ``param`` is a parameter of a unit, or a copy of a sharded one."""
-    is_copy = isinstance(param, RaggedTensor | ReplicatedTensor) or NAME in vars(param)
+    is_copy = isinstance(param, RaggedTensor | ReplicatedTensor)
+    is_copy = is_copy or (isinstance(param, DTensor) and NAME in vars(param))
     return is_copy or slot_of(param) is not None
 
 
@@ -336,10 +375,26 @@ def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterab
             hook(slot.sharded)
 
 
-def carry_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give a new parameter the hooks for gradients that users have put on the former one."""
+def carry(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give a new parameter what users have put on the former one: hooks and attributes."""
+    _add_attributes(target, attributes_of(source))
     # The dictionaries themselves, so that handles of users remove from both.
     if source._backward_hooks is not None:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """Return what users have set on a parameter, such as that it has no weight decay."""
+    # A subclass has its own attributes there, also tensors; those are on what it is detached to.
+    own = vars(param.detach()) if compat.is_wrapper(param) else {}
+    return {name: value for name, value in vars(param).items() if name not in own}
+
+
+def _add_attributes(param: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+    """Set attributes of users that ``param`` does not have."""
+    own = vars(param)
+    for name, value in attributes.items():
+        if name not in own and not name.startswith(_NOT_OF_USERS):
+            own[name] = value

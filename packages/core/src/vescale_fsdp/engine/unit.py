@@ -22,7 +22,7 @@ from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.containers import Copies
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.lent import Place
-from vescale_fsdp.engine.slot import Site, Slot
+from vescale_fsdp.engine.slot import Site, Slot, carry
 from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program.residency import Lease, Residency
@@ -131,6 +131,7 @@ class Unit(Residency):
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
         self.offloads_activations = False
+        self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
         self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
@@ -437,6 +438,7 @@ class Unit(Residency):
             for index, slot in enumerate(group.slots):
                 if slot.original() is param:
                     group.give_back(index)
+                    carry(slot.sharded, param)
                     slot.register(param)
                     self.groups = [each for each in self.groups if each.slots]
                     return slot.sites
