@@ -244,7 +244,7 @@ def fully_shard(
         row,
         broadcasts_buffers=broadcast_buffers,
     )
-    unit.num_parts = num_parts
+    unit.num_parts, unit.has_ignored = num_parts, bool(ignored)
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)
         for group in unit.groups:

@@ -112,6 +112,7 @@ class MovableParameters(Parameters):
             memo[id(slot.sharded)] = sharded
             local = local_of(sharded)
             new = replace(slot, sites=[], sharded=sharded, local=local, gathered=None, used=False)
+            new.original = _nothing  # it has replaced the former's
             new.hold(sharded)
             twin.slots.append(new)
         twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
@@ -199,6 +200,10 @@ class MovableParameters(Parameters):
             slot.register(param)
         self._make_gathered()
         self.gradients.bind(self.buffer, self.slots, self.pool)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _is_alike(param: nn.Parameter, other: nn.Parameter) -> bool:

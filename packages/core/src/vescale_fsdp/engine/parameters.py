@@ -44,6 +44,7 @@ from vescale_fsdp.engine.slot import (
     Slot,
     carry_hooks,
     resting_spec,
+    version_of_gradient,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
@@ -193,6 +194,7 @@ class Parameters(ABC):
             sharded=p.param,
             local=view,
             original=weakref.ref(p.param),
+            gradient_before=version_of_gradient(p.param),
         )
         slot.hold(slot.new_sharded(view, p.param.requires_grad))
         carry_hooks(p.param, slot.sharded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -39,6 +39,8 @@ from vescale_fsdp.ragged.tensor import wrap_local
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 GATHERED_OF = "_vescale_fsdp_gathered_of"  # on an unsharded parameter: a weak reference to its slot
+_MAX_NAMED = 3  # parameters in a message; the rest are counted
+_NO_GRADIENT = -1  # in place of its version
 _HOLDERS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of sharded
 
 
@@ -56,7 +58,8 @@ class Slot:
     dim: int | None  # that comes first in the buffer, for Shard(dim); None for a ragged one
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
-    original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
+    original: Callable[[], nn.Parameter | None]  # the parameter before it was sharded, if it lives
+    gradient_before: int = _NO_GRADIENT  # the version of the gradient that it had then
     sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
@@ -143,10 +146,28 @@ class Slot:
         return gradient
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in the modules, except where a tie has registered another slot's."""
+        """Register ``param`` in the modules, except where a tie has registered another slot's.
+
+        As in FSDP2, by the module's own ``__setattr__`` if it has one: an LSTM has a list of its
+        parameters too.
+        """
         for module_ref, name in self.sites:
-            if (module := module_ref()) is not None and not self.is_tied_away(module, name):
+            module = module_ref()
+            if module is None or self.is_tied_away(module, name):
+                continue
+            if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
+            else:
+                setattr(module, name, param)
+
+    def replaced(self) -> nn.Parameter | None:
+        """The parameter that the sharded one has replaced, if other code still holds it."""
+        original = self.original()
+        return None if original is self.sharded else original
+
+    def has_reached(self, replaced: nn.Parameter) -> bool:
+        """Whether a gradient has come to the ``replaced`` parameter since then."""
+        return version_of_gradient(replaced) not in (_NO_GRADIENT, self.gradient_before)
 
     def is_tied_away(self, module: nn.Module, name: str) -> bool:
         """Whether the sharded parameter of another slot is registered at a site of this one."""
@@ -216,6 +237,11 @@ class ParamToShard:
         return data.movedim(self.dim, 0) if self.dim else data
 
 
+def version_of_gradient(param: torch.Tensor) -> int:
+    """Return the version of its gradient, which each accumulation changes."""
+    return _NO_GRADIENT if param.grad is None else param.grad._version
+
+
 def holder_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of which ``param`` is the sharded parameter."""
     slot = _HOLDERS.get(id(param))
@@ -232,6 +258,12 @@ def was_sharded(param: torch.Tensor) -> bool:
     """Whether ``param`` is a parameter of a unit, or a copy of a sharded one."""
     is_copy = isinstance(param, RaggedTensor | ReplicatedTensor) or NAME in vars(param)
     return is_copy or slot_of(param) is not None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names in quotes, and how many more there are, for errors."""
+    shown = ", ".join(map(repr, names[:_MAX_NAMED]))
+    return shown + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:
