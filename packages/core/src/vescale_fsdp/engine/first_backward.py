@@ -44,8 +44,7 @@ def check_replaced(slots: Iterable[Slot]) -> None:
     # One that is frozen, before or after, is not trained on purpose.
     idle = [(s, param) for s, param in held if param.requires_grad and s.sharded.requires_grad]
     if len(idle) > 1:
-        storages = {each._cdata: each for _, p in idle for each in [p.untyped_storage()]}
-        num_bytes = sum(each.nbytes() for each in storages.values())
+        num_bytes = sum(compat.local_tensor(p).nbytes for _, p in idle if not p.is_meta)
         warn_user(
             f"{len(idle)} parameters that fully_shard has replaced are still held: "
             f"{listed([slot.fqn for slot, _ in idle])}. An optimizer or a list that was made "
@@ -86,11 +85,12 @@ def warn_of_several_roots(root: Unit) -> None:
     if not units or units[-1] is not root:
         return
     if len(units) > 1 and any(each.takes_gradients for each in noted):
+        numbers = ", ".join(f"model {unit.engine.number}" for unit in units if unit.engine)
         warn_user(
-            f"one backward has reached {len(units)} outermost units of the class {root.kind}. If "
-            "they are parts of one model, its trainable parameters outside of them (embeddings, "
-            "norms, a head) are in no unit: their gradients are not reduced, and each rank trains "
-            "its own. Call fully_shard on the whole model last; or pass these parameters in "
+            f"one backward has reached {len(units)} outermost units of the class {root.kind}: "
+            f"{numbers}. If they are parts of one model, its trainable parameters outside of them "
+            "(embeddings, norms, a head) are in no unit: their gradients are not reduced, and each "
+            "rank trains its own. Call fully_shard on the whole model last; or pass these parameters in "
             "ignored_params, if you reduce their gradients yourself. If they are models of their "
             'own, nothing is wrong: warnings.filterwarnings("ignore", "one backward has reached")'
         )
