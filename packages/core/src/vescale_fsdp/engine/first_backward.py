@@ -77,11 +77,11 @@ def note_root(root: Unit) -> None:
 def warn_of_several_roots(root: Unit) -> None:
     """Warn, when the last one ends, if a backward has reached several trained roots of one class.
 
-    They may be the blocks of a model that is no unit itself. Two models may be of one class too:
-    two critics, or two towers. These begin with data, so that no input wants a gradient.
+    They may be the blocks of a model that is no unit itself. Models may be of one class too: two
+    critics, or two towers. These begin with data, so that no input wants a gradient.
     """
     noted = [each for each in _roots if each.cls is root.module_class]
-    units = [unit for each in noted if (unit := each.unit()) is not None and _is_alone(unit)]
+    units = [unit for each in noted if (unit := each.unit()) is not None and _may_be_a_block(unit)]
     if not units or units[-1] is not root:
         return
     if len(units) > 1 and any(each.takes_gradients for each in noted):
@@ -96,9 +96,12 @@ def warn_of_several_roots(root: Unit) -> None:
         )
 
 
-def _is_alone(root: Unit) -> bool:
-    """Whether nothing says that other code reduces the gradients of parameters around a root."""
-    units = [each for module in root.modules() for each in units_in(module).values()]
-    if not any(unit.trainable for unit in units) or any(unit.has_ignored for unit in units):
+def _may_be_a_block(root: Unit) -> bool:
+    """Whether a trained root may be a block of a model: a whole model has units inside, as a rule.
+
+    Not if it was said that other code reduces the gradients of parameters around it.
+    """
+    has_units = any(len(units_in(module)) > 1 for module in root.modules())
+    if has_units or root.has_ignored or not root.trainable:
         return False
-    return not any(compat.is_ignored_by_ddp(s.sharded) for unit in units for s in unit.slots())
+    return not any(compat.is_ignored_by_ddp(slot.sharded) for slot in root.slots())
