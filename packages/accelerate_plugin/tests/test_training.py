@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from vescale_fsdp import FSDPModule, RaggedTensor, unsharded
+from vescale_fsdp import FSDPModule, RaggedTensor, fully_shard, unsharded
 from vescale_fsdp.optim import AdamW8bit, Muon, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
@@ -436,3 +436,21 @@ def test_attributes_of_parameters_are_there_after_prepare() -> None:
 
 def test_strays_and_parts_of_a_prepared_model_are_refused() -> None:
     run_ranks(prepare_what_is_not_whole, 2)
+
+
+def prepare_what_is_sharded_in_part() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accelerator() as acc:
+        fully_shard(model.blocks[0])
+        num_replaced = len(list(model.blocks[0].parameters()))
+        expected = f"SGD was made before fully_shard: {num_replaced} of its "
+        with pytest.warns(UserWarning, match=expected):
+            prepared, optimizer = acc.prepare(model, optimizer)
+        assert all(isinstance(param, RaggedTensor) for param in prepared.parameters())
+        params = optimizer.param_groups[0]["params"]
+        assert sum(not isinstance(param, RaggedTensor) for param in params) == num_replaced
+
+
+def test_a_model_that_is_sharded_in_part_becomes_a_unit_and_its_optimizer_is_warned_of() -> None:
+    run_ranks(prepare_what_is_sharded_in_part, 2)

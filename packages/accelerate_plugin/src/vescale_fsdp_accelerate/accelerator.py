@@ -46,7 +46,13 @@ from vescale_fsdp_accelerate.replacing import (
     replacement_for,
 )
 from vescale_fsdp_accelerate.sharding import Sharder, units_of, weak_parameters
-from vescale_fsdp_accelerate.switching import Switch, check_owned, granularities_of, is_ours
+from vescale_fsdp_accelerate.switching import (
+    Switch,
+    check_owned,
+    granularities_of,
+    is_ours,
+    warn_of_replaced,
+)
 
 __all__ = ["VeScaleAccelerator"]
 
@@ -289,6 +295,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if not any(each is optimizer for each in self._optimizers):
                 self._optimizers.append(optimizer)
             return optimizer
+        warn_of_replaced(optimizer)
         plugin = self.state.fsdp_plugin
         if plugin.optimizer is None:
             refuse_whole(optimizer)

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale_fsdp import replaced_parameters
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.errors import warn_user
 from vescale_fsdp.optim import AdamW8bit, OptimizerGroup, Shampoo
 
-__all__ = ["Switch", "check_owned", "granularities_of", "is_ours"]
+__all__ = ["Switch", "check_owned", "granularities_of", "is_ours", "warn_of_replaced"]
 
 
 class Switch:
@@ -125,6 +127,19 @@ def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -
             f"{type(optimizer).__name__} has {len(params)} parameters, and none of them is one of "
             "the models that were prepared, so that nothing would train. Make the optimizer of "
             "model.parameters(), after the last change of the model"
+        )
+
+
+def warn_of_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if an optimizer has parameters that a call of ``fully_shard`` in the script replaced."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    replaced = replaced_parameters(params)
+    if replaced:
+        warn_user(
+            f"{type(optimizer).__name__} was made before fully_shard: {len(replaced)} of its "
+            f"{len(params)} parameters ({replaced[0]!r} is the first) are not those of the model "
+            "any more, and are not trained. Make the optimizer after fully_shard, or leave "
+            "fully_shard to prepare"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -377,25 +376,3 @@ def outer_module_first() -> None:
 
 def test_wrong_order_and_wrong_policy_are_named() -> None:
     run_ranks(outer_module_first, 2)
-
-
-def train_what_was_replaced() -> list[str]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    before = torch.optim.SGD(model.parameters(), 0.1)
-    fully_shard(model[0])
-    fully_shard(model)
-    after = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(1, 4)).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for optimizer in (after, before, before):
-            optimizer.step()
-    return [str(each.message) for each in caught]
-
-
-def test_an_optimizer_of_before_is_warned_of() -> None:
-    for (text,) in run_ranks(train_what_was_replaced, 2):
-        assert text == (
-            "SGD was made before fully_shard: 4 of its 4 parameters are not those of the model any "
-            "more, and are not trained. Make the optimizer after fully_shard"
-        )

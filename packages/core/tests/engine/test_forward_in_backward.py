@@ -209,6 +209,7 @@ CASES: dict[str, Callable[[Training, Tensor], None]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("units", [True, False], ids=["units", "root only"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.filterwarnings("ignore:one backward has reached")  # two models, of one class
 def test_training_is_that_of_one_process(options: dict[str, Any], units: bool) -> None:
     run_ranks(check_all, 2, options, units)
 

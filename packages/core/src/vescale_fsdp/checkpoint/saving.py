@@ -27,6 +27,7 @@ from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
 from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
+from vescale_fsdp.engine import check_reduced
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 
@@ -123,6 +124,7 @@ def save(
     keep_names: str = "*",
     async_: bool = False,
     weights: Weights = "all",
+    reduced_by_hand: bool = False,
 ) -> SaveHandle:
     """Save model, optimizers and all other training state into a new directory. Collective.
 
@@ -148,6 +150,8 @@ def save(
             before you destroy the process group.
         weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
             optimizers. The model is still needed for the names of their parameters.
+        reduced_by_hand: the caller reduces the gradients of trainable plain parameters in a model
+            that contains units. Else these are an error: each rank would have its own.
 
     Returns:
         A handle; ``wait()`` returns when the checkpoint is whole.
@@ -162,6 +166,7 @@ def save(
             another model.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
         CheckpointIncompleteError: another rank has died.
+        ValueError: the model contains units, and has trainable parameters that nothing reduces.
     """
     global _last
     if keep_last is not None and keep_last < FEWEST:
@@ -172,6 +177,8 @@ def save(
 
     def collected() -> Contents:
         check_last()
+        if not reduced_by_hand:
+            check_reduced(model, "checkpoint.save")
         return collect(model, optimizer, extra, stateful or {}, rng, weights)
 
     writing.plan(collected)

@@ -60,6 +60,18 @@ def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -
     _C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
+def is_reduced_by_ddp(module: torch.nn.Module) -> bool:
+    """Whether DDP is around a module, or was told what to ignore in it, as for sharded ones."""
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) or hasattr(
+        module, "_ddp_params_and_buffers_to_ignore"
+    )
+
+
+def is_ignored_by_ddp(param: torch.Tensor) -> bool:
+    """Whether DDP was told to ignore a parameter."""
+    return bool(getattr(param, "_ddp_ignored", False))
+
+
 def in_functional_call() -> bool:
     """Whether a ``torch.func.functional_call`` runs in this thread, by the frames of its stack."""
     code, frame = _functional_call.__code__, sys._getframe()

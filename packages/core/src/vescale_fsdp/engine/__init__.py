@@ -17,7 +17,8 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
   collectives), `settling` (of a step).
-- `remesh` moves all of it to another number of ranks; `late` takes in modules that were added.
+- `remesh` moves all of it to another number of ranks; `late` takes in modules that were added, and
+  finds parameters in no unit; `first_backward` finds what a first backward did not train.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
   `buckets`), `profiling`.
 """
@@ -59,9 +60,10 @@ from vescale_fsdp.engine.granularity import (
     repeated_blocks,
 )
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
-from vescale_fsdp.engine.late import late_modules
+from vescale_fsdp.engine.late import check_reduced, late_modules
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
 from vescale_fsdp.engine.outside import unreduced_parameters
+from vescale_fsdp.engine.ownership import replaced_parameters
 from vescale_fsdp.engine.profiling import profile
 from vescale_fsdp.engine.quantized import (
     ErrorFeedback,
@@ -99,6 +101,7 @@ __all__ = [
     "blank_tensors",
     "cast_parameters",
     "check_gradients",
+    "check_reduced",
     "check_remesh",
     "clip_grad_norm_",
     "combine",
@@ -117,6 +120,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "remesh",
     "repeated_blocks",
+    "replaced_parameters",
     "share_comm_ctx",
     "store_for",
     "stream_parameters",

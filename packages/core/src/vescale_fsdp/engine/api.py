@@ -95,7 +95,8 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, so the
             optimizer runs there. Shards are copied to the mesh's device for each all-gather, and
             gradients back to the CPU after each reduction.
-        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced. They
+            may belong to modules around this one too, if the caller reduces them.
         dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. ``mesh`` then has all axes of the job, and
             the parameters are DTensors on it. This argument names the axes to shard over and those
             to replicate over. Without axes to shard over, the parameters are not sharded (DDP).
@@ -244,7 +245,7 @@ def fully_shard(
         row,
         broadcasts_buffers=broadcast_buffers,
     )
-    unit.num_parts = num_parts
+    unit.num_parts, unit.has_ignored = num_parts, bool(ignored)
     with plain_tensors():
         unit.groups = _make_groups(unit, params, device, offload_policy)
         for group in unit.groups:

@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat, waiting
 from vescale_fsdp.engine.finite import what_is_not_finite
+from vescale_fsdp.engine.late import check_reduced
+from vescale_fsdp.engine.ownership import replaced_parameters
+from vescale_fsdp.engine.slot import listed
 from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 
@@ -78,6 +81,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    reduced_by_hand: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
@@ -87,6 +92,8 @@ def clip_grad_norm_(
         max_norm: the largest total norm afterwards.
         norm_type: the p of the norm, > 0; ``inf`` is allowed.
         error_if_nonfinite: raise, on every rank and before scaling, if the norm is not finite.
+        reduced_by_hand: the caller has reduced the gradients of trainable plain parameters in a
+            module that contains units. Else these are an error: each rank would train its own.
 
     Returns:
         The total norm before clipping: a plain tensor on the device of the first gradient, the same
@@ -101,9 +108,18 @@ def clip_grad_norm_(
         NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set. It names the
             parameters (by their indices if no module was passed) and the ranks. It is a
             RuntimeError, as in torch's function.
-        ValueError: ``norm_type`` is not positive.
+        ValueError: ``norm_type`` is not positive; the module has trainable parameters that nothing
+            reduces; or ``fully_shard`` has replaced parameters of the list, which get no gradients.
     """
     params = _named(params_or_module)
+    if isinstance(params_or_module, nn.Module):
+        if not reduced_by_hand and any(map(_is_plain, params.values())):
+            check_reduced(params_or_module, "clip_grad_norm_")
+    elif replaced := replaced_parameters(filter(_is_plain, params.values())):
+        raise ValueError(
+            f"clip_grad_norm_: fully_shard has replaced {listed(replaced)} of the list, which was "
+            "made before it. The gradients are at the sharded parameters: pass model.parameters()"
+        )
     grads = [param.grad for param in params.values() if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
@@ -123,6 +139,10 @@ def clip_grad_norm_(
         here = [part for kind, parts in by_kind.items() if kind[1] == device for part in parts]
         torch._foreach_mul_(here, coefficient.to(device))
     return total
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    return param.requires_grad and not isinstance(param, DTensor)
 
 
 def _named(

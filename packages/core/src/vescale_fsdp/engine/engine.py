@@ -20,6 +20,7 @@ from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
+from vescale_fsdp.engine.first_backward import check_replaced, note_root, warn_of_several_roots
 from vescale_fsdp.engine.group import Fetched, Group
 from vescale_fsdp.engine.inputs import leaves_out_parameters
 from vescale_fsdp.engine.reducing import Mail, Reducing
@@ -97,6 +98,7 @@ class Engine(Executor):
         self.activations = Offload()
         self._end: weakref.ref[_End] | None = None  # of the backward that is running
         self.num_backwards = 0
+        self._had_backward = False  # that gave gradients to parameters
         self.is_after_backward = False  # that was inside of the forward that runs
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._mail: Mail | None = None  # of the pass that runs
@@ -307,6 +309,9 @@ class Engine(Executor):
             self.is_after_backward = False
             compat.queue_backward_callback(end)
             self._begin_reductions()
+            root = self._units[0]()
+            if not self._had_backward and root is not None:
+                note_root(root)
 
     def reduce_waiting(self) -> None:
         """Reduce gradients of backwards without synchronization, outside of a backward."""
@@ -359,6 +364,20 @@ class Engine(Executor):
             for unit in self.units():
                 if Lease.FORWARD in unit.leases:
                     unit.tell_writes_apart()
+
+    def look_back(self) -> None:
+        """After the first backward that gives gradients: look for what it did not reduce.
+
+        Raises:
+            RuntimeError: forward has computed with a parameter from before ``fully_shard``.
+        """
+        if self._had_backward or leaves_out_parameters():
+            return
+        units = self.units()
+        check_replaced(slot for unit in units for slot in unit.slots())
+        self._had_backward = True
+        if units:
+            warn_of_several_roots(units[0])
 
     def all_issued(self) -> None:
         """Start to exchange which parameters were used, for the groups to publish."""
@@ -433,3 +452,4 @@ class _End:
 
     def __call__(self) -> None:
         self._engine.finish_backward()
+        self._engine.look_back()  # all that this rank owes to others is sent

@@ -8,6 +8,8 @@ in when the model is wrapped again. `late_modules` finds them for whoever prepar
     model.head = nn.Linear(...)        plain
     fully_shard(model.head)            a unit
     train(model)                       the next forward of the root makes its engine anew, with it
+
+So are those of a model that is no unit itself, around blocks that are. `check_reduced` finds both.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.engine.engine import Engine
-from vescale_fsdp.engine.slot import slot_of, was_sharded
+from vescale_fsdp.engine.slot import is_unsharded, listed, slot_of, was_sharded
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
 _MARK = "_is_fsdp_managed_module"  # on a module: a `_Mark`. Others read it as a bool
+_IGNORED = "_vescale_fsdp_ignored"  # on a parameter that was ignored: its id. A copy has another
 _num_calls = 0
 
 
@@ -58,6 +62,8 @@ def mark_managed(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> No
     """Mark the modules of a unit, also for Dynamo and transformers, which read the attributes."""
     global _num_calls
     _num_calls += 1
+    for param in ignored:
+        setattr(param, _IGNORED, id(param))
     for module in modules:
         for below in module.modules():
             names = {name for name, param in below._parameters.items() if param in ignored}
@@ -116,6 +122,44 @@ def late_modules(root: nn.Module) -> list[list[nn.Module]]:
             "example), or add them before the model is sharded"
         )
     return list(late.values())
+
+
+def check_reduced(root: nn.Module, caller: str) -> None:
+    """Raise if a module that contains units has trainable parameters that nothing reduces.
+
+    Parameters that DDP reduces, or that were ignored on purpose (``ignored_params``), are none.
+
+    Args:
+        caller: names the function in the message.
+
+    Raises:
+        ValueError: names the parameters.
+    """
+    names: list[str] = []
+    _find_unreduced(root, "", names)
+    if names and units_in(root):
+        raise ValueError(
+            f"{caller}: {listed(names)} of {type(root).__name__} are trainable and belong to no "
+            "unit, so each rank trains its own. Call fully_shard on the whole model last, after "
+            "its blocks, and on modules that are added later. If their gradients are reduced in "
+            "another way, pass them in ignored_params of fully_shard, or pass reduced_by_hand=True "
+            "here; with DistributedDataParallel around the model, pass that"
+        )
+
+
+def _find_unreduced(module: nn.Module, name: str, found: list[str]) -> None:
+    if compat.is_reduced_by_ddp(module):
+        return
+    mark = _mark_of(module)
+    ignored = set() if mark is None else mark.ignored
+    for key, param in module._parameters.items():
+        if param is None or not param.requires_grad or isinstance(param, DTensor):
+            continue
+        is_ignored = key in ignored or vars(param).get(_IGNORED) == id(param)
+        if not (is_ignored or is_unsharded(param)):
+            found.append(f"{name}.{key}" if name else key)
+    for key, child in module.named_children():
+        _find_unreduced(child, f"{name}.{key}" if name else key, found)
 
 
 def with_late_units(root: Unit, engine: Engine) -> Engine | None:

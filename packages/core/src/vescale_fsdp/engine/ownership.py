@@ -15,14 +15,13 @@ contains it. If not, each use gathers it for itself (`lent`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from vescale_fsdp.dbuffer import checked_block
 from vescale_fsdp.engine.axes import Axes
@@ -34,6 +33,7 @@ from vescale_fsdp.engine.quantized import Choice
 from vescale_fsdp.engine.slot import (
     ParamToShard,
     Site,
+    Slot,
     carry,
     holder_of,
     slot_of,
@@ -186,32 +186,19 @@ def follow_ties(units: Sequence[Unit]) -> None:
         )
 
 
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # they have made a step
+def replaced_parameters(params: Iterable[torch.Tensor]) -> list[str]:
+    """Return the names of parameters in ``params`` that ``fully_shard`` has replaced.
+
+    A list or an optimizer that was made before the call has these. They are not trained.
+    """
+    return [slot.fqn for param in params if (slot := _replacement_of(param)) is not None]
 
 
-def _warn_of_former(optimizer: Optimizer, *_: Any) -> None:
-    """Warn after its first step if an optimizer has parameters that sharded ones have replaced."""
-    if optimizer in _known:
-        return
-    _known.add(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    former = [param for param in params if param.grad is None and _is_replaced(param)]
-    if former:
-        warn_user(
-            f"{type(optimizer).__name__} was made before fully_shard: {len(former)} of its "
-            f"{len(params)} parameters are not those of the model any more, and are not trained. "
-            "Make the optimizer after fully_shard"
-        )
-
-
-def _is_replaced(param: torch.Tensor) -> bool:
-    owner = getattr(param, _OWNER, None)
-    unit = None if owner is None else owner()
-    slots = [] if unit is None else unit.slots()
-    return any(slot.original() is param and slot.sharded is not param for slot in slots)
-
-
-register_optimizer_step_post_hook(_warn_of_former)
+def _replacement_of(param: torch.Tensor) -> Slot | None:
+    owner = vars(param).get(_OWNER)
+    unit: Unit | None = None if owner is None else owner()
+    slots = () if unit is None else unit.slots()
+    return next((slot for slot in slots if slot.replaced() is param), None)
 
 
 def own_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

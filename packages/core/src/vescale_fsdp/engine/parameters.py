@@ -43,6 +43,7 @@ from vescale_fsdp.engine.slot import (
     Slot,
     carry,
     resting_spec,
+    version_of_gradient,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
@@ -212,6 +213,7 @@ class Parameters(ABC):
             sharded=p.param,
             local=view,
             original=weakref.ref(p.param),
+            gradient_before=version_of_gradient(p.param),
         )
         slot.hold(slot.new_sharded(view, p.param.requires_grad))
         carry(p.param, slot.sharded)

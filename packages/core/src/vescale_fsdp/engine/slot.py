@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
@@ -43,6 +43,8 @@ Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name 
 _NOT_OF_USERS = ("_vescale_fsdp_", "_is_param", "_sym_sizes_", "_sym_strides_")
 # On an unsharded parameter, and the sharded one: the id of the former. A copy has another.
 _UNSHARDED = "_vescale_fsdp_unsharded"
+_MAX_NAMED = 3  # parameters in a message; the rest are counted
+_NO_GRADIENT = -1  # in place of its version
 _SLOTS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of both
 
 
@@ -60,7 +62,8 @@ class Slot:
     dim: int | None  # that comes first in the buffer, for Shard(dim); None for a ragged one
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
-    original: weakref.ref[nn.Parameter]  # the parameter before it was sharded
+    original: Callable[[], nn.Parameter | None]  # the parameter before it was sharded, if it lives
+    gradient_before: int = _NO_GRADIENT  # the version of the gradient that it had then
     sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
@@ -100,7 +103,7 @@ class Slot:
         """Return a slot for a copy of the sharded parameter, in no module yet."""
         own = {"sharded": sharded, "local": local_of(sharded), "gathered": None, "used": False}
         attributes = copy.deepcopy(self.attributes, memo)
-        twin = replace(self, sites=[], attributes=attributes, **own)
+        twin = replace(self, sites=[], attributes=attributes, original=_nothing, **own)
         twin.hold(sharded)
         return twin
 
@@ -175,10 +178,28 @@ class Slot:
         return gradient
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in the modules, except where a tie has registered another slot's."""
+        """Register ``param`` in the modules, except where a tie has registered another slot's.
+
+        As in FSDP2, by the module's own ``__setattr__`` if it has one: an LSTM has a list of its
+        parameters too.
+        """
         for module_ref, name in self.sites:
-            if (module := module_ref()) is not None and not self.is_tied_away(module, name):
+            module = module_ref()
+            if module is None or self.is_tied_away(module, name):
+                continue
+            if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
+            else:
+                setattr(module, name, param)
+
+    def replaced(self) -> nn.Parameter | None:
+        """The parameter that the sharded one has replaced, if other code still holds it."""
+        original = self.original()
+        return None if original is self.sharded else original
+
+    def has_reached(self, replaced: nn.Parameter) -> bool:
+        """Whether a gradient has come to the ``replaced`` parameter since then."""
+        return version_of_gradient(replaced) not in (_NO_GRADIENT, self.gradient_before)
 
     def is_tied_away(self, module: nn.Module, name: str) -> bool:
         """Whether the sharded parameter of another slot is registered at a site of this one."""
@@ -248,6 +269,15 @@ class ParamToShard:
         return data.movedim(self.dim, 0) if self.dim else data
 
 
+def _nothing() -> None:
+    """In place of a weak reference: a copy has replaced no parameter."""
+
+
+def version_of_gradient(param: torch.Tensor) -> int:
+    """Return the version of its gradient, which each accumulation changes."""
+    return _NO_GRADIENT if param.grad is None else param.grad._version
+
+
 def holder_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of which ``param`` is the sharded parameter."""
     slot = _SLOTS.get(id(param))
@@ -271,6 +301,12 @@ def was_sharded(param: torch.Tensor) -> bool:
     is_copy = isinstance(param, RaggedTensor | ReplicatedTensor)
     is_copy = is_copy or (isinstance(param, DTensor) and NAME in vars(param))
     return is_copy or slot_of(param) is not None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names in quotes, and how many more there are, for errors."""
+    shown = ", ".join(map(repr, names[:_MAX_NAMED]))
+    return shown + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
 def flags_of(slots: Sequence[Slot]) -> list[bool]:

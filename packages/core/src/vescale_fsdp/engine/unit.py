@@ -132,6 +132,7 @@ class Unit(Residency):
         self.forward_methods: set[str] = set()  # that gather, as forward does
         self.offloads_activations = False
         self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
+        self.has_ignored = False  # whether ``ignored_params`` were passed with it
         self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
@@ -359,10 +360,15 @@ class Unit(Residency):
             self.expose()
 
     @property
-    def kind(self) -> str:
-        """The class of its first module."""
+    def module_class(self) -> type[nn.Module] | None:
+        """The class of its first module, if that exists."""
         module = self.module_refs[0]()
-        return "" if module is None else type(module).__qualname__
+        return None if module is None else type(module)
+
+    @property
+    def kind(self) -> str:
+        """The name of the class of its first module."""
+        return "" if self.module_class is None else self.module_class.__qualname__
 
     @property
     def is_idle(self) -> bool:
