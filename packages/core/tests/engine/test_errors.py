@@ -399,3 +399,21 @@ def test_an_optimizer_of_before_is_warned_of() -> None:
             "SGD was made before fully_shard: 4 of its 4 parameters are not those of the model any "
             "more, and are not trained. Make the optimizer after fully_shard"
         )
+
+
+def check_data_parallel() -> None:
+    """Around the root, and around a module that contains units; the head alone may be wrapped."""
+    for sharding in (None, "ddp"):
+        for is_inside in (False, True):
+            model = fully_shard(MLP(), sharding=sharding)
+            wrapped = nn.Sequential(model) if is_inside else model
+            around = nn.parallel.DistributedDataParallel(wrapped)
+            message = "fully_shard averages their gradients already.*remove Dist"
+            check_refused(lambda m=around: m(inputs_of(0, 0)), RuntimeError, message)  # type: ignore[misc]
+    body = fully_shard(MLP())
+    head = nn.parallel.DistributedDataParallel(nn.Linear(5, 2))
+    head(body(inputs_of(0, 0))).sum().backward()
+
+
+def test_data_parallel_around_a_sharded_model_is_refused() -> None:
+    run_ranks(check_data_parallel, 2)

@@ -18,6 +18,7 @@
 | other views | ``x.T``, ``x[:, 1]`` | gathered when it is read or written to |
 | other writes | ``triu_``, ``cumsum_`` ... | in place; of the whole each rank stores its part |
 | shapes in place | ``t_``, ``squeeze_`` ..., no parameter | ``x`` becomes the view |
+| collectives of ``torch.distributed`` | ``all_reduce`` ... | error, before anything is sent |
 | other random operators, ``resize_`` | | error that names ``full_tensor()`` |
 
 Other operands may be ragged tensors with any shards, numbers, one-element plain tensors and
@@ -36,7 +37,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
+from vescale_fsdp.compat import pytree
 from vescale_fsdp.ragged.aggregates import AGGREGATES
+from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.gathered import (
     gathered_view,
@@ -52,6 +55,7 @@ from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import RaggedTensor, distribute
 from vescale_fsdp.ragged.views import VIEWS
+from vescale_fsdp.ragged.whole import has_size_of
 
 aten = torch.ops.aten
 
@@ -126,6 +130,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._local_scalar_dense.default: lambda _, x: number(x),
     aten.index_put_.default: _index_put,
+    aten.is_same_size.default: lambda _, x, other: has_size_of(x, other),
     aten.item.default: lambda _, x: number(x),
     aten.masked_fill_.Scalar: _masked_fill,
     aten.masked_fill_.Tensor: _masked_fill,
@@ -174,6 +179,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is not None:
         return handler(func, *args, **kwargs)
+    if is_collective(func):
+        operands = pytree.tree_leaves((args, kwargs))
+        refuse_collective(func, next(x for x in operands if isinstance(x, RaggedTensor)))
     if _is_elementwise(func):
         return run_elementwise(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:

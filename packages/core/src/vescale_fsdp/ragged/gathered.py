@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
 from vescale_fsdp.ragged.redistribute import scatter
@@ -48,6 +49,9 @@ class GatheredView(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, access = kwargs or {}, access_of(func)
+        if is_collective(func):
+            views = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
+            refuse_collective(func, next(views)._source)
         if torch.Tag.inplace_view in func.tags:
             return turn_in_place(func, *args)
         written = pytree.tree_leaves(access.written(args, kwargs))
@@ -76,12 +80,6 @@ class GatheredView(DTensor):
     @_local_tensor.setter
     def _local_tensor(self, placeholder: torch.Tensor) -> None:
         """Values are those of the source."""
-
-
-_OF_COLLECTIVES = (
-    "Ranks hold different parts of it. backward has averaged gradients over ranks: leave an "
-    "all-reduce of them out. "
-)
 
 
 def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
@@ -144,8 +142,7 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(each, GatheredView | RaggedTensor)
     ]
     if not (access.is_local or func in RANDOM) or not written:
-        hint = _OF_COLLECTIVES if func.namespace == "c10d" else ""
-        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {hint}{WAYS_OUT}")
+        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
     has_gradient = torch.is_grad_enabled() and any(
         each.requires_grad for each in operands if isinstance(each, torch.Tensor)
     )

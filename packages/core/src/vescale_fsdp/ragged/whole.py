@@ -16,7 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.collectives import is_collective, run_collective
 from vescale_fsdp.ragged.random import numbers_of_first_rank
 
 Wrap = Callable[[torch.Tensor, DTensorSpec], DTensor]
@@ -77,7 +79,12 @@ def access_of(func: Any) -> Access:
     has_out = any(schema.arguments[index].kwarg_only for index, _ in positions)
     # Elsewhere it may be a batch of one, as for an embedding, which is another on each rank.
     takes_numbers = has_lists or torch.Tag.pointwise in func.tags
-    takes_numbers |= name in ("aten::allclose", "aten::copy_", "aten::index_put_")
+    takes_numbers |= name in (
+        "aten::allclose",
+        "aten::copy_",
+        "aten::index_fill_",
+        "aten::index_put_",
+    )
     return Access(
         tuple(positions),
         num_counted,
@@ -108,8 +115,12 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
 
     Returns:
         Its result, of which ``wrap`` makes DTensors; or ``NotImplemented``. No communication, but
-        for random numbers.
+        of collectives and for random numbers.
     """
+    if is_collective(func):
+        return run_collective(func, args, kwargs)
+    if func is torch.ops.aten.is_same_size.default:
+        return has_size_of(*args)
     access = access_of(func)
     if not (access.is_local or access.is_random):
         return NotImplemented
@@ -134,6 +145,22 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
             return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
     with numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs):
         return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
+
+
+def has_size_of(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """``x.is_same_size(other)``, with which forward-mode differentiation begins: it is refused.
+
+    Raises:
+        NotImplementedError: ``other`` is to become the tangent of ``x``, or is one.
+    """
+    if compat.is_transforming():
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) by a "
+            f"parameter of fully_shard, of shape {tuple(x.shape)}, is not supported: nothing was "
+            "sent. Make dual tensors of the inputs, or call functional_call on a plain module: "
+            "copy.deepcopy(model) inside of `with vescale_fsdp.unsharded(model):`"
+        )
+    return x.shape == other.shape
 
 
 def write_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
