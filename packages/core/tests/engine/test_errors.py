@@ -376,3 +376,21 @@ def outer_module_first() -> None:
 
 def test_wrong_order_and_wrong_policy_are_named() -> None:
     run_ranks(outer_module_first, 2)
+
+
+def check_data_parallel() -> None:
+    """Around the root, and around a module that contains units; the head alone may be wrapped."""
+    for sharding in (None, "ddp"):
+        for is_inside in (False, True):
+            model = fully_shard(MLP(), sharding=sharding)
+            wrapped = nn.Sequential(model) if is_inside else model
+            around = nn.parallel.DistributedDataParallel(wrapped)
+            message = "fully_shard averages their gradients already.*remove Dist"
+            check_refused(lambda m=around: m(inputs_of(0, 0)), RuntimeError, message)  # type: ignore[misc]
+    body = fully_shard(MLP())
+    head = nn.parallel.DistributedDataParallel(nn.Linear(5, 2))
+    head(body(inputs_of(0, 0))).sum().backward()
+
+
+def test_data_parallel_around_a_sharded_model_is_refused() -> None:
+    run_ranks(check_data_parallel, 2)

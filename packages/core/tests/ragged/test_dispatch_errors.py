@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
 
-from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp import RaggedShard, RaggedTensor, fully_shard, unsharded
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import SHAPE, assert_holds, cuts, distributed, make_mesh, random
@@ -22,9 +27,7 @@ UNSUPPORTED: dict[str, Callable[[RaggedTensor], object]] = {
     "gather": lambda x: x.gather(0, torch.zeros(1, 16, dtype=torch.int64)),
     "random activations": lambda x: torch.nn.functional.rrelu(x, training=True),
     "multinomial": lambda x: torch.multinomial(x.abs(), 1),
-    "transposed in place": lambda x: x.t_(),
     "resized": lambda x: x.resize_(2, 2),
-    "a random one in place": lambda x: x.T.log_normal_(),
 }
 
 
@@ -70,7 +73,6 @@ def check_plain_partners() -> None:
     for (x,) in distributed(whole):
         attempts: list[tuple[str, Callable[[RaggedTensor], object]]] = [
             ("a plain tensor", lambda x: x + whole),
-            ("a plain tensor", lambda x: x.copy_(whole)),
             ("a plain tensor", lambda x: torch.where(x > 0, x, whole)),
             ("a plain tensor", lambda x: whole.clone().mul_(x)),
             ("a plain tensor", lambda x: torch._foreach_add([x], [whole])),
@@ -99,3 +101,35 @@ def check_sharded_one_element() -> None:
 
 def test_sharded_one_element_tensor_is_refused() -> None:
     run_ranks(check_sharded_one_element, 2)
+
+
+def check_forward_mode() -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch loads formulas by torch.jit.script
+    sharded, whole = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    for model, sharding in ((sharded, None), (whole, "ddp")):
+        fully_shard(model, sharding=sharding)
+        weight = model.weight
+        assert weight.is_same_size(weight.detach())
+        with counted_collectives() as seen:
+            for tangent in (torch.ones_like(weight), torch.ones(4, 4)):
+                with forward_ad.dual_level():
+                    for primal in (weight, weight.detach()):
+                        with pytest.raises(NotImplementedError, match="forward-mode diff"):
+                            forward_ad.make_dual(primal, tangent)
+                given = ({"weight": weight.detach()},), ({"weight": tangent},)
+                with pytest.raises(NotImplementedError, match="forward-mode diff"):
+                    torch.func.jvp(lambda x, m=model: functional_call(m, x, ones()), *given)
+        assert seen == []
+        with unsharded(model):
+            plain = copy.deepcopy(model)
+        given = (dict(plain.named_parameters()),), ({"weight": torch.ones(4, 4)},)
+        _, tangent = torch.func.jvp(lambda x, m=plain: functional_call(m, x, ones()), *given)
+        assert torch.equal(tangent, torch.full((2, 4), 4.0))
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+def test_forward_mode_by_parameters_is_refused_before_communication() -> None:
+    run_ranks(check_forward_mode, 2)

@@ -287,9 +287,6 @@ def check_refused() -> None:
     x = sharded(whole, mesh)[1]
     with pytest.raises(ValueError, match="full_tensor"):
         torch.zeros(SHAPE).add_(x)  # all elements, which nobody asked to gather
-    for indices in ([x[:, 0] > 0], [torch.tensor([1])]):
-        with pytest.raises(NotImplementedError, match="mask of its shape"):
-            x.index_put_(tuple(indices), torch.zeros(()))
     # Torch would give a part without elements the shape of the numbers.
     for rank in range(dist.get_world_size()):
         one = RaggedTensor.distribute(torch.zeros(1, 1), mesh, [RaggedShard.owner(rank, 2)])

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor, ReplicatedTensor, wrap_replicated
 from vescale_fsdp.testing import run_ranks
 
@@ -237,3 +240,99 @@ def check_sequences(first: int) -> None:
 
 def test_objects() -> None:
     run_ranks(check_objects, 2)
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+COLLECTIVES: dict[str, Callable[[Tensor, int], Any]] = {
+    "all_reduce": lambda p, rank: dist.all_reduce(p),
+    "all_reduce of the data": lambda p, rank: dist.all_reduce(p.data, dist.ReduceOp.MAX),
+    "broadcast": lambda p, rank: dist.broadcast(p, 1),
+    "reduce": lambda p, rank: dist.reduce(p, 0),
+    "async": lambda p, rank: dist.all_reduce(p, async_op=True).wait(),
+    "coalesced": lambda p, rank: coalesced(p),
+    "all_gather": lambda p, rank: all_gathered(p),
+    "all_gather_single": lambda p, rank: gathered_in_one(p),
+    "reduce_scatter": lambda p, rank: dist.reduce_scatter(p[0], [p.clone()[0], p.clone()[1]]),
+    "all_to_all": lambda p, rank: dist.all_to_all_single(p, p.clone()),
+    "gather": lambda p, rank: dist.gather(
+        p, [torch.empty_like(p) for _ in range(2)][: 2 - 2 * rank]
+    ),
+    "scatter": lambda p, rank: dist.scatter(p, [p + 1, p + 2][: 2 - 2 * rank]),
+    "send and recv": lambda p, rank: dist.send(p, 1) if rank == 0 else dist.recv(p, 0),
+    "flattened": lambda p, rank: flattened(p),
+    "functional": lambda p, rank: funcol.all_reduce(p, "sum", dist.group.WORLD) * 1,
+}
+
+
+def coalesced(p: Tensor) -> None:
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_reduce(p)
+        dist.all_reduce(p[1])
+
+
+def all_gathered(p: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(p) for _ in range(2)]
+    dist.all_gather(parts, p)
+    return parts
+
+
+def gathered_in_one(p: Tensor) -> Tensor:
+    whole = p.new_empty(2 * len(p), *p.shape[1:])
+    compat.all_gather_single(whole, p, dist.group.WORLD).wait()
+    return whole
+
+
+def flattened(p: Tensor) -> None:
+    flat = torch.cat([p.view(-1), p.view(-1) * 2])
+    dist.all_reduce(flat)
+    p.copy_(flat[: p.numel()].view_as(p))
+
+
+def check_collectives() -> None:
+    """Ranks have different values, and get those that plain tensors get."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    for name, collective in COLLECTIVES.items():
+        with torch.no_grad():
+            ours = nn.Parameter(make(mesh, (2, 3), rank, True))
+            plain = nn.Parameter(ours.to_local().clone())
+            version = ours.to_local()._version
+            results = [collective(each, rank) for each in (ours, plain)]
+        values = [
+            [each, *flat_tensors(found)] for each, found in zip((ours, plain), results, strict=True)
+        ]
+        for mine, theirs in zip(*values, strict=True):
+            mine = mine.to_local() if isinstance(mine, DTensor) else mine
+            torch.testing.assert_close(mine.detach(), theirs.detach(), msg=name)
+        is_written = not torch.equal(plain, make(mesh, (2, 3), rank, True).to_local())
+        assert (ours.to_local()._version > version) or not is_written, name  # the engine reads it
+    grads = [nn.Parameter(make(mesh, (2, 3), rank, True)), torch.empty(2, 2, 3)]
+    dist.all_gather(list(grads[1]), grads[0])  # with gradients
+    assert torch.equal(grads[1][rank], grads[0].to_local())
+
+
+def flat_tensors(found: Any) -> list[Tensor]:
+    found = found if isinstance(found, list) else [found]
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def test_collectives_are_those_of_plain_tensors() -> None:
+    run_ranks(check_collectives, 2)
+
+
+def check_collectives_of_sharded_ones() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for units in ((1, 1), (2, 0)):
+        x = RaggedTensor.distribute(torch.ones(2, 3), mesh, [RaggedShard((0,), units)])
+        for name, collective in COLLECTIVES.items():
+            if name == "flattened":
+                continue  # of the whole
+            with pytest.raises(NotImplementedError, match=r"nothing was sent.*full_tensor\(\)"):
+                collective(x, dist.get_rank())
+        for of_x in (x.T, x.sum()):
+            with pytest.raises(NotImplementedError, match="nothing was sent"):
+                dist.all_reduce(of_x)
+
+
+def test_collectives_of_sharded_tensors_are_refused() -> None:
+    run_ranks(check_collectives_of_sharded_ones, 2)

@@ -159,5 +159,6 @@ def test_a_new_handler_that_writes_must_count() -> None:
     drawn = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal")
     drawn = (*drawn, "random", "uniform")
     others = {"aten::_amp_foreach_non_finite_check_and_unscale_", "aten::index_put_"}
+    others.add("aten::masked_fill_")  # element-wise
     others.add("aten::copy_")  # element-wise, unless it writes to a plain tensor
     assert writing == {f"aten::{name}_" for name in drawn} | others

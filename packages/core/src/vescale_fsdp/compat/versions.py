@@ -86,6 +86,12 @@ def is_transforming() -> bool:
     return transforming or forward_ad._current_level >= 0
 
 
+def parameters_of_running_ddp() -> list[torch.Tensor]:
+    """The parameters whose gradients a DistributedDataParallel reduces, in whose forward we are."""
+    running = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return [] if running is None else [*running._module_parameters]
+
+
 def takes_functional_gradient() -> bool:
     """Whether ``torch.func.grad``, ``vjp``, or a transformation that uses them, is active now."""
     if not _C._are_functorch_transforms_active():

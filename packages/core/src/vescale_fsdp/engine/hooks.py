@@ -40,7 +40,7 @@ from vescale_fsdp.engine.containers import Copies, map_tensors
 from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.late import num_calls, release, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
-from vescale_fsdp.engine.ownership import follow_ties, refuse_waiting
+from vescale_fsdp.engine.ownership import follow_ties, refuse_data_parallel, refuse_waiting
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.engine.writers import expose_if_written
@@ -402,7 +402,7 @@ def make_root(unit: Unit) -> Engine:
 
     Raises:
         RuntimeError: it has several modules; a unit below it runs on its own, or in another model;
-            or parameters are on the meta device.
+            or parameters are on the meta device, or in DistributedDataParallel.
         RankMismatchError: other ranks have another model.
     """
     module = _sole_module(unit)
@@ -418,6 +418,7 @@ def make_root(unit: Unit) -> Engine:
             )
         if former is not None:
             release(former)
+    refuse_data_parallel(units.values())
     names = {id(param): name for name, param in module.named_parameters()}
     has_lent = compat.in_functional_call()  # then what is registered is not to be kept
     for name, below in units.items():

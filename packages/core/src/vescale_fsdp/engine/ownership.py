@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import checked_block
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
@@ -50,6 +51,24 @@ def _waiting_sites(param: nn.Parameter) -> list[Site] | None:
     """Return the uses found so far of a waiting parameter. None: it does not wait."""
     sites: list[Site] | None = param.__dict__.get(_WAITING)
     return sites
+
+
+def refuse_data_parallel(units: Iterable[Unit]) -> None:
+    """Raise if a DistributedDataParallel around these units has their parameters, too.
+
+    Raises:
+        RuntimeError: it would reduce their gradients a second time.
+    """
+    reduced = {id(param) for param in compat.parameters_of_running_ddp()}
+    for unit in units if reduced else ():
+        for slot in unit.slots():
+            if slot.sharded.requires_grad and id(slot.sharded) in reduced:
+                raise RuntimeError(
+                    "DistributedDataParallel is around a module whose parameters fully_shard has "
+                    f"sharded, such as {slot.fqn!r}. fully_shard averages their gradients already, "
+                    "also with sharding='ddp': remove DistributedDataParallel, and wrap the "
+                    "modules alone that are not sharded"
+                )
 
 
 def refuse_waiting(root: nn.Module) -> None:

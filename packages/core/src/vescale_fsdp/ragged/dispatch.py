@@ -10,13 +10,16 @@
 | extremes elsewhere | ``max``, ``amax``, ``any``, ``all``, infinite norms | DTensor, replicated |
 | writes to a mask | ``x[mask] = number`` | in place |
 | copies to plain tensors | ``plain.copy_(x)`` | the whole: an all-gather |
+| copies of plain tensors | ``x.copy_(plain)``, ``x[i] = plain`` | the values of the first rank |
 | unscaling | what ``torch.amp.GradScaler`` calls | in place; all ranks find the same |
 | comparison | ``torch.equal`` | ``bool``, the same on every rank |
 | numbers | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
 | all else that returns new tensors | ``mm``, ``cat``, ``sort`` ... | of the whole: an all-gather |
 | other views | ``x.T``, ``x[:, 1]`` | gathered when it is read or written to |
 | other writes | ``triu_``, ``cumsum_`` ... | in place; of the whole each rank stores its part |
-| other random operators, writes that change shapes | | error that names ``full_tensor()`` |
+| shapes in place | ``t_``, ``squeeze_`` ..., no parameter | ``x`` becomes the view |
+| collectives of ``torch.distributed`` | ``all_reduce`` ... | error, before anything is sent |
+| other random operators, ``resize_`` | | error that names ``full_tensor()`` |
 
 Other operands may be ragged tensors with any shards, numbers, one-element plain tensors and
 replicated DTensors (file `mixing`). A ragged tensor that is ``Partial`` along another axis takes
@@ -34,20 +37,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
+from vescale_fsdp.compat import pytree
 from vescale_fsdp.ragged.aggregates import AGGREGATES
+from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.gathered import (
     gathered_view,
     is_functional,
     is_view,
+    may_differ,
     run_gathered,
     run_in_place,
+    turn_in_place,
     whole,
 )
 from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
-from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
+from vescale_fsdp.ragged.tensor import RaggedTensor, distribute
 from vescale_fsdp.ragged.views import VIEWS
+from vescale_fsdp.ragged.whole import has_size_of
 
 aten = torch.ops.aten
 
@@ -81,26 +89,40 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> Any:
-    """``x[mask] = number``."""
+    """``x[mask] = number``, on shards; ``x[places] = values`` is written to the whole."""
     mask, number = indices[0] if len(indices) == 1 else None, values.reshape(-1)[:1]
     if mask is not None and x.shape == (1,) and not isinstance(mask, DTensor):
         # What torch makes of a mask without dimensions: places in ``x.view(1)``, one or none.
         return run_elementwise(aten.copy_.default, (x, number), {}) if mask.numel() else x
     is_mask = isinstance(mask, RaggedTensor) and mask.dtype == torch.bool and mask.shape == x.shape
     if not is_mask or values.numel() != 1 or accumulate:
-        raise NotImplementedError(
-            f"{func} runs on a RaggedTensor with a mask of its shape that is ragged too, and one "
-            f"number as the value. {WAYS_OUT}"
-        )
+        return run_in_place(func, (x, indices, values, accumulate), {})
     return run_elementwise(aten.masked_fill_.Tensor, (x, mask, number.view(())), {})
 
 
-def _copy(func: Any, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left."""
+def _copy(func: Any, x: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Copies between ragged and plain tensors: both are collective.
+
+    ``plain.copy_(ragged)``: the whole, gathered, because nothing of ``plain`` is left.
+    ``ragged.copy_(plain)``: the first rank's values, as of ``distribute_tensor``, which sends each
+    rank its part. So ranks do not differ, whatever their ``plain`` has.
+    """
     is_followed = torch.is_grad_enabled() and source.requires_grad
-    if isinstance(x, DTensor) or is_followed:
+    if not isinstance(x, DTensor) and not is_followed:
+        return func(x, compat.local_tensor(whole(func, source)), *args, **kwargs)
+    if isinstance(source, DTensor) or is_followed or source.numel() == 1:
         return run_elementwise(func, (x, source, *args), kwargs)
-    return func(x, compat.local_tensor(whole(func, source)), *args, **kwargs)
+    if compat.local_tensor(x).is_meta:
+        return x
+    values = distribute(source.detach().expand(x.shape), x.device_mesh, x.placements)
+    return run_elementwise(func, (x, values, *args), kwargs)
+
+
+def _masked_fill(func: Any, x: Any, mask: torch.Tensor, value: Any) -> Any:
+    """``x[mask] = number`` since torch 2.15. A plain mask is that of the first rank."""
+    if isinstance(x, RaggedTensor) and may_differ(mask):
+        mask = distribute(mask.detach().expand(x.shape), x.device_mesh, x.placements)
+    return run_elementwise(func, (x, mask, value), {})
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -108,7 +130,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._local_scalar_dense.default: lambda _, x: number(x),
     aten.index_put_.default: _index_put,
+    aten.is_same_size.default: lambda _, x, other: has_size_of(x, other),
     aten.item.default: lambda _, x: number(x),
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
     aten.new_empty.default: run_new,
     aten.new_empty_strided.default: run_new,
     aten.new_full.default: run_new,
@@ -134,8 +159,6 @@ _ELEMENTWISE = {
     aten.lerp_.Tensor,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
     aten.ones_like.default,
     aten.rsub.Scalar,
     aten.rsub.Tensor,
@@ -156,8 +179,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is not None:
         return handler(func, *args, **kwargs)
+    if is_collective(func):
+        operands = pytree.tree_leaves((args, kwargs))
+        refuse_collective(func, next(x for x in operands if isinstance(x, RaggedTensor)))
     if _is_elementwise(func):
         return run_elementwise(func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        return turn_in_place(func, *args)
     if is_functional(func):
         return run_gathered(func, args, kwargs)
     if is_view(func):

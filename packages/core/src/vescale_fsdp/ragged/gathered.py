@@ -12,7 +12,7 @@ reads it, or writes to it; of what was written each rank stores its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn, cast
@@ -21,11 +21,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
+from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
+from vescale_fsdp.ragged.redistribute import scatter
 from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
-from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor
-from vescale_fsdp.ragged.whole import access_of
+from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
+from vescale_fsdp.ragged.whole import access_of, write_locally
 
 # Views of strides that the caller has read.
 _OF_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
@@ -46,6 +49,11 @@ class GatheredView(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, access = kwargs or {}, access_of(func)
+        if is_collective(func):
+            views = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
+            refuse_collective(func, next(views)._source)
+        if torch.Tag.inplace_view in func.tags:
+            return turn_in_place(func, *args)
         written = pytree.tree_leaves(access.written(args, kwargs))
         if any(isinstance(each, GatheredView) for each in written):
             return run_in_place(func, args, kwargs)
@@ -72,12 +80,6 @@ class GatheredView(DTensor):
     @_local_tensor.setter
     def _local_tensor(self, placeholder: torch.Tensor) -> None:
         """Values are those of the source."""
-
-
-_OF_COLLECTIVES = (
-    "Ranks hold different parts of it. backward has averaged gradients over ranks: leave an "
-    "all-reduce of them out. "
-)
 
 
 def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
@@ -124,7 +126,11 @@ def _views_of(func: Any, view: GatheredView, *args: Any, **kwargs: Any) -> Any:
 def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes on the whole of what it writes to. Each rank stores its part.
 
-    Cost: one all-gather of each ragged tensor among the arguments.
+    Plain tensors beside may differ between ranks. Where they are only copied, or say where to, all
+    ranks store the values of the first one, as of ``distribute_tensor``.
+
+    Cost: one all-gather of each ragged tensor among the arguments. With plain tensors also the
+    all-to-all of `scatter`, for each that is written to.
 
     Raises:
         NotImplementedError: ranks could write different values, or the write would be lost.
@@ -135,9 +141,8 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for each in pytree.tree_leaves(access.written(args, kwargs))
         if isinstance(each, GatheredView | RaggedTensor)
     ]
-    if not (access.is_local and written) or access.has_out:
-        hint = _OF_COLLECTIVES if func.namespace == "c10d" else ""
-        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {hint}{WAYS_OUT}")
+    if not (access.is_local or func in RANDOM) or not written:
+        raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
     has_gradient = torch.is_grad_enabled() and any(
         each.requires_grad for each in operands if isinstance(each, torch.Tensor)
     )
@@ -152,7 +157,9 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"{func} would write to the whole of a sharded tensor, which autograd cannot follow. "
             "Write under torch.no_grad(), or use an operator that returns a new tensor"
         )
-    _check_beside(func, operands)
+    is_from_first = _only_copies(func, args) and any(map(may_differ, operands))
+    if not is_from_first:
+        _check_beside(func, operands)
     wholes = {id(each): whole(func, _source_of(each)) for each in written}
 
     def local(value: Any) -> Any:
@@ -161,29 +168,79 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = wholes[id(value)]._local_tensor
         return value._read(found) if isinstance(value, GatheredView) else found
 
-    func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+    local_args, local_kwargs = pytree.tree_map(local, (args, kwargs))
+    with numbers_of_first_rank(func, written[0].device_mesh, local_args, local_kwargs):
+        write_locally(func, local_args, local_kwargs)
     for each in written:
-        _store(each, wholes[id(each)])
+        _store(each, wholes[id(each)], is_from_first)
     if access.has_lists:  # else autograd has done so
         torch.autograd.graph.increment_version(written)
     return access.returned(args, kwargs)
+
+
+def _only_copies(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator computes nothing with the tensors beside the one that it writes to."""
+    accumulates = func is torch.ops.aten.index_put_.default and args[3:4] == (True,)
+    return func in _COPIES and not accumulates
+
+
+_COPIES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.index_copy_.default,
+    torch.ops.aten.index_fill_.int_Scalar,
+    torch.ops.aten.index_fill_.int_Tensor,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.masked_fill_.Scalar,
+    torch.ops.aten.masked_fill_.Tensor,
+}
 
 
 def _source_of(tensor: GatheredView | RaggedTensor) -> RaggedTensor:
     return tensor._source if isinstance(tensor, GatheredView) else tensor
 
 
-def _store(tensor: GatheredView | RaggedTensor, written: DTensor) -> None:
-    """Copy what a view shows, or all of a tensor, to this rank's part."""
+def _store(tensor: GatheredView | RaggedTensor, written: DTensor, is_from_first: bool) -> None:
+    """Copy what a view shows, or all of a tensor, to this rank's part.
+
+    ``written`` is the whole, of which the first rank's values count, if ranks may differ.
+    """
     source = cast(RaggedTensor, _source_of(tensor).detach())
+    values = written
+    if is_from_first:
+        moved = scatter(written._local_tensor, source._spec, source_rank=0)
+        values = wrap_local(moved.wait(), source._spec, False)
     if isinstance(tensor, GatheredView) and tensor.numel() < source.numel():
         seen = torch.zeros_like(written._local_tensor, dtype=torch.bool)
         tensor._read(seen).fill_(True)
         meta = TensorMeta(seen.shape, seen.stride(), seen.dtype)
         is_seen = reduced(seen, DTensorSpec(written.device_mesh, written.placements, meta))
         # Another view of it may have been written, too.
-        written = cast(DTensor, torch.where(is_seen, written, source))
-    source.copy_(written)
+        values = cast(DTensor, torch.where(is_seen, values, source))
+    source.copy_(values)
+
+
+def turn_in_place(func: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Run ``x.t_()``, ``x.squeeze_()`` and the like: ``x`` becomes the view that ``x.t()`` gives.
+
+    Raises:
+        NotImplementedError: ``x`` is a parameter, whose shape its module and optimizer know; or it
+            would be no view (``resize_``).
+    """
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
+    find = getattr(packet, func._overloadname)
+    if not access_of(find).is_view:
+        return cast(torch.Tensor, run_in_place(func, (x, *args), {}))  # which raises
+    if isinstance(x, torch.nn.Parameter):
+        raise NotImplementedError(
+            f"{func} would change the shape of a sharded parameter. Use an operator that returns a "
+            f"view of it, on `p.detach()`. {WAYS_OUT}"
+        )
+    view = find(x, *args)
+    TENSOR_DATA.__set__(x, view)
+    x.__class__ = type(view)  # ragged in another shape, or gathered when it is used
+    x._spec = view._spec  # type: ignore[attr-defined]
+    vars(x).update(vars(view))
+    return x
 
 
 @cache
@@ -230,12 +287,17 @@ def _gathered(value: Any) -> Any:
 
 def _check_beside(func: Any, operands: Any) -> None:
     for each in pytree.tree_leaves(operands):
-        is_plain = isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
-        if is_plain and each.dim() and each.numel():  # one token may be another on each rank, too
+        if may_differ(each):
             raise NotImplementedError(
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "
                 f"{tuple(each.shape)}, which may differ between ranks. {WAYS_OUT}"
             )
+
+
+def may_differ(operand: Any) -> bool:
+    """Whether it is a plain tensor with values. One token may be another on each rank, too."""
+    is_plain = isinstance(operand, torch.Tensor) and not isinstance(operand, DTensor)
+    return is_plain and bool(operand.dim() and operand.numel())
 
 
 def _returns_one(func: Any) -> bool:

@@ -12,7 +12,7 @@ communication: then every rank must have seeded it alike. Nothing is drawn or se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,9 +34,9 @@ def _in_place(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> RaggedTe
     local = x._local_tensor
     if local.device.type == "meta":
         return x
-    args = tuple(_whole(func, arg, x._spec) for arg in args)
-    with _state_of_first_rank(x._spec.mesh, local.device, kwargs.get("generator")):
-        drawn = func(local.new_empty(x.shape), *args, **kwargs)
+    given = [local.new_empty(x.shape), *(_whole(func, arg, x._spec) for arg in args)]
+    with numbers_of_first_rank(func, x._spec.mesh, given, kwargs):
+        drawn = func(*given, **kwargs)
     local.copy_(local_part(drawn, x._spec))
     torch.autograd.graph.increment_version(local)
     return x
@@ -46,8 +46,6 @@ def _new(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> Any:
     """``rand_like(x)``, ``bernoulli(x)``, ``native_dropout(x)``: results of the shape of ``x``."""
     refuse_partial(func, x._spec)
     kwargs.pop("memory_format", None)
-    generator = kwargs.get("generator")
-    generator = generator or next((a for a in args if isinstance(a, torch.Generator)), None)
     device = torch.device(kwargs.get("device") or x._local_tensor.device)
     if device.type == "meta" or func not in _READING:
         given = x._local_tensor.new_empty(x.shape, device="meta")
@@ -55,7 +53,7 @@ def _new(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> Any:
             kwargs["device"] = device
     else:
         given = _whole(func, x, x._spec)
-    with _state_of_first_rank(x._spec.mesh, device, generator):
+    with numbers_of_first_rank(func, x._spec.mesh, [given, *args], {**kwargs, "device": device}):
         drawn = func(given, *args, **kwargs)
     if isinstance(drawn, torch.Tensor):
         return _kept(drawn, x._spec)
@@ -89,11 +87,21 @@ def _whole(func: Any, arg: Any, spec: DTensorSpec) -> Any:
 
 
 @contextmanager
-def _state_of_first_rank(
-    mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None
+def numbers_of_first_rank(
+    func: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Inside, the default generator of ``device`` has the state of the mesh's first rank."""
-    if generator is not None or device.type == "meta" or mesh.size() == 1:
+    """Inside, a random operator on these local operands draws what the mesh's first rank draws.
+
+    The default generator has the state of that rank's. Other operators need nothing.
+    """
+    operands = (*args, *kwargs.values())
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    if not is_random or mesh.size() == 1 or any(map(_is_generator, operands)):
+        yield
+        return
+    of_tensor = next(each.device for each in operands if isinstance(each, torch.Tensor))
+    device = torch.device(kwargs.get("device") or of_tensor)
+    if device.type == "meta":
         yield
         return
     default = devices.default_generator(device)
@@ -110,6 +118,10 @@ def _state_of_first_rank(
     finally:
         if not torch.equal(own, shared):
             default.set_state(own)
+
+
+def _is_generator(operand: Any) -> bool:
+    return isinstance(operand, torch.Generator)
 
 
 _READING = {aten.bernoulli.default, aten.bernoulli.p, aten.native_dropout.default}

@@ -16,7 +16,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.collectives import is_collective, run_collective
+from vescale_fsdp.ragged.random import numbers_of_first_rank
 
 Wrap = Callable[[torch.Tensor, DTensorSpec], DTensor]
 
@@ -29,6 +32,7 @@ class Access(NamedTuple):
     num_returns: int
     is_view: bool  # results have the memory of an argument
     is_local: bool  # whether it may run on the local tensors at all
+    is_random: bool  # ranks draw different numbers, unless their generators have the same state
     has_out: bool  # writes to ``out=``
     has_lists: bool  # a foreach or fused operator
     is_fused: bool  # a step of an optimizer
@@ -66,8 +70,8 @@ def access_of(func: Any) -> Access:
     has_lists, is_fused = name.startswith(("aten::_foreach_", "aten::_fused_")), "::_fused_" in name
     # A fused optimizer's first list are the parameters; the versions of its states are not raised.
     num_counted = 1 if is_fused else len(positions)
-    # Ranks may have drawn different numbers; and DTensors have a shape of their own.
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_random = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags
+    # DTensors have a shape of their own.
     changes_shape = torch.Tag.inplace_view in func.tags
     changes_shape |= name in ("aten::set_", "aten::resize_", "aten::resize_as_")
     is_local = func.namespace == "aten" and not (is_random or changes_shape)
@@ -75,13 +79,19 @@ def access_of(func: Any) -> Access:
     has_out = any(schema.arguments[index].kwarg_only for index, _ in positions)
     # Elsewhere it may be a batch of one, as for an embedding, which is another on each rank.
     takes_numbers = has_lists or torch.Tag.pointwise in func.tags
-    takes_numbers |= name in ("aten::allclose", "aten::copy_", "aten::index_put_")
+    takes_numbers |= name in (
+        "aten::allclose",
+        "aten::copy_",
+        "aten::index_fill_",
+        "aten::index_put_",
+    )
     return Access(
         tuple(positions),
         num_counted,
         len(schema.returns),
         is_view,
         is_local,
+        is_random,
         has_out,
         has_lists,
         is_fused,
@@ -98,26 +108,30 @@ def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
 def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any:
     """Run an operator on the local tensors, if all operands are whole or single numbers.
 
+    Random numbers are those of the mesh's first rank (file `random`), so all ranks draw the same.
     Without gradients plain tensors count as whole, as with DistributedDataParallel: states of
     optimizers and averaged weights are. With gradients they are most often activations, of a
     forward that uses a parameter outside of its unit.
 
     Returns:
-        Its result, of which ``wrap`` makes DTensors; or ``NotImplemented``. No communication.
+        Its result, of which ``wrap`` makes DTensors; or ``NotImplemented``. No communication, but
+        of collectives and for random numbers.
     """
+    if is_collective(func):
+        return run_collective(func, args, kwargs)
+    if func is torch.ops.aten.is_same_size.default:
+        return has_size_of(*args)
     access = access_of(func)
-    if not access.is_local:
+    if not (access.is_local or access.is_random):
         return NotImplemented
     operands = _Operands(takes_numbers=access.takes_numbers)
     local_args = [operands.local(arg) for arg in args]
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if operands.has_others or operands.spec is None:
         return NotImplemented
-    if access.has_out:
-        _write_out(func, local_args, local_kwargs)
-    elif access.writes:
-        func(*local_args, **local_kwargs)
     if access.writes:
+        with numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs):
+            write_locally(func, local_args, local_kwargs)
         for each in access.written(local_args, local_kwargs)[: access.num_counted]:
             torch.autograd.graph.increment_version(each)
         return access.returned(args, kwargs)
@@ -129,11 +143,34 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
             torch.overrides.enable_reentrant_dispatch(),
         ):
             return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
-    return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
+    with numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs):
+        return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
 
 
-def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Run ``torch.mul(x, y, out=z)``. Torch would change the shape of ``z``, of one side only."""
+def has_size_of(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """``x.is_same_size(other)``, with which forward-mode differentiation begins: it is refused.
+
+    Raises:
+        NotImplementedError: ``other`` is to become the tangent of ``x``, or is one.
+    """
+    if compat.is_transforming():
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) by a "
+            f"parameter of fully_shard, of shape {tuple(x.shape)}, is not supported: nothing was "
+            "sent. Make dual tensors of the inputs, or call functional_call on a plain module: "
+            "copy.deepcopy(model) inside of `with vescale_fsdp.unsharded(model):`"
+        )
+    return x.shape == other.shape
+
+
+def write_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run an operator that writes. ``torch.mul(x, y, out=z)`` may not change the shape of ``z``.
+
+    Torch would change it, of one side only.
+    """
+    if not access_of(func).has_out:
+        func(*args, **kwargs)
+        return
     names = [name for _, name in access_of(func).positions]
     made = {name: kwargs[name].new_empty(0) for name in names}
     func(*args, **{**kwargs, **made})
