@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.ragged.aggregates import AGGREGATES
+from vescale_fsdp.ragged.assignment import note_names
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.gathered import (
     gathered_view,
@@ -154,15 +155,19 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ValueError: the arguments do not mix.
     """
     handler = _HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, *args, **kwargs)
-    if _is_elementwise(func):
-        return run_elementwise(func, args, kwargs)
-    if is_functional(func):
-        return run_gathered(func, args, kwargs)
-    if is_view(func):
-        return gathered_view(func, *args, **kwargs)
-    return run_in_place(func, args, kwargs)
+    try:
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if _is_elementwise(func):
+            return run_elementwise(func, args, kwargs)
+        if is_functional(func):
+            return run_gathered(func, args, kwargs)
+        if is_view(func):
+            return gathered_view(func, *args, **kwargs)
+        return run_in_place(func, args, kwargs)
+    except (NotImplementedError, ValueError) as error:
+        note_names(error, compat.pytree.tree_leaves((args, kwargs)))
+        raise
 
 
 @cache
