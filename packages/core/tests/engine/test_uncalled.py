@@ -1,4 +1,4 @@
-"""Parameters of a module that its parent reads without calling it: by torch's modules, by users'."""
+"""Parameters of a module that its parent reads without calling it."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp import elastic
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import capture, restore, restorer
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import without_states
@@ -166,6 +167,8 @@ class Elastic:
         self._set_random = restorer(capture())
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
         self.adopt(loaded, str(self._options.directory))
+        # For hooks to see. It is loaded already, so that changes have no effect.
+        loaded["state_dict"] = full.model_state(self._trainer.strategy.model)
         self.loaded = loaded
         for callback in self._trainer.checkpoint_callbacks:
             # The state is one after all saves of its step. The next micro-batch has that step too.
@@ -264,7 +267,7 @@ class Elastic:
         finally:
             self.is_dumping = False
         rest: dict[str, Any] = {}
-        agree(lambda: rest.update(to_plain(without_states(values, trainer.strategy.model))))
+        agree(lambda: rest.update(to_plain(without_states(values))))
         if self._at_batch:
             rest["loops"] = as_after_a_batch(rest["loops"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -147,7 +147,9 @@ def save(
             next save or load waits for it, and raises its error. Wait for the last one
             before you destroy the process group.
         weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
-            optimizers. The model is still needed for the names of their parameters.
+            optimizers. The model is still needed for the names of their parameters. Or the state
+            dict to save instead, ``model.state_dict()`` with changes: the same names on all ranks,
+            and of plain tensors the same values.
 
     Returns:
         A handle; ``wait()`` returns when the checkpoint is whole.
