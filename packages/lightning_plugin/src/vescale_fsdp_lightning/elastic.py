@@ -167,8 +167,6 @@ class Elastic:
         self._set_random = restorer(capture())
         loaded: dict[str, Any] = from_plain(run.extra["lightning"])
         self.adopt(loaded, str(self._options.directory))
-        # For hooks to see. It is loaded already, so that changes have no effect.
-        loaded["state_dict"] = full.model_state(self._trainer.strategy.model)
         self.loaded = loaded
         for callback in self._trainer.checkpoint_callbacks:
             # The state is one after all saves of its step. The next micro-batch has that step too.
@@ -187,8 +185,14 @@ class Elastic:
         device = self._trainer.strategy.root_device
         for name, value in run.extra["metrics"].items():
             connector._callback_metrics[name] = torch.tensor(value, device=device)
-        # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
-        self._trainer._checkpoint_connector._loaded_checkpoint = loaded
+        # What Lightning restores from, without optimizers, as with any checkpoint.
+        self._trainer._checkpoint_connector._loaded_checkpoint = self.as_checkpoint()
+
+    def as_checkpoint(self) -> dict[str, Any]:
+        """Return Lightning's dictionary for hooks to see. Changes of the model have no effect."""
+        assert self.loaded is not None, "there was a state"
+        # Not kept: it would hold the shards of a world that has ended.
+        return {**self.loaded, "state_dict": full.model_state(self._trainer.strategy.model)}
 
     def adopt(self, saved: dict[str, Any], path: str) -> None:
         """Change Lightning's dictionary of a checkpoint to the micro-batches of this training.

@@ -242,7 +242,7 @@ class Lifecycle(ElasticHooks):
         the module, which may change ``checkpoint["state_dict"]``.
         """
         if self._elastic is not None and self._elastic.loaded is not None:
-            return self._elastic.loaded  # what this run has made of that checkpoint is newer
+            return self._elastic.as_checkpoint()  # what this run has made of it is newer
         source = str(self.broadcast(checkpoint_path))
         loading = self._checkpoints.open(
             source, weights_only=weights_only, local_rank=self.local_rank
