@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
+from torch import nn
 
-from vescale_fsdp import RaggedTensor
+from vescale_fsdp import FSDPModule, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
 
@@ -148,6 +149,38 @@ def test_ignored_modules_are_left_alone() -> None:
     for found in run_ranks(leave_alone, 2):
         assert found.pop("list") == found.pop("pattern") == [True, False]
         assert all(found.values()), found
+
+
+class WithAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])  # type: ignore[no-any-return]
+
+
+def wrap_what_is_only_read() -> list[list[str]]:
+    found = []
+    for plugin in (
+        VeScaleFSDPPlugin(auto_wrap_policy="size_based_wrap", min_num_params=50),
+        VeScaleFSDPPlugin(
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["NonDynamicallyQuantizableLinear"],
+        ),
+    ):
+        with accelerator(fsdp_plugin=plugin) as acc:
+            model = acc.prepare(WithAttention())
+            acc.backward(model(torch.ones(2, 3, 8)).sum())
+            modules = model.named_modules()
+            found.append([name for name, each in modules if isinstance(each, FSDPModule)])
+    return found
+
+
+def test_no_unit_is_made_of_a_module_that_its_parent_only_reads() -> None:
+    for found in run_ranks(wrap_what_is_only_read, 2):
+        assert found == [["", "attention"], ["", "attention"]]
 
 
 def train_in_half() -> None:

@@ -194,3 +194,44 @@ def test_a_directory_that_was_being_replaced_is_found(tmp_path: Path) -> None:
     (saved, loaded), names = run_ranks(load_what_was_replaced, 2, tmp_path)[0]
     assert saved == loaded
     assert names == ["pytorch_model_fsdp_0"]
+
+
+def with_hooks(folder: Path, kind: str) -> None:
+    plugin = VeScaleFSDPPlugin(state_dict_type=kind)
+    with accelerator(fsdp_plugin=plugin) as acc:
+        script = Script(acc)
+        script.step()
+        expected = {name: full(p) for name, p in script.model.named_parameters()}
+
+        def on_save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            assert models == [script.model]
+            weights[0]["scale"] = weights[0]["scale"] * 2
+            state = acc.get_state_dict(models[0])
+            if acc.is_main_process:  # as scripts for diffusers
+                torch.save(state, f"{output_dir}/own.pt")
+                weights.pop()
+
+        acc.register_save_state_pre_hook(on_save)
+        acc.save_state(folder)
+    with accelerator(fsdp_plugin=plugin) as acc:
+        script = Script(acc)
+        acc.load_state(folder)  # a popped state is there all the same, for loads without a hook
+        assert torch.equal(full(script.model.scale), expected["scale"] * 2)
+        assert script.state()[1] == 1.0
+
+        def on_load(models: list[Any], input_dir: str) -> None:
+            while models:
+                models.pop().load_state_dict(torch.load(f"{input_dir}/own.pt"))
+
+        handle = acc.register_load_state_pre_hook(on_load)
+        acc.load_state(folder)
+        for name, param in script.model.named_parameters():
+            assert torch.equal(full(param), expected[name]), name
+        handle.remove()
+        acc.load_state(folder)
+        assert torch.equal(full(script.model.scale), expected["scale"] * 2)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_hooks_see_models_and_state_dicts(tmp_path: Path, kind: str) -> None:
+    run_ranks(with_hooks, 2, tmp_path / "state", kind)

@@ -67,6 +67,10 @@ def wrapping(root: Path, expected: Run) -> None:
             chosen = lambda model: [m for b in model.blocks for m in (b.up, b.down)]  # noqa: E731
         assert_equal(fit(VeScaleFSDPStrategy(wrap=chosen), root, model), expected)
         assert units_of(model) == units
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2))  # it reads its `out_proj`
+    for of_read in (["NonDynamicallyQuantizableLinear"], lambda model: [model[0].out_proj]):
+        options = VeScaleFSDPStrategy(wrap=of_read).options
+        assert options.modules_to_wrap(attention) == [attention[0]]
     with pytest.raises(ValueError, match=r"wrap=\['Stage'\].*no such module; accepted are Block,"):
         fit(VeScaleFSDPStrategy(wrap=["Stage"]), root)
 

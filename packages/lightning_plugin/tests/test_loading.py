@@ -14,8 +14,13 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving
+from torch import nn
 
-from vescale_fsdp import CheckpointMismatchError, CheckpointValueError
+from vescale_fsdp import (
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointValueError,
+)
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
@@ -166,3 +171,114 @@ def said_in_time(root: Path) -> None:
 
 def test_what_a_sealed_checkpoint_cannot_keep_is_said_before_training(tmp_path: Path) -> None:
     run_ranks(said_in_time, 1, tmp_path)
+
+
+# Hooks that see the state dict, and change it
+
+
+class Changes(LitModel):
+    """Changes, renames and drops what it loads, as under DDP. Rank 0 alone looks at it."""
+
+    strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        if dist.get_rank() == 0:
+            assert state["embedding.weight"].abs().sum() > 0
+        state["norm.weight"] = torch.full((12,), 0.5)
+        state["norm.bias"].add_(1)
+        state["blocks.1.norm.weight"] = state.pop("blocks.0.norm.weight") * 2
+        state["blocks.1.up.weight"] = state.pop("blocks.0.up.weight")
+        for name, own in self.state_dict().items():
+            if name.endswith("down.bias"):
+                state[name] = own
+
+
+class Strict(Changes):
+    strict_loading = True
+
+
+class Loads(LitModel):
+    """Has a ``load_state_dict`` of its own."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        if "norm.weight" in state_dict:
+            state_dict = {**state_dict, "norm.weight": state_dict["norm.weight"] * 3}
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+class Saves(LitModel):
+    """Changes what it saves. Whole tensors are in the first process only."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        if "norm.bias" in state:
+            del state["norm.bias"]
+            state["norm.weight"] = state["norm.weight"] * 2
+
+
+class Looks(Callback):
+    """Sees the state dict after the module."""
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.norm = checkpoint["state_dict"]["norm.weight"].clone()
+
+
+def loaded(root: Path, cls: Any, strategy: str, path: Path) -> dict[str, torch.Tensor]:
+    """The parameters after one more step, and after a load for each of the other loops."""
+    model = make_model(cls)
+    looks = Looks()
+    trainer = make_trainer(strategy, root, max_steps=3, callbacks=[looks])
+    trainer.fit(model, loader(), loader(), ckpt_path=path)
+    found = {f"fit.{name}": each for name, each in full_parameters(model).items()}
+    for loop in ("validate", "test", "predict"):
+        model = make_model(cls)
+        getattr(make_trainer(strategy, root), loop)(model, loader(), ckpt_path=path)
+        found |= {f"{loop}.{name}": each for name, each in full_parameters(model).items()}
+    return {**found, "seen": looks.norm}
+
+
+def hooks(root: Path) -> None:
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+    for kind in ("full", "sharded", "dcp"):
+        trainer = make_trainer(VeScaleFSDPStrategy(state_dict_type=kind), root, max_steps=2)
+        trainer.fit(make_model(), loader(), loader())
+        trainer.save_checkpoint(root / f"{kind}.ckpt")
+    for cls in (Changes, Loads):
+        expected = loaded(root, cls, "ddp", root / "full.ckpt")
+        for kind in ("full", "sharded", "dcp"):
+            found = loaded(root, cls, "vescale_fsdp", root / f"{kind}.ckpt")
+            assert found.keys() == expected.keys()
+            for name, each in expected.items():
+                torch.testing.assert_close(found[name], each, msg=f"{kind} {cls.__name__} {name}")
+    for kind in ("full", "sharded", "dcp"):
+        with pytest.raises((CheckpointIncompleteError, RuntimeError), match=r"blocks\.0\.norm"):
+            loaded(root, Strict, "vescale_fsdp", root / f"{kind}.ckpt")
+
+
+def test_hooks_change_what_is_loaded(tmp_path: Path) -> None:
+    run_ranks(hooks, 2, tmp_path, timeout_s=110)
+
+
+def hooks_on_save(root: Path) -> None:
+    for kind in ("full", "sharded", "dcp"):
+        strategy = VeScaleFSDPStrategy(state_dict_type=kind)
+        trainer, model = make_trainer(strategy, root, max_steps=1), make_model(Saves)
+        trainer.fit(model, loader(), loader())
+        before = full_parameters(model)
+        trainer.save_checkpoint(root / f"{kind}.ckpt")
+        other = make_model(Saves)
+        nn.init.constant_(other.norm.bias, 7.0)
+        make_trainer(VeScaleFSDPStrategy(), root).validate(
+            other, loader(), ckpt_path=root / f"{kind}.ckpt", verbose=False
+        )
+        found = full_parameters(other)
+        assert torch.equal(found["norm.weight"], before["norm.weight"] * 2), kind
+        assert torch.equal(found["norm.bias"], torch.full((12,), 7.0)), kind
+        assert torch.equal(found["blocks.0.up.weight"], before["blocks.0.up.weight"]), kind
+
+
+def test_hooks_change_what_is_saved(tmp_path: Path) -> None:
+    run_ranks(hooks_on_save, 2, tmp_path, timeout_s=110)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -84,6 +85,10 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             connected.
     """
 
+    # Of Accelerate's class.
+    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+
     def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         if fsdp_plugin is None:
             if AcceleratorState._shared_state and getattr(AcceleratorState(), "fsdp_plugin", None):
@@ -103,6 +108,9 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         self._waiting: list[Optimizer] = []
         self._loaders: list[DataLoader[Any]] = []
         self._switch = Switch()
+        # While a state is saved or loaded, by ids of models (see `checkpoints`).
+        self.states_of_hooks: dict[int, dict[str, Any]] = {}
+        self.loaded_by_hooks: set[int] = set()
         self.tracker_arguments: tuple[Any, ...] | None = None  # of `init_trackers`, if called
         check_sizes(self.parallelism_config, self.state.fsdp_plugin, dist.get_world_size())
         self._sharder = Sharder(self.state.fsdp_plugin, self.device, *self._given_meshes())
@@ -430,7 +438,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         stage = saving.begin(folder)
         config.automatic_checkpoint_naming = False
         try:
-            with as_whole(self):
+            with as_whole(self), self._after_save_hooks(str(stage)):
                 super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
         finally:
             config.automatic_checkpoint_naming = is_named
@@ -459,8 +467,42 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if folder.is_dir():
                 saving.finish(folder)
                 checkpoints.verify(folder)
-        with as_whole(self):
+        with as_whole(self), self._after_load_hooks(input_dir):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    # With FSDP, Accelerate calls the hooks of users after models were saved and loaded, and without
+    # them. Here hooks come before, with the models and state dicts, as with DDP.
+
+    @contextmanager
+    def _after_save_hooks(self, output_dir: str) -> Iterator[None]:
+        """Call the hooks before a save; in this context models have the states that they leave."""
+        hooks, self._save_model_state_pre_hook = self._save_model_state_pre_hook, OrderedDict()
+        try:
+            if hooks:
+                states = [full.model_state(model) for model in self._models]
+                weights = list(states)
+                saving.in_each(lambda: _call(hooks, self._models, weights, output_dir))
+                # A state that a hook has taken is saved all the same, as Accelerate does with FSDP:
+                # hooks written for that take it in the main process, and do not load the model.
+                kept = weights if len(weights) == len(states) else states
+                self.states_of_hooks = dict(zip(map(id, self._models), kept, strict=True))
+            yield
+        finally:
+            self._save_model_state_pre_hook, self.states_of_hooks = hooks, {}
+
+    @contextmanager
+    def _after_load_hooks(self, input_dir: Any) -> Iterator[None]:
+        """Call the hooks before a load; in this context models that they took are not loaded."""
+        hooks, self._load_model_state_pre_hook = self._load_model_state_pre_hook, OrderedDict()
+        try:
+            if hooks and input_dir is not None and Path(input_dir).expanduser().is_dir():
+                left = list(self._models)
+                folder = str(Path(input_dir).expanduser())
+                saving.in_each(lambda: _call(hooks, left, folder))
+                self.loaded_by_hooks = set(map(id, self._models)) - set(map(id, left))
+            yield
+        finally:
+            self._load_model_state_pre_hook, self.loaded_by_hooks = hooks, set()
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object in the first process, as in Accelerate.
@@ -475,6 +517,11 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         """Return the model's full tensors in the first process, and {} in the others."""
         found: dict[str, Any] = full.gathered(full.model_state(model), keep=self.is_main_process)
         return found if self.is_main_process else {}
+
+
+def _call(hooks: Mapping[int, Callable[..., None]], *args: Any) -> None:
+    for hook in hooks.values():
+        hook(*args)
 
 
 def _asked_parallelism(kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, checkpoint
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.contents import Weights
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
@@ -96,13 +97,14 @@ def save_model(
     Args:
         adapter_only: save only the trained parameters of a ``peft`` model.
     """
-    weights = _weights(model, adapter_only)
+    changed: dict[str, Any] | None = getattr(accelerator, "states_of_hooks", {}).get(id(model))
+    weights: Weights = _weights(model, adapter_only) if changed is None else changed
     folder = _made(output_dir)
     path = folder / f"{_MODEL}_{model_index}"
     if fsdp_plugin.sealed:
         replace_directory(path, lambda new: checkpoint.save(new, model, rng=False, weights=weights))
     elif _is_full(fsdp_plugin):
-        state = full.model_state(model, trained_only=weights == "trained")
+        state = changed or full.model_state(model, trained_only=weights == "trained")
         replace_file(
             folder / _numbered(_MODEL, model_index),
             full.gathered(state, keep=accelerator.is_main_process),
@@ -126,6 +128,8 @@ def load_model(
         CheckpointIncompleteError: there is no checkpoint.
         CheckpointCorruptError: bytes of a sealed one differ from those that were saved.
     """
+    if id(model) in getattr(accelerator, "loaded_by_hooks", ()):
+        return _IncompatibleKeys([], [])
     weights = _weights(model, adapter_only)
     folder = Path(input_dir)
     name = f"{_MODEL}_{model_index}"

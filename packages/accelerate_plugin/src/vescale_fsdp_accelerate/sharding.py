@@ -28,6 +28,7 @@ from vescale_fsdp import (
     QuantizedGather,
     QuantizedReduce,
     RaggedTensor,
+    callable_units,
     combine,
     fully_shard,
     late_modules,
@@ -244,6 +245,9 @@ class Sharder:
         Raises:
             ValueError: a class to wrap is not in the model. Names the classes that are.
         """
+        return callable_units(model, self._wanted_blocks(model))
+
+    def _wanted_blocks(self, model: nn.Module) -> list[nn.Module]:
         plugin = self.plugin
         if plugin.wraps_blocks:
             return repeated_blocks(model)

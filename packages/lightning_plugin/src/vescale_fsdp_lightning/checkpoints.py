@@ -13,6 +13,7 @@ All of them are loaded, and also checkpoints of Lightning's own strategies.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp import CheckpointMismatchError, CheckpointValueError, checkpoint
+from vescale_fsdp import CheckpointMismatchError, checkpoint
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.contents import Weights
 from vescale_fsdp.checkpoint.seal import read_manifest as read_sealed
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
@@ -32,6 +34,7 @@ from vescale_fsdp_lightning.store import Store, is_first
 __all__ = [
     "ALSO",
     "Checkpoints",
+    "Loading",
     "Optimizers",
     "load_sealed",
     "read_manifest",
@@ -98,10 +101,12 @@ class Checkpoints:
         if self.is_full:
             self._save_full(path, values, model, optimizers, write_file)
             return
-        rest: dict[str, Any] = {}
-        agree(lambda: rest.update(without_states(values, model)))
+        rest = without_states(values)
+        weights = values.get("state_dict")  # hooks may have changed it
+        if weights is None:
+            weights = full.model_state(model)
         if self.options.state_dict_type == "dcp":
-            state = {"model": full.model_state(model)}
+            state = {"model": weights}
             for name, each in optimizers.items():
                 state[f"optimizer_{name}"] = full.optimizer_state(model, each)
             self.store.publish(path, lambda target, _: torch_format.save(target, state, rest))
@@ -110,7 +115,14 @@ class Checkpoints:
         self.store.publish(
             path,
             lambda target, may_wait: save_sealed(
-                target, model, optimizers, rest, self.options, step=step, may_wait=may_wait
+                target,
+                model,
+                optimizers,
+                rest,
+                self.options,
+                step=step,
+                may_wait=may_wait,
+                weights=weights,
             ),
         )
 
@@ -134,55 +146,83 @@ class Checkpoints:
         else:
             from_first(lambda: write_file(values, path))
 
-    def load(
-        self,
-        path: str,
-        model: nn.Module,
-        optimizers: Optimizers,
-        *,
-        strict: bool,
-        weights_only: bool | None,
-        local_rank: int = 0,
-        prepare: Prepare | None = None,
-    ) -> dict[str, Any]:
-        """Load model and optimizers in place, and return the other values of the dictionary.
-
-        It reads all formats that `save` writes, files of ``DDPStrategy``, and directories of
-        Lightning's own sharded strategies, saved by any number of processes. If the checkpoint has
-        only weights, the optimizers do not change.
-
-        Args:
-            prepare: called with the other values, before optimizers are loaded.
+    def open(self, path: str, *, weights_only: bool | None, local_rank: int = 0) -> Loading:
+        """Open a checkpoint in any of the formats that `save` writes, or of Lightning's strategies.
 
         Raises:
             CheckpointIncompleteError: there is no complete checkpoint at ``path``.
             CheckpointCorruptError: bytes differ from those that were saved.
-            CheckpointMismatchError: it is of another model.
         """
         only = self.options.weights_only if weights_only is None else weights_only
-        with self.store.fetch(path, local_rank) as found:
+        stack = contextlib.ExitStack()
+        found = stack.enter_context(self.store.fetch(path, local_rank))
+        try:
             if found.is_file():
-                return _load_file(found, model, optimizers, strict, only, prepare)
+                return _File(found, stack, only)
             if (found / torch_format.METADATA).is_file():
-                return _load_directory(found, model, optimizers, strict, only, prepare)
-            is_resumed = any(name.isdecimal() for name in optimizers)  # not only `ShardedEMA`'s
-            return load_sealed(found, model, optimizers, strict, rng=is_resumed, prepare=prepare)
+                return _Directory(found, stack, only)
+            return _Sealed(found, stack)
+        except BaseException:
+            stack.close()
+            raise
 
 
-def without_states(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the dictionary without the states of model and optimizers, which are saved apart.
+class Loading:
+    """A checkpoint that is open, from the first look at its values to the load of its tensors.
 
-    Raises CheckpointValueError if a hook has added or removed tensors of the model.
+    Between both the hooks of the user may change ``values["state_dict"]``, whose tensors are read
+    when they are needed.
+
+    Attributes:
+        values: Lightning's dictionary, without the states of optimizers.
     """
-    expected = full.model_state(model)
-    changed = sorted(values.get("state_dict", expected).keys() ^ expected.keys())
-    if changed:
-        raise CheckpointValueError(
-            f"on_save_checkpoint has added or removed {changed[:5]} in checkpoint['state_dict']; "
-            "a sharded checkpoint holds the unchanged model. Put other tensors under other keys, "
-            "or "
-            'choose VeScaleFSDPStrategy(state_dict_type="full")'
-        )
+
+    values: dict[str, Any]
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self.path, self._stack = path, stack
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """Load model and optimizers in place. Collective. Saved by any number of processes.
+
+        If the checkpoint has only weights, the optimizers do not change.
+
+        Args:
+            state: ``values["state_dict"]`` as hooks have left it.
+            prepare: called with the other values, before optimizers are loaded.
+
+        Raises:
+            CheckpointCorruptError: bytes differ from those that were saved.
+            CheckpointMismatchError: it is of another model.
+        """
+        with self._stack:
+            is_own = type(model).load_state_dict is not nn.Module.load_state_dict
+            if is_own:  # may change the state dict too, and has to see all of it
+                agree(lambda: model.load_state_dict(dict(state), strict=strict))
+            self._load(model, optimizers, None if is_own else state, strict, prepare)
+
+    def _load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Mapping[str, Any] | None,
+        strict: bool,
+        prepare: Prepare | None,
+    ) -> None:
+        """Load. If ``state`` is None, only the optimizers."""
+        raise NotImplementedError
+
+
+def without_states(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dictionary without the states of model and optimizers, which are saved apart."""
     dropped = ("state_dict", "optimizer_states")
     return {key: value for key, value in values.items() if key not in dropped}
 
@@ -197,11 +237,13 @@ def save_sealed(
     step: Any = None,
     may_wait: bool = False,
     models: Sequence[str] = (),
+    weights: Weights = "all",
 ) -> checkpoint.SaveHandle | None:
     """Write a sealed directory. Collective. Returns a handle if it is written in the background.
 
     Args:
         models: Fabric: the user's keys of the models.
+        weights: as of `vescale_fsdp.checkpoint.save`.
     """
     extra: dict[str, Any] = {"models": list(models)} if models else {}
     agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ between ranks
@@ -215,6 +257,7 @@ def save_sealed(
         extra=extra,
         rng=options.save_rng and bool(optimizers),
         async_=is_async,
+        weights=weights,
     )
     return handle if is_async else None
 
@@ -227,12 +270,14 @@ def load_sealed(
     *,
     rng: bool,
     prepare: Prepare | None = None,
+    weights: Weights = "all",
 ) -> dict[str, Any]:
     """Load a sealed directory in place. Returns the other values. Collective.
 
     Args:
         rng: restore the random number generators of this process.
-        prepare: as in `Checkpoints.load`.
+        prepare: as in `Loading.load`.
+        weights: as of `vescale_fsdp.checkpoint.load`.
     """
     values = read_manifest(path).values
     saved = [name.removeprefix("optimizer.") for name in values if name.startswith("optimizer.")]
@@ -240,7 +285,7 @@ def load_sealed(
     if prepare is not None and saved:
         agree(lambda: prepare(from_plain(checkpoint.read_extra(path).get("lightning", {}))))
     there = {name: each for name, each in optimizers.items() if name in saved}
-    extra = checkpoint.load(path, model, there or None, strict=strict, rng=rng)
+    extra = checkpoint.load(path, model, there or None, strict=strict, rng=rng, weights=weights)
     rest: dict[str, Any] = from_plain(extra.get("lightning", extra))
     return rest
 
@@ -267,48 +312,87 @@ def read_manifest(path: Path) -> checkpoint.Manifest:
     return found[0]
 
 
-def _load_directory(
-    path: Path,
-    model: nn.Module,
-    optimizers: Optimizers,
-    strict: bool,
-    weights_only: bool,
-    prepare: Prepare | None,
-) -> dict[str, Any]:
-    directory = torch_format.Directory(path)
-    saved = [key.removeprefix("optimizer_") for key in directory.keys]
-    check_count(saved, optimizers, path)
-    rest = directory.values(weights_only)
-    if prepare is not None and saved:
-        agree(lambda: prepare(rest))
-    directory.load_model(directory.first_of(("model", "state_dict")), model, strict=strict)
-    for name, each in optimizers.items():
-        if directory.has(f"optimizer_{name}"):
-            directory.load_optimizer(f"optimizer_{name}", model, each)
-    return rest
+class _Sealed(Loading):
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        super().__init__(path, stack)
+
+        def read() -> None:
+            extra = checkpoint.read_extra(path)
+            self.values = from_plain(extra.get("lightning", extra))
+            self.values["state_dict"] = checkpoint.unread_state(path)
+
+        agree(read)
+
+    def _load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Mapping[str, Any] | None,
+        strict: bool,
+        prepare: Prepare | None,
+    ) -> None:
+        weights: Weights = "none" if state is None else state
+        rng = any(name.isdecimal() for name in optimizers)  # resumed; not only `ShardedEMA`'s
+        load_sealed(self.path, model, optimizers, strict, rng=rng, prepare=prepare, weights=weights)
 
 
-def _load_file(
-    path: Path,
-    model: nn.Module,
-    optimizers: Optimizers,
-    strict: bool,
-    weights_only: bool,
-    prepare: Prepare | None,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+class _Directory(Loading):
+    def __init__(self, path: Path, stack: contextlib.ExitStack, weights_only: bool) -> None:
+        super().__init__(path, stack)
+        self._directory = torch_format.Directory(path)
+        self.values = self._directory.values(weights_only)
+        key = self._directory.first_of(("model", "state_dict"))
+        self.values["state_dict"] = self._directory.unread_state(key)
 
-    def load() -> None:
-        found.update(torch_format.read_file(path, weights_only))
-        check_count(map(str, range(len(found.get("optimizer_states", [])))), optimizers, path)
-        if prepare is not None and found.get("optimizer_states"):
-            prepare(found)
-        full.load_model(model, found.pop("state_dict"), strict=strict)
-        own, also = found.pop("optimizer_states", []), found.pop(ALSO, {})
+    def _load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Mapping[str, Any] | None,
+        strict: bool,
+        prepare: Prepare | None,
+    ) -> None:
+        directory = self._directory
+        saved = [key.removeprefix("optimizer_") for key in directory.keys]
+        check_count(saved, optimizers, self.path)
+        if prepare is not None and saved:
+            agree(lambda: prepare(self.values))
+        if state is not None:
+            directory.load_state(state, model, strict=strict)
         for name, each in optimizers.items():
-            saved = own[int(name)] if name.isdecimal() and own else also.get(name)
-            if saved is not None:
-                full.load_optimizer(model, each, saved)
+            if directory.has(f"optimizer_{name}"):
+                directory.load_optimizer(f"optimizer_{name}", model, each)
 
-    agree(load)
-    return found
+
+class _File(Loading):
+    def __init__(self, path: Path, stack: contextlib.ExitStack, weights_only: bool) -> None:
+        super().__init__(path, stack)
+
+        def read() -> None:
+            self.values = torch_format.read_file(path, weights_only)
+            self._own = self.values.pop("optimizer_states", [])
+            self._also = self.values.pop(ALSO, {})
+
+        agree(read)
+
+    def _load(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        state: Mapping[str, Any] | None,
+        strict: bool,
+        prepare: Prepare | None,
+    ) -> None:
+        def load() -> None:
+            check_count(map(str, range(len(self._own))), optimizers, self.path)
+            if prepare is not None and self._own:
+                prepare(self.values)
+            if state is not None:
+                full.load_model(model, state, strict=strict)
+            for name, each in optimizers.items():
+                is_own = name.isdecimal() and self._own
+                saved = self._own[int(name)] if is_own else self._also.get(name)
+                if saved is not None:
+                    full.load_optimizer(model, each, saved)
+
+        agree(load)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp import elastic
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import capture, restore, restorer
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import without_states
@@ -184,8 +185,14 @@ class Elastic:
         device = self._trainer.strategy.root_device
         for name, value in run.extra["metrics"].items():
             connector._callback_metrics[name] = torch.tensor(value, device=device)
-        # What Lightning restores from: all but the model and optimizers, as with any checkpoint.
-        self._trainer._checkpoint_connector._loaded_checkpoint = loaded
+        # What Lightning restores from, without optimizers, as with any checkpoint.
+        self._trainer._checkpoint_connector._loaded_checkpoint = self.as_checkpoint()
+
+    def as_checkpoint(self) -> dict[str, Any]:
+        """Return Lightning's dictionary for hooks to see. Changes of the model have no effect."""
+        assert self.loaded is not None, "there was a state"
+        # Not kept: it would hold the shards of a world that has ended.
+        return {**self.loaded, "state_dict": full.model_state(self._trainer.strategy.model)}
 
     def adopt(self, saved: dict[str, Any], path: str) -> None:
         """Change Lightning's dictionary of a checkpoint to the micro-batches of this training.
@@ -264,7 +271,7 @@ class Elastic:
         finally:
             self.is_dumping = False
         rest: dict[str, Any] = {}
-        agree(lambda: rest.update(to_plain(without_states(values, trainer.strategy.model))))
+        agree(lambda: rest.update(to_plain(without_states(values))))
         if self._at_batch:
             rest["loops"] = as_after_a_batch(rest["loops"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
+from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
 from vescale_fsdp_lightning.places import agree
@@ -49,6 +50,7 @@ class Lifecycle(ElasticHooks):
 
     strategy_name = "vescale_fsdp"
     _checkpoint_io: Any  # of Lightning's base class: the plug-in that the user passed
+    _loading: Loading | None = None  # until hooks have seen the checkpoint
 
     # Processes
 
@@ -172,7 +174,7 @@ class Lifecycle(ElasticHooks):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False, because `load_checkpoint` restores optimizers."""
+        """False, because `load_model_state_dict` restores optimizers."""
         return False
 
     @property
@@ -234,23 +236,21 @@ class Lifecycle(ElasticHooks):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load model and optimizers in place, from any format. Collective. See `checkpoints`."""
+        """Open a checkpoint in any format, and return its dictionary. Collective.
+
+        Model and optimizers are loaded by `load_model_state_dict`, after ``on_load_checkpoint`` of
+        the module, which may change ``checkpoint["state_dict"]``.
+        """
         if self._elastic is not None and self._elastic.loaded is not None:
-            return self._elastic.loaded  # what this run has made of that checkpoint is newer
+            return self._elastic.as_checkpoint()  # what this run has made of it is newer
         source = str(self.broadcast(checkpoint_path))
-        strict = self.lightning_module.strict_loading
-        loaded = self._checkpoints.load(
-            source,
-            self.model,
-            {**(self._own_optimizers() if self._is_fitting else {}), **self._companions},
-            strict=strict,
-            weights_only=weights_only,
-            local_rank=self.local_rank,
-            prepare=self._restore_groups if self._is_fitting else None,
+        loading = self._checkpoints.open(
+            source, weights_only=weights_only, local_rank=self.local_rank
         )
         if self._elastic is not None:
-            self._elastic.adopt(loaded, source)
-        return loaded
+            self._elastic.adopt(loading.values, source)
+        self._loading = loading
+        return loading.values
 
     def _restore_groups(self, saved: Mapping[str, Any]) -> None:
         """Restore the parameter groups that finetuning callbacks had added to optimizers.
@@ -271,10 +271,24 @@ class Lifecycle(ElasticHooks):
         self._checkpoints.store.remove(str(filepath))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: `load_checkpoint` has loaded the model."""
+        """Load model and optimizers in place. Collective. See `checkpoints`.
+
+        Args:
+            checkpoint: the dictionary of `load_checkpoint`, as hooks have left it. That of an
+                elastic training is not loaded: its state is there already.
+        """
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.load(
+                self.model,
+                {**(self._own_optimizers() if self._is_fitting else {}), **self._companions},
+                checkpoint["state_dict"],
+                strict=strict,
+                prepare=self._restore_groups if self._is_fitting else None,
+            )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has loaded the optimizers."""
+        """Do nothing: `load_model_state_dict` has loaded the optimizers."""
         for callback in finetuning_callbacks(self.lightning_module.trainer):
             callback._restarting = False
 

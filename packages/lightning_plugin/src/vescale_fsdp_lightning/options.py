@@ -24,6 +24,7 @@ from vescale_fsdp import (
     OffloadPolicy,
     QuantizedGather,
     QuantizedReduce,
+    callable_units,
     repeated_blocks,
 )
 from vescale_fsdp.elastic import ElasticOptions
@@ -230,9 +231,9 @@ class Options:
         if self.wrap == "blocks":
             return repeated_blocks(module)
         if callable(self.wrap):
-            return self.wrap(module)
+            return callable_units(module, self.wrap(module))
         assert not isinstance(self.wrap, str), "checked"
-        return find_modules(module, self.wrap, "wrap")
+        return callable_units(module, find_modules(module, self.wrap, "wrap"))
 
     def modules_to_checkpoint(self, module: nn.Module) -> list[nn.Module]:
         """Return the modules whose activations are recomputed in backward."""

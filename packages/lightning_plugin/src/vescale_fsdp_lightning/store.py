@@ -136,8 +136,12 @@ class Store:
         copy = places.download(place, local_rank)
         try:
             yield copy
-        finally:
+        except GeneratorExit:  # dropped after an error, perhaps on this rank alone
+            raise
+        except BaseException:
             places.clear(copy.parent, is_mine=local_rank == 0)
+            raise
+        places.clear(copy.parent, is_mine=local_rank == 0)
 
 
 def _prepared(place: Place) -> bool:

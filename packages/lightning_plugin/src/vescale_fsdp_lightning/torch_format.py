@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
-from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint import UnreadTensor, full
 from vescale_fsdp.checkpoint.dcp_directory import MetadataUnpickler
 from vescale_fsdp.checkpoint.files import open_regular, size_of
+from vescale_fsdp.checkpoint.unread import read_all
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]
@@ -90,24 +92,70 @@ class Directory:
             f"{self._folder} has none of {', '.join(keys)}: it is not a checkpoint of Lightning"
         )
 
+    def unread_state(self, key: str) -> dict[str, Any]:
+        """Return the entries under ``key``, tensors without their elements. No communication."""
+        state: dict[str, Any] = {}
+        for name, entry in self._entries.state_dict_metadata.items():
+            if not name.startswith(f"{key}."):
+                continue
+            if isinstance(entry, BytesStorageMetadata):
+                found = {name: None}
+                self._fill(found, no_dist=True)
+                state[name.removeprefix(f"{key}.")] = found[name]
+                continue
+            shape, dtype = entry.size, entry.properties.dtype
+
+            def read(name: str = name, shape: Any = shape, dtype: Any = dtype) -> torch.Tensor:
+                whole = torch.empty(shape, dtype=dtype)
+                self._fill({name: whole}, no_dist=True)
+                return whole
+
+            made = UnreadTensor(str(self._folder), name, shape, dtype, read)
+            state[name.removeprefix(f"{key}.")] = made
+        return state
+
     def load_model(self, key: str, model: nn.Module, *, strict: bool) -> None:
+        """Load a model in place, as `load_state` does."""
+        self.load_state(self.unread_state(key), model, strict=strict)
+
+    def load_state(self, state: Mapping[str, Any], model: nn.Module, *, strict: bool) -> None:
         """Load a model in place. If it fails, a part of the model may already be changed.
+
+        Args:
+            state: that of `unread_state`, perhaps with changes. Of what nobody has read, each rank
+                reads its part.
 
         Raises:
             CheckpointIncompleteError: with ``strict``, entries are missing.
         """
         own = full.model_state(model)
-        saved = {name for name in own if f"{key}.{name}" in self._entries.state_dict_metadata}
-        missing = sorted(own.keys() - saved)
+        missing = sorted(own.keys() - state.keys())
         if missing and strict:
             raise CheckpointIncompleteError(
                 f"{self._folder} lacks {len(missing)} entries of the model: "
                 f"{', '.join(missing[:5])}"
             )
-        targets = {f"{key}.{name}": own[name] for name in saved}
-        state_dict_loader.load(targets, storage_reader=self._reader, planner=_Planner())
-        loaded = {name.removeprefix(f"{key}."): value for name, value in targets.items()}
+        targets: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
+        for name in own.keys() & state.keys():
+            value, target = state[name], own[name]
+            is_unread = isinstance(value, UnreadTensor) and not value.is_read
+            if is_unread and value.key not in targets:
+                loaded[name] = targets[value.key] = target
+            elif isinstance(target, torch.Tensor):
+                loaded[name] = full.part_of(read_all(value), target, name)
+            else:
+                loaded[name] = value
+        self._fill(targets)
         set_model_state_dict(model, loaded, options=StateDictOptions(strict=False))
+
+    def _fill(self, targets: dict[str, Any], *, no_dist: bool = False) -> None:
+        reader = _Reader(self._folder) if no_dist else self._reader
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+            state_dict_loader.load(
+                targets, storage_reader=reader, planner=_Planner(), no_dist=no_dist
+            )
 
     def load_optimizer(self, key: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer in place. Its tensors are replaced."""
@@ -125,7 +173,7 @@ class Directory:
                 targets[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
             else:
                 targets[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-        state_dict_loader.load(targets, storage_reader=self._reader, planner=_Planner())
+        self._fill(targets)
         tree = _nested({self._paths[name][1:]: value for name, value in targets.items()})
         full.load_optimizer(model, optimizer, {"state": tree.get("state", {}), **_groups(tree)})
 

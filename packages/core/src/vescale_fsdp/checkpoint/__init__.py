@@ -22,6 +22,7 @@ The files, from the bottom up:
 * the work of each rank: `ranks`; `saving` and `loading` do all of it or nothing
 * other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`, `deepspeed`
 * in one process: `convert` from one to another, and `sources`, which reads any
+* `unread`: tensors that are read when they are needed
 * `stop` ends a job; `engine.store` restarts it
 
 Loading never unpickles, except for DCP's format in `import_dcp` and `convert`, and DeepSpeed's in
@@ -36,8 +37,9 @@ from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.safetensors import LoadedNames, load_safetensors, save_safetensors
 from vescale_fsdp.checkpoint.saving import SaveHandle, save
 from vescale_fsdp.checkpoint.seal import latest, verify
-from vescale_fsdp.checkpoint.sources import read, read_extra
+from vescale_fsdp.checkpoint.sources import read, read_extra, unread_state
 from vescale_fsdp.checkpoint.stop import StopOnSignal
+from vescale_fsdp.checkpoint.unread import UnreadTensor
 from vescale_fsdp.engine import init_process_group
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Manifest",
     "SaveHandle",
     "StopOnSignal",
+    "UnreadTensor",
     "convert",
     "export_dcp",
     "full",
@@ -57,5 +60,6 @@ __all__ = [
     "read_extra",
     "save",
     "save_safetensors",
+    "unread_state",
     "verify",
 ]

@@ -45,7 +45,8 @@ from vescale_fsdp.engine import ErrorFeedback
 from vescale_fsdp.errors import CheckpointMismatchError, CheckpointValueError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
-Weights = Literal["all", "trained", "none"]  # "trained": without frozen parameters
+# "trained": without frozen parameters. A mapping is the state dict, as a hook has changed it.
+Weights = Literal["all", "trained", "none"] | Mapping[str, Any]
 PER_RANK = ("error_feedback", "rng", "stateful")  # each rank has its own
 
 
@@ -155,7 +156,9 @@ def collect(
 
 
 def weights_of(model: nn.Module, weights: Weights) -> dict[str, Any]:
-    """Return a model's state dict, or the part that ``weights`` names."""
+    """Return a model's state dict, or the part that ``weights`` names, or ``weights`` itself."""
+    if not isinstance(weights, str):
+        return dict(weights)
     state = dict(get_model_state_dict(model))
     if weights == "trained":
         for path, param in model.named_parameters(remove_duplicate=False):  # all names of tied ones

@@ -133,8 +133,7 @@ def export_dcp(
         extra: the first rank's plain values, beside the model: ``{"step": 100}``.
         model_key: prefix of the model's keys; dots nest: "app.model".
         optimizer_key: the same for the optimizer.
-        weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
-            the optimizer.
+        weights: as of `save`.
 
     Cost: as a `save`; memory for one box of a tensor twice.
 
@@ -288,8 +287,7 @@ def import_dcp(
         model_key: prefix of the model's keys: "model", "app.model"; "" for none. By default it is
             detected.
         optimizer_key: the same for the optimizers: "optimizer", "optim", "app.optim".
-        weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
-            optimizers.
+        weights: as of `load`.
 
     Returns:
         All other entries that are plain data: ``{"step": 100}``. Other objects are skipped, and
@@ -346,6 +344,7 @@ def import_dcp(
                 return lambda offsets, lengths: encoding.box_of(whole, offsets, lengths)
 
             change.take(arrivals(manifest, change.wanted, boxes))
+            change.take(change.changed)
             others.update(plain_values(directory, reader, found.others))
         return directory.digest
 

@@ -117,12 +117,17 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
 def part_of(full: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor:
     """Return this rank's part of a full tensor, sharded as ``target``. No communication.
 
+    A tensor that is sharded already is redistributed if its placements differ.
+
     Raises:
         CheckpointMismatchError: the shapes differ.
     """
     _check_shape(full, target, name)
+    if isinstance(full, DTensor) and isinstance(target, DTensor):
+        same = (full.device_mesh, full.placements) == (target.device_mesh, target.placements)
+        return full if same else full.redistribute(target.device_mesh, target.placements)
     if not isinstance(target, DTensor):
-        return full
+        return full.full_tensor() if isinstance(full, DTensor) else full
     moved = full.to(device=target.device)
     return distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
 

@@ -77,7 +77,9 @@ def load(
         rng: restore the random number generators of each rank; by default if an
             optimizer is loaded. On more ranks than have saved, those without a state get seeds.
         weights: of the model, as in the save. "trained" and "none" do not change the other
-            parameters, even if all were saved.
+            parameters, even if all were saved. Or the state dict to load: `unread_state` of this
+            checkpoint with changes, the same on all ranks. Of a whole tensor in it each rank takes
+            its part; ``strict`` also refuses entries that were added and that the model lacks.
 
     Returns:
         The ``extra`` of the save, the same on every rank.
@@ -138,6 +140,7 @@ def load_from(
                 change.targets.append(RngTarget(saved))
             num_checking = 0 if is_checked else ranks.size
             change.take(read(reader, manifest, change.wanted, ranks.rank, num_checking))
+            change.take(change.changed)
         if not isinstance(extra.value, dict):
             raise CheckpointCorruptError(f"the extra of {folder} is not a mapping")
         returned.update(extra.value)
@@ -356,6 +359,12 @@ class Change:
         """The tensors to fill, by name."""
         return {n: t for each in self.targets for n, t in {**each.live, **each.fresh}.items()}
 
+    @property
+    def changed(self) -> list[Arrival]:
+        """The elements that do not come from the checkpoint."""
+        pairs = [pair for each in self.targets for pair in each.changed.items()]
+        return [Arrival(name, place, value) for name, (place, value) in pairs]
+
     def take(self, arrivals: Iterable[Arrival]) -> None:
         """Keep the data until `_apply`. Data for tensors without values are written at once.
 
@@ -398,7 +407,7 @@ class Change:
 
     def _apply(self) -> None:
         """Write the data to their tensors, then set the other values of each target."""
-        live = {name for each in self.targets for name in each.live}
+        live = {name for each in self.targets for name in (*each.live, *each.changed)}
         for arrival in self.arrived:
             arrival.put(keep=arrival.name in live)
         for target in self.targets:

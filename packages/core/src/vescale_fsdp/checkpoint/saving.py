@@ -149,7 +149,9 @@ def save(
             next save or load waits for it, and raises its error. Wait for the last one
             before you destroy the process group.
         weights: of the model: "all"; "trained", without frozen parameters; or "none", for only
-            optimizers. The model is still needed for the names of their parameters.
+            optimizers. The model is still needed for the names of their parameters. Or the state
+            dict to save instead, ``model.state_dict()`` with changes: the same names on all ranks,
+            and of plain tensors the same values.
         reduced_by_hand: the caller reduces the gradients of trainable plain parameters in a model
             that contains units. Else these are an error: each rank would have its own.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,11 +23,13 @@ from vescale_fsdp.checkpoint.manifest import (
     DTYPES,
     NAME,
     Chunk,
+    Manifest,
     TensorEntry,
 )
 from vescale_fsdp.checkpoint.safetensors import manifest_of
 from vescale_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, TensorFiles
 from vescale_fsdp.checkpoint.seal import read_manifest, read_text
+from vescale_fsdp.checkpoint.unread import UnreadTensor
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
 
 _PIECE = 1 << 28  # bytes: a larger safetensors tensor is read in several chunks
@@ -210,14 +212,63 @@ def read_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def unread_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The model's state dict in a checkpoint of `save`, without its elements. Not collective.
+
+    Pass it to ``checkpoint.load(path, model, weights=...)``, after changes.
+
+    Cost: reads the manifest and the values beside the tensors. Each tensor that is looked at is
+    read whole, checked, and kept.
+
+    Raises:
+        CheckpointIncompleteError, CheckpointCorruptError: as `load`, also when a tensor is read.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    made: dict[str, UnreadTensor] = {}
+
+    def tensor_of(name: str) -> torch.Tensor:
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
+        if name not in made:
+            dtype = DTYPES[entry.dtype]
+            made[name] = UnreadTensor(
+                str(folder), name, entry.shape, dtype, lambda: _read_whole(folder, manifest, name)
+            )
+        return made[name]
+
+    with open_source(folder) as source:
+        state: dict[str, Any] = encoding.decode(source.texts["model"], tensor_of, "model")
+    return state
+
+
+def _read_whole(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
+    with DataReader(folder, manifest.files, advice="") as reader:
+        entry = manifest.tensors[name]
+        return assembled(
+            entry,
+            lambda chunk: (
+                reader.read(chunk.span, f"tensor {name!r}")
+                .view(DTYPES[entry.dtype])
+                .view(chunk.sizes)
+            ),
+        )
+
+
 def _tensor(source: Source, name: str, path: str | os.PathLike[str]) -> torch.Tensor:
     entry = source.tensors.get(name)
     if entry is None:
         raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
+    return assembled(entry, lambda chunk: source.read(name, chunk))
+
+
+def assembled(entry: TensorEntry, read: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
+    """Return a whole tensor, made of its chunks."""
     made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     for chunk in entry.chunks:
         box = made
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             box = box.narrow(dim, offset, size)
-        box.copy_(source.read(name, chunk))
+        box.copy_(read(chunk))
     return made

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
-from vescale_fsdp.checkpoint import contents, encoding
+from vescale_fsdp.checkpoint import contents, encoding, full
 from vescale_fsdp.checkpoint.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.checkpoint.unread import UnreadTensor, read_all
 from vescale_fsdp.engine import ErrorFeedback, Residuals, blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -43,11 +44,13 @@ class Target:
     Attributes:
         live: tensors of the object itself, by name. On failure their old elements are restored.
         fresh: new tensors to fill, by name.
+        changed: this rank's parts of tensors of the object, with the values to fill them with.
     """
 
     def __init__(self) -> None:
         self.live: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.Tensor] = {}
+        self.changed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def apply(self) -> None:
         """Set the object's other values. Called after the tensors are filled."""
@@ -138,7 +141,7 @@ class ModelTarget(Target):
 
     Args:
         tensors_only: the format has no extra states. Those of the model do not change.
-        weights: which part of the model is loaded.
+        weights: which part of the model is loaded, or the state dict to load.
 
     Attributes:
         names: the names of all tensors that the model saves.
@@ -155,8 +158,9 @@ class ModelTarget(Target):
         weights: Weights = "all",
     ) -> None:
         self._model, self._saved = model, saved
-        self._strict = saved.strict and weights == "all"
-        self._state = weights_of(model, weights)
+        given = None if isinstance(weights, str) else weights
+        self._strict = saved.strict and (given is not None or weights == "all")
+        self._state = weights_of(model, weights if given is None else "all")
         super().__init__()
         self._before: dict[str, Any] = {}
         merged: dict[str, Any] = {}
@@ -167,22 +171,33 @@ class ModelTarget(Target):
         lacking = []
         ties = encoding.ties_of(model)
         filled: dict[str, torch.Tensor] = {}  # a tensor with several names is filled once
+        keys: dict[str, str] = {}  # in `live` and `changed`, by the model's names
+        # Of the entries for a tensor with several names the last counts, as in `load_state_dict`.
+        last = {ties.get(fqn, fqn): fqn for fqn in self._state if fqn in (given or ())}
         for fqn, value in self._state.items():
             name = f"model.{fqn}"
             # The result of get_extra_state() may have another form before the first step.
             is_extra = fqn.rpartition(".")[2] == _EXTRA and not isinstance(value, DTensor)
             if not isinstance(value, torch.Tensor) or (is_extra and not tensors_only):
-                if fqn in merged:
+                if fqn in (merged if given is None else given):
                     self._before[fqn] = copy.deepcopy(value)
-                    self._extra(fqn, merged[fqn], value)
+                    if given is None:
+                        self._extra(fqn, merged[fqn], value)
+                    else:
+                        self._state[fqn] = read_all(given[fqn])
                 elif not tensors_only:
                     lacking.append(fqn)
                 continue
             self.names.add(name)
-            if name in saved.manifest.tensors:
+            if given is not None and fqn in given:
+                if last[ties.get(fqn, fqn)] == fqn:
+                    keys[fqn] = self._take(fqn, value, given[fqn])
+                    filled[ties.get(fqn, fqn)] = value
+            elif given is None and name in saved.manifest.tensors:
                 saved.check_shape(name, value)
                 if ties.get(fqn, fqn) not in filled:
                     self.live[name] = filled[ties.get(fqn, fqn)] = value
+                    keys[fqn] = name
             else:
                 lacking.append(fqn)
         for fqn in {*ties, *ties.values()} & self._state.keys():  # hooks may copy for each name
@@ -191,11 +206,41 @@ class ModelTarget(Target):
         if self.lacking and saved.strict:
             raise saved.lacks(self.lacking)
         blank = blank_tensors(model)
-        filled_by_this = {id(blank[fqn]) for fqn in blank if f"model.{fqn}" in self.live}
-        self.blank = {f"model.{fqn}": t for fqn, t in blank.items() if f"model.{fqn}" in self.live}
+        filled_by_this = {id(blank[fqn]) for fqn in blank if fqn in keys}
+        self.blank = {keys[fqn]: t for fqn, t in blank.items() if fqn in keys}
         self._left = [fqn for fqn, t in blank.items() if id(t) not in filled_by_this]
         if self._strict:
             self.check_filled()
+            known = self._state.keys() | merged.keys()
+            if added := sorted(set(given or ()) - known):
+                raise CheckpointMismatchError(
+                    f"{len(added)} entries were added to the state dict of {saved.place}, and the "
+                    f"model does not have them: {', '.join(added[:5])}. Rename or drop them, or "
+                    "pass strict=False"
+                )
+
+    def _take(self, fqn: str, own: torch.Tensor, entry: Any) -> str:
+        """Fill a tensor of the model from an entry of a state dict. Returns the key.
+
+        An entry that nobody has read is read as without a state dict: only this rank's part.
+        """
+        saved, is_unread = self._saved, isinstance(entry, UnreadTensor) and not entry.is_read
+        if is_unread and entry.place == saved.place and entry.key not in self.live:
+            saved.check_shape(entry.key, own)
+            self.live[entry.key] = own
+            return str(entry.key)
+        value = read_all(entry)
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointMismatchError(
+                f"{fqn!r} of the state dict is a {type(value).__name__}, expected a tensor of "
+                f"shape {tuple(own.shape)}"
+            )
+        with torch.no_grad():
+            part = full.part_of(value, own, fqn)
+            # A copy, because what is loaded and what was there change places.
+            pair = compat.local_tensor(own), compat.local_tensor(part).detach().clone()
+        self.changed[f"changed {fqn}"] = pair
+        return f"changed {fqn}"
 
     def check_filled(self) -> None:
         """Raise if a tensor of the model has had no values since ``to_empty`` and gets none."""

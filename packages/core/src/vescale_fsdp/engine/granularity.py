@@ -236,7 +236,45 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     }
     found: dict[int, nn.Module] = {}
     _collect(module, names, set(), found)
-    return list(found.values())
+    return callable_units(module, list(found.values()))
+
+
+# Modules of torch that read parameters of their children without calling them, so that no hook of
+# the child unshards them. By names, because most of `torch.ao` is not imported.
+_READ_BY_PARENTS = {
+    "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
+    "torch.nn.modules.loss.LinearCrossEntropyLoss": ("linear",),
+    # The fast path of evaluation; training calls them.
+    "torch.nn.modules.transformer.TransformerEncoderLayer": (
+        *("self_attn", "linear1", "linear2", "norm1", "norm2"),
+    ),
+    "torch.ao.nn.intrinsic.qat.modules.conv_fused._ConvBnNd": ("bn",),
+    "torch.ao.nn.intrinsic.qat.modules.linear_fused.LinearBn1d": ("bn",),
+}
+
+
+def callable_units(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return modules to make units of: in place of one that its parent only reads, the parent.
+
+    ``nn.MultiheadAttention`` computes with ``self.out_proj.weight`` and does not call ``out_proj``,
+    so that no hook could unshard it. This knows the modules of torch that do so. For others the
+    first forward raises an error that names both modules.
+
+    Args:
+        model: the modules are in it. It is not returned.
+        modules: those that a policy has chosen, inner ones first.
+    """
+    readers: dict[int, nn.Module] = {}
+    for parent in model.modules():
+        for cls in type(parent).__mro__:
+            for name in _READ_BY_PARENTS.get(f"{cls.__module__}.{cls.__qualname__}", ()):
+                read = getattr(parent, name, None)
+                for each in read.modules() if isinstance(read, nn.Module) else ():
+                    readers.setdefault(id(each), parent)  # the outermost one comes first
+    if readers.keys().isdisjoint(map(id, modules)):
+        return list(modules)
+    wanted = {id(readers.get(id(each), each)) for each in modules}
+    return [each for each in reversed(list(model.modules())[1:]) if id(each) in wanted]
 
 
 def _collect(

@@ -41,6 +41,7 @@ from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.late import num_calls, release, with_late_units
 from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import follow_ties, refuse_data_parallel, refuse_waiting
+from vescale_fsdp.engine.uncalled import explain_uncalled
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.engine.writers import expose_if_written
@@ -294,6 +295,8 @@ def leave_forward(unit: Unit, output: Any) -> Any:
 def post_forward(unit: Unit, output: Any) -> Any:
     """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
+    if (error := sys.exception()) is not None:
+        explain_uncalled(unit, error)
     put_back(running.lent.pop(running.depth, ()))
     copies = running.copies.pop(running.depth, None) or Copies()
     running.depth = max(running.depth - 1, 0)

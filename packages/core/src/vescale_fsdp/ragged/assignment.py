@@ -14,6 +14,7 @@ takes the values of ``new``. The former values move to other memory, where ``bac
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,16 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, set_versions
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
+NAMES = "_vescale_fsdp_names"  # on an error of an operator: the sharded parameters that it got
+
+
+def note_names(error: Exception, operands: Iterable[Any]) -> None:
+    """Note in an error of an operator the sharded parameters that it got.
+
+    The engine knows the modules that they belong to, and explains the error.
+    """
+    names = [name for each in operands if (name := getattr(each, NAME, None))]
+    setattr(error, NAMES, getattr(error, NAMES, None) or names)
 
 
 class AssignableData(TraceableDTensor):

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.compat import pytree
 from vescale_fsdp.ragged.aggregates import AGGREGATES
+from vescale_fsdp.ragged.assignment import note_names
 from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.gathered import (
@@ -177,20 +178,24 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ValueError: the arguments do not mix.
     """
     handler = _HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, *args, **kwargs)
-    if is_collective(func):
-        operands = pytree.tree_leaves((args, kwargs))
-        refuse_collective(func, next(x for x in operands if isinstance(x, RaggedTensor)))
-    if _is_elementwise(func):
-        return run_elementwise(func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags:
-        return turn_in_place(func, *args)
-    if is_functional(func):
-        return run_gathered(func, args, kwargs)
-    if is_view(func):
-        return gathered_view(func, *args, **kwargs)
-    return run_in_place(func, args, kwargs)
+    try:
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if is_collective(func):
+            operands = pytree.tree_leaves((args, kwargs))
+            refuse_collective(func, next(x for x in operands if isinstance(x, RaggedTensor)))
+        if _is_elementwise(func):
+            return run_elementwise(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return turn_in_place(func, *args)
+        if is_functional(func):
+            return run_gathered(func, args, kwargs)
+        if is_view(func):
+            return gathered_view(func, *args, **kwargs)
+        return run_in_place(func, args, kwargs)
+    except (NotImplementedError, ValueError) as error:
+        note_names(error, pytree.tree_leaves((args, kwargs)))
+        raise
 
 
 @cache

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.assignment import NAME, note_names
 from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
@@ -87,7 +88,9 @@ def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> Gath
     compat.refuse_tracing(f"{func}, a view of a sharded tensor that is gathered when it is used,")
     refuse_partial(func, x._spec)
     keep_layout(x)
-    return _view(cast(RaggedTensor, x.detach()), lambda whole: func(whole, *args, **kwargs))
+    source = cast(RaggedTensor, x.detach())
+    setattr(source, NAME, getattr(x, NAME, None))
+    return _view(source, lambda whole: func(whole, *args, **kwargs))
 
 
 def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
@@ -286,12 +289,15 @@ def _gathered(value: Any) -> Any:
 
 
 def _check_beside(func: Any, operands: Any) -> None:
-    for each in pytree.tree_leaves(operands):
+    leaves = pytree.tree_leaves(operands)
+    for each in leaves:
         if may_differ(each):
-            raise NotImplementedError(
+            error = NotImplementedError(
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "
                 f"{tuple(each.shape)}, which may differ between ranks. {WAYS_OUT}"
             )
+            note_names(error, [getattr(each, "_source", each) for each in leaves])
+            raise error
 
 
 def may_differ(operand: Any) -> bool:
