@@ -31,6 +31,7 @@ from vescale_fsdp import compat, errors, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
+from vescale_fsdp.engine import LONG_TIMEOUT_S, come_together
 
 _TAG, _RECEIPT = 7_651, 7_652  # not the tags of the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
@@ -154,15 +155,28 @@ class Ranks:
         return from_json(bytes(bytes_of(data)))
 
 
-def all_ranks() -> Ranks:
-    """Return all ranks of the default group, or this process alone. Collective at the first call.
+def loading_ranks() -> Ranks:
+    """Return `all_ranks`, for a load: they may have prepared for long before they come to it."""
+    return all_ranks("the load of a checkpoint", timeout_s=LONG_TIMEOUT_S)
+
+
+def all_ranks(step: str, *, timeout_s: float | None = None) -> Ranks:
+    """Return all ranks of the default group, or this process alone. Collective.
 
     They use a separate gloo group. So a background thread can use it while the main thread trains,
     and a rank that dies is noticed at once even if the default group uses NCCL.
+
+    Args:
+        step: what they are to do now, in words; the same on all of them.
+        timeout_s: for the other ranks to come to it. None: the timeout of a collective (`waiting`).
+
+    Raises:
+        RankMismatchError: a rank did not come in time, or it has come to something else.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or is_fake():
         return Ranks(None)
+    come_together(step, timeout_s=timeout_s)  # the messages below have no limit of their own
     if world not in _GROUPS:
         _GROUPS[world] = compat.new_gloo_group() or world
     return Ranks(_GROUPS[world])

@@ -231,7 +231,7 @@ class Writing:
     folder: Path
 
     def __init__(self, target: Path, title: str, *, into: bool = False) -> None:
-        self.ranks = all_ranks()
+        self.ranks = all_ranks("the save of a checkpoint")
         self._target, self._title, self._into = target, title, into
         self._stage: seal.Stage | None = None
 

@@ -72,16 +72,14 @@ def exchange(
     begun = time.monotonic()
     try:
         rounds = _rounds_of(ranks, within_s)
-    except AbsentError as error:
-        raise RankMismatchError(_absent(topic, ranks, error, within_s)) from error
-    try:
         left = within_s - (time.monotonic() - begun)
         return rounds.exchange(topic, payload, merge, left, finish)
     except AbsentError as error:
         text = _absent(topic, ranks, error, within_s)
         if timeout_s is None:
-            note = f"gave up after {within_s:.0f} s: {text}"
-            text = f"{text}. This rank is {notes.where()}. {waiting.report(ranks, note)}"
+            note = f"gave up {notes.where()}: {text}"
+            text = f"{text}. Rank {dist.get_rank()} is {notes.where()}. "
+            text += f"{waiting.report(ranks, note)} {waiting.advice(timed_out=True)}"
         raise RankMismatchError(text) from error
 
 
