@@ -76,10 +76,12 @@ def exchange(
         return rounds.exchange(topic, payload, merge, left, finish)
     except AbsentError as error:
         text = _absent(topic, ranks, error, within_s)
-        if timeout_s is None:
+        if timeout_s in (None, LONG_TIMEOUT_S):
             note = f"gave up {notes.where()}: {text}"
-            text = f"{text}. Rank {dist.get_rank()} is {notes.where()}. "
-            text += f"{waiting.report(ranks, note)} {waiting.advice(timed_out=True)}"
+            text = f"{text}. Rank {dist.get_rank()} is {notes.where()}."
+            if timeout_s is None:
+                text = f"{text} {waiting.report(ranks, note)}"
+            text = f"{text} {waiting.advice(timed_out=True)}"
         raise RankMismatchError(text) from error
 
 
