@@ -155,31 +155,43 @@ class Ranks:
         return from_json(bytes(bytes_of(data)))
 
 
-def loading_ranks() -> Ranks:
-    """Return `all_ranks`, for a load: they may have prepared for long before they come to it."""
-    return all_ranks("the load of a checkpoint", timeout_s=LONG_TIMEOUT_S)
+def begin_save() -> None:
+    """Return when all ranks have come to save a checkpoint. Collective.
+
+    Messages after it have no limit of their own: a rank may write for long.
+
+    Raises:
+        RankMismatchError: a rank did not come in the time of a collective (`waiting`), or it has
+            come to something else.
+    """
+    if _world() is not None:
+        come_together("the save of a checkpoint")
 
 
-def all_ranks(step: str, *, timeout_s: float | None = None) -> Ranks:
-    """Return all ranks of the default group, or this process alone. Collective.
+def begin_load() -> None:
+    """As `begin_save`, for a load. Ranks may have prepared for long before it."""
+    if _world() is not None:
+        come_together("the load of a checkpoint", timeout_s=LONG_TIMEOUT_S)
+
+
+def all_ranks() -> Ranks:
+    """Return all ranks of the default group, or this process alone. Collective at the first call.
 
     They use a separate gloo group. So a background thread can use it while the main thread trains,
     and a rank that dies is noticed at once even if the default group uses NCCL.
-
-    Args:
-        step: what they are to do now, in words; the same on all of them.
-        timeout_s: for the other ranks to come to it. None: the timeout of a collective (`waiting`).
-
-    Raises:
-        RankMismatchError: a rank did not come in time, or it has come to something else.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or is_fake():
+    world = _world()
+    if world is None:
         return Ranks(None)
-    come_together(step, timeout_s=timeout_s)  # the messages below have no limit of their own
     if world not in _GROUPS:
         _GROUPS[world] = compat.new_gloo_group() or world
     return Ranks(_GROUPS[world])
+
+
+def _world() -> dist.ProcessGroup | None:
+    """The default group; None if this process is alone in it."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None or dist.get_world_size() == 1 or is_fake() else world
 
 
 def disconnect(why: str) -> None:

@@ -20,7 +20,6 @@ from vescale_fsdp.elastic import connecting, leaving, liveness, memory
 from vescale_fsdp.elastic.keeping import Keeper
 from vescale_fsdp.elastic.leaving import Left
 from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
-from vescale_fsdp.engine import LONG_TIMEOUT_S
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
     connecting.watch_agents()  # if others have made the process group
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
-    all_ranks("the beginning of elastic training", timeout_s=LONG_TIMEOUT_S)
+    all_ranks()
     ranks, ring = connect()
     if ranks.is_first and _cannot_grow():
         _log.warning(
