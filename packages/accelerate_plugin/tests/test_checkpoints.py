@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from vescale_fsdp import CheckpointIncompleteError, checkpoint
+from vescale_fsdp import CheckpointIncompleteError, RankMismatchError, checkpoint
+from vescale_fsdp.checkpoint import ranks
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
-from vescale_fsdp_accelerate.checkpoints import load_model
+from vescale_fsdp_accelerate.checkpoints import load_model, save_model
 
 from .helpers import accelerator, full, loss_of, make_model
 
@@ -173,3 +176,40 @@ def test_other_plug_ins_keep_accelerates_functions() -> None:
 
     assert utils.save_fsdp_model.__wrapped__.__module__ == "accelerate.utils.fsdp_utils"
     assert Accelerator.__module__ == "accelerate.accelerator"
+
+
+def in_the_main_process(folder: Path, what: str) -> str:
+    with accelerator() as acc:
+        script = Script(acc, 0)
+        script.step()
+        if what == "load":
+            acc.save_state(folder)
+        with pytest.raises(RankMismatchError) as error:
+            if acc.is_main_process:
+                if what == "evaluation":
+                    with torch.no_grad():
+                        script.model(TOKENS)
+                elif what == "save":
+                    acc.save_state(folder)
+                elif what == "save of a model":
+                    save_model(acc.state.fsdp_plugin, acc, script.model, str(folder))
+                else:
+                    with patch.object(ranks, "LONG_TIMEOUT_S", None):  # as for a save
+                        acc.load_state(folder)
+            script.step()
+        return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["evaluation", "save", "save of a model", "load"])
+def test_what_only_the_main_process_does_is_named_in_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "2")
+    main, other = run_ranks(in_the_main_process, 2, tmp_path, what, timeout_s=60)
+    step = f"in the {what.split()[0]} of a checkpoint"
+    step = "without gradients" if what == "evaluation" else step
+    assert main.startswith("rank 1 did not come to compare the next step within 2 s")
+    assert re.search(f"Rank 0 is .*{step}", main)
+    assert re.search(f"^rank 1 (has waited|was cut off) .*The others: rank 0 .*{step}", other)
+    for text in (main, other):
+        assert "evaluate on all ranks, or inside of `unsharded`; call checkpoint.save" in text

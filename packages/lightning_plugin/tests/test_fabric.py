@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.nn import functional as F
 
-from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp import FSDPModule, RaggedTensor, RankMismatchError
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy
@@ -367,3 +368,24 @@ def fabric_scenarios(root: Path) -> None:
 
 def test_fabric_trains_as_ddp_saves_loads_and_refuses(tmp_path: Path) -> None:
     run_ranks(fabric_scenarios, 2, tmp_path, timeout_s=100)
+
+
+def save_alone(root: Path) -> str:
+    fabric, model, optimizer = set_up(VeScaleFabricStrategy())
+    steps(fabric, model, optimizer, 0, 1)
+    with pytest.raises(RankMismatchError) as error:
+        if fabric.is_global_zero:
+            fabric.save(root / "alone", {"model": model, "optimizer": optimizer})
+        steps(fabric, model, optimizer, 1, 2)
+    return str(error.value)
+
+
+def test_a_save_in_the_first_process_alone_is_named_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "2")
+    first, other = run_ranks(save_alone, 2, tmp_path, timeout_s=60)
+    assert first.startswith("rank 1 did not come to compare the next step within 2 s")
+    assert "Rank 0 is in the save of a checkpoint" in first
+    step = "in the save of a checkpoint"
+    assert re.search(f"^rank 1 (has waited|was cut off) .*The others: rank 0 .*{step}", other)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from vescale_fsdp import FSDPModule, RaggedTensor
+from vescale_fsdp import FSDPModule, RaggedTensor, RankMismatchError
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
@@ -280,3 +281,39 @@ def fit_with_a_stray(root: Path) -> None:
 
 def test_a_parameter_added_to_a_sharded_module_is_named(tmp_path: Path) -> None:
     run_ranks(fit_with_a_stray, 2, tmp_path)
+
+
+class Alone(pl.Callback):
+    """Evaluates, or saves, in the first process only."""
+
+    def __init__(self, what: str, root: Path) -> None:
+        self.what, self.root = what, root
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.is_global_zero:
+            if self.what == "evaluation":
+                with torch.no_grad():
+                    pl_module(torch.zeros(1, 8, dtype=torch.long))
+            else:
+                trainer.save_checkpoint(self.root / "alone.ckpt")
+
+
+def fit_with_something_alone(root: Path, what: str) -> str:
+    trainer = make_trainer("vescale_fsdp", root, max_steps=6, callbacks=[Alone(what, root)])
+    with pytest.raises(RankMismatchError) as error:
+        trainer.fit(make_model(), loader(), loader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["evaluation", "save"])
+def test_what_only_the_first_process_does_is_named_in_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", "2")
+    first, other = run_ranks(fit_with_something_alone, 2, tmp_path, what, timeout_s=60)
+    step = "without gradients" if what == "evaluation" else "in the save of a checkpoint"
+    assert first.startswith("rank 1 did not come to compare the next step within 2 s")
+    assert re.search(f"Rank 0 is .*{step}", first)
+    assert re.search(f"^rank 1 (has waited|was cut off) .*The others: rank 0 .*{step}", other)
+    for text in (first, other):
+        assert "evaluate on all ranks, or inside of `unsharded`; call checkpoint.save" in text

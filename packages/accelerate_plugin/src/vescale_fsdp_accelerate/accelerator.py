@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from vescale_fsdp import FSDPModule, clip_grad_norm_, elastic
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.ranks import begin_load, begin_save
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.budgets import budget_for
@@ -424,6 +425,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         Returns:
             The directory.
         """
+        begin_save()
         config = self.project_configuration
         is_named = config.automatic_checkpoint_naming
         if is_named:
@@ -460,6 +462,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointCorruptError: bytes of a sealed checkpoint differ from those that were saved.
                 Nothing has been loaded then.
         """
+        begin_load()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = saving.latest(Path(self.project_dir) / "checkpoints")
         if input_dir is not None:

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, checkpoint
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import Weights
+from vescale_fsdp.checkpoint.ranks import begin_save
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
@@ -97,6 +98,7 @@ def save_model(
     Args:
         adapter_only: save only the trained parameters of a ``peft`` model.
     """
+    begin_save()
     changed: dict[str, Any] | None = getattr(accelerator, "states_of_hooks", {}).get(id(model))
     weights: Weights = _weights(model, adapter_only) if changed is None else changed
     folder = _made(output_dir)
@@ -160,6 +162,7 @@ def save_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Save an optimizer by the names of its parameters. Collective."""
+    begin_save()
     plain = _plain(optimizer)
     models = full.owner(_candidates(accelerator, model), plain)
     folder = _made(output_dir)

@@ -47,6 +47,17 @@ def where() -> str:
     return _here.step
 
 
+@contextlib.contextmanager
+def entered(step: str) -> Iterator[None]:
+    """A context in which this rank is in ``step``, and then again where it was before."""
+    before = where()
+    enter(step)
+    try:
+        yield
+    finally:
+        enter(before)
+
+
 class Named:
     """A context in which a collective is called ``what``.
 

@@ -49,6 +49,10 @@ VARIABLE, WATCHDOG = "VESCALE_FSDP_TIMEOUT_S", "VESCALE_FSDP_WATCHDOG_S"
 _UNWATCHED = contextlib.nullcontext()
 _log = logging.getLogger(__name__)
 _ON_CPU_S, _ELSEWHERE_S = 60.0, 600.0
+TOGETHER = (
+    "If a rank evaluates, saves or loads alone: evaluate on all ranks, or inside of `unsharded`; "
+    "call checkpoint.save and load on all ranks"
+)
 _LONG_S = 15.0  # after this, or a quarter of the limit, a waiting rank writes a note
 _FOREVER_S = 1e8
 _CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
@@ -292,12 +296,17 @@ def store_wait(
             gone.
     """
     first = min(seconds / 4, _LONG_S)
+
+    def wait(seconds: float) -> None:
+        # Where hosts may be lost, one that was is noticed before the limit.
+        interruptible.carry_out(lambda: store.wait(keys, _delta(seconds)))
+
     with watched(what, ranks):
         try:
-            store.wait(keys, _delta(first))
+            wait(first)
         except dist.DistStoreError:
             with notes.written(ranks, f"waits for {notes.doing(what)}"):
-                store.wait(keys, _delta(seconds - first))
+                wait(seconds - first)
     notes.finish(what)
 
 
@@ -381,7 +390,8 @@ def failure(
     else:
         found = f"was cut off from another rank while it waited for {doing}"
         note = found
-    text = f"rank {dist.get_rank()} {found}. {report(ranks, note, [group])} {_advice(timed_out)}"
+    what_others_do = report(ranks, note, [group])
+    text = f"rank {dist.get_rank()} {found}. {what_others_do} {advice(timed_out=timed_out)}"
     _remember(text)
     if not timed_out:
         text = f"{text} (gloo says: {error})"
@@ -458,10 +468,12 @@ def register(group: dist.ProcessGroup) -> None:
     _ours[group] = weakref.ref(world)
 
 
-def _advice(timed_out: bool) -> str:
+def advice(*, timed_out: bool) -> str:
+    """What to look for after a wait that has failed, and what to do."""
     text = (
         "Ranks must run the same number of forwards, backwards and steps: look for a rank with a "
-        "batch more or less, another number of micro-batches, or an exception that it caught."
+        "batch more or less, another number of micro-batches, or an exception that it caught. "
+        f"{TOGETHER}."
     )
     if not timed_out:
         return text

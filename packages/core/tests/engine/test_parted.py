@@ -5,13 +5,17 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import RankMismatchError, clip_grad_norm_, fully_shard
+from vescale_fsdp import RankMismatchError, checkpoint, clip_grad_norm_, fully_shard, unsharded
+from vescale_fsdp.checkpoint import ranks as checkpoint_ranks
 from vescale_fsdp.testing import RankError, run_ranks
 
 LIMIT_S = 2.0
@@ -21,14 +25,14 @@ SMALL, LARGE = 8, 128  # gathers and reductions as collectives, and as sends and
 Outcome = tuple[float, str]  # seconds in what failed, and the error
 
 
-def make(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(width: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     os.environ["VESCALE_FSDP_TIMEOUT_S"] = str(LIMIT_S)
     torch.manual_seed(0)
     layers = [nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3)]
     model = nn.Sequential(*layers)
     for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -175,3 +179,174 @@ def test_a_rank_that_was_killed_leaves_no_survivor(place: str, width: int) -> No
     assert survived.type_name == "RankMismatchError", survived.message
     assert "rank 1" in survived.message
     assert time.monotonic() - begun < LIMIT_S + SLACK_S + 5
+
+
+# What one rank does alone
+
+ADVICE = "evaluate on all ranks, or inside of `unsharded`; call checkpoint.save and load on all"
+
+
+def both_raise(outcomes: list[Outcome], alone: str, other: str) -> None:
+    """Check the errors of two ranks, of which the first did something ``alone``."""
+    assert all(seconds < LIMIT_S + SLACK_S for seconds, _ in outcomes)
+    (_, first), (_, second) = outcomes
+    assert first.startswith("rank 1 did not come to compare the next step within 2 s"), first
+    assert f"Rank 0 is {alone}" in first
+    assert re.search(rf"The others: rank 1 (waits for|gave up|was cut off) .*{other}", first), first
+    assert re.search(rf"^rank 1 (has waited|was cut off) .*{other}", second), second
+    assert re.search(rf"The others: rank 0 (waits for|gave up) .*{alone}", second), second
+    assert all(ADVICE in text for _, text in outcomes)
+
+
+def evaluates_alone(width: int, method: str, options: dict[str, Any]) -> Outcome:
+    model, optimizer = make(width, **options)
+    for _ in range(2):
+        step(model, optimizer, width)
+
+    def go_on() -> None:
+        if dist.get_rank() == 0:
+            with torch.inference_mode() if method == "inference" else torch.no_grad():
+                model(torch.randn(2, width))
+        step(model, optimizer, width)
+
+    return outcome(go_on)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("method", ["no_grad", "inference"])
+@pytest.mark.parametrize("sharding", ["zero3", "zero2", "zero1"])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_the_first_evaluation_on_one_rank_alone(width: int, sharding: str, method: str) -> None:
+    found = run_ranks(evaluates_alone, 2, width, method, {"sharding": sharding}, timeout_s=60)
+    forward = "in forward of the root of model 1"
+    both_raise(found, rf"{forward} without gradients", rf"{forward} \(pass 3\)")
+
+
+def evaluates_before_training() -> str:
+    model, optimizer = make(SMALL)
+    if dist.get_rank() == 0:
+        with torch.no_grad(), pytest.raises(RankMismatchError) as caught:
+            model(torch.randn(2, SMALL))
+    else:
+        with pytest.raises(RankMismatchError) as caught:
+            step(model, optimizer, SMALL)
+    assert all(param.grad is None for param in model.parameters())
+    return str(caught.value)
+
+
+def test_an_evaluation_before_the_first_step_on_one_rank_alone() -> None:
+    for text in run_ranks(evaluates_before_training, 2, timeout_s=60):
+        assert text.startswith(
+            "ranks disagree about the next step: rank 0 is in forward of the root of model 1 "
+            "without gradients, rank 1 in forward of the root of model 1. "
+        )
+        assert ADVICE in text
+
+
+def evaluates_where_it_may(sharding: str) -> float:
+    model, optimizer = make(SMALL, sharding=sharding)
+    inputs, results = torch.randn(2, SMALL), []
+    step(model, optimizer, SMALL)
+    for _ in range(2):
+        if dist.get_rank() == 0 and sharding == "ddp":  # nothing is to be sent
+            with torch.no_grad():
+                results.append(model(inputs))
+        with unsharded(model):
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    assert sharding != "ddp" or torch.equal(model(inputs), results[-1])
+        step(model, optimizer, SMALL)
+    with torch.no_grad():
+        return float(model(inputs).square().sum())
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero3"])
+def test_one_rank_may_evaluate_alone_where_nothing_is_sent(sharding: str) -> None:
+    assert len(set(run_ranks(evaluates_where_it_may, 2, sharding, timeout_s=60))) == 1
+
+
+def leaves_out_the_first_backward(width: int) -> Outcome:
+    model, optimizer = make(width)
+
+    def differently() -> None:
+        for number in range(2):
+            loss = model(torch.randn(2, width)).square().sum()
+            if number == 0 and dist.get_rank() == 1:  # as one does whose loss is not finite
+                continue
+            loss.backward()
+            optimizer.step()
+
+    return outcome(differently)
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_the_first_backward_on_one_rank_alone(width: int) -> None:
+    found = run_ranks(leaves_out_the_first_backward, 2, width, timeout_s=60)
+    both_raise(found, "in backward of model 1", r"in forward of the root of model 1 \(pass 2\)")
+
+
+def saves_alone(path: Path, call: str, has_saved: bool) -> Outcome:
+    model, optimizer = make(SMALL)
+    step(model, optimizer, SMALL)
+    if has_saved:
+        checkpoint.save(path / "before", model, optimizer)
+
+    def differently() -> None:
+        if dist.get_rank() == 0:
+            if call == "load":
+                with patch.object(checkpoint_ranks, "LONG_TIMEOUT_S", None):  # as for a save
+                    checkpoint.load(path / "before", model, optimizer)
+            else:
+                checkpoint.save(path / "alone", model, optimizer, async_=call == "async")
+        step(model, optimizer, SMALL)
+
+    return outcome(differently)
+
+
+@pytest.mark.parametrize(
+    ("call", "has_saved"), [("save", False), ("save", True), ("async", False), ("load", True)]
+)
+def test_a_checkpoint_on_one_rank_alone(call: str, has_saved: bool, tmp_path: Path) -> None:
+    found = run_ranks(saves_alone, 2, tmp_path, call, has_saved, timeout_s=60)
+    what = "load" if call == "load" else "save"
+    both_raise(found, f"in the {what} of a checkpoint", "in forward of the root of model 1")
+    assert not (tmp_path / "alone").exists()
+
+
+def saves_while_the_other_evaluates(path: Path) -> str:
+    model, optimizer = make(SMALL)
+    step(model, optimizer, SMALL)
+    with pytest.raises(RankMismatchError) as caught, torch.no_grad():
+        if dist.get_rank() == 0:
+            checkpoint.save(path / "alone", model, optimizer)
+        else:
+            model(torch.randn(2, SMALL))
+    step(model, optimizer, SMALL)  # nothing was sent: the ranks go on
+    checkpoint.save(path / "together", model, optimizer)
+    return str(caught.value)
+
+
+def test_ranks_that_come_to_different_places_are_told_at_once(tmp_path: Path) -> None:
+    for text in run_ranks(saves_while_the_other_evaluates, 2, tmp_path, timeout_s=60):
+        assert (
+            "rank 0 is in the save of a checkpoint, rank 1 in forward of the root of model 1 "
+            "without gradients" in text
+        )
+
+
+def saves_beside_a_barrier(path: Path) -> str:
+    model, _ = make(SMALL)
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(RankMismatchError) as caught:
+            checkpoint.save(path / "alone", model)
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_save_on_one_rank_alone_beside_a_barrier_ends(tmp_path: Path) -> None:
+    text, _ = run_ranks(saves_beside_a_barrier, 2, tmp_path, timeout_s=60)
+    assert text.startswith("rank 1 did not come to compare the next step within 2 s")
+    assert "Rank 0 is in the save of a checkpoint" in text
+    assert ADVICE in text

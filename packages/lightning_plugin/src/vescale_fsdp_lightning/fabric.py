@@ -16,6 +16,7 @@ from torch import nn
 
 from vescale_fsdp import clip_grad_norm_
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.ranks import begin_load, begin_save
 from vescale_fsdp_lightning import fabric_checkpoints
 from vescale_fsdp_lightning.fabric_forward import Forward
 from vescale_fsdp_lightning.precision import check_precision
@@ -176,6 +177,7 @@ class FabricLifecycle(Sharding):
                 "VeScaleFabricStrategy.save_checkpoint takes no storage_options; set them by the "
                 "path's protocol or the environment, as for fsspec"
             )
+        begin_save()
         fabric_checkpoints.save(self._checkpoints, str(self.broadcast(path)), state, filter or {})
 
     def load_checkpoint(
@@ -195,6 +197,7 @@ class FabricLifecycle(Sharding):
                 "VeScaleFabricStrategy.load_checkpoint needs the objects to load into: "
                 'fabric.load(path, {"model": model, ...})'
             )
+        begin_load()
         return fabric_checkpoints.load(
             self._checkpoints,
             str(self.broadcast(path)),

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
+from vescale_fsdp.checkpoint.ranks import begin_load, begin_save
 from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
@@ -224,6 +225,7 @@ class Lifecycle(ElasticHooks):
                 "VeScaleFSDPStrategy.save_checkpoint takes no storage_options; set them by the "
                 "path's protocol or the environment, as for fsspec"
             )
+        begin_save()
         target = str(self.broadcast(filepath))
         checkpoint = self._with_counts(checkpoint)
         optimizers = dict(self._companions)  # averages are also saved with weights_only
@@ -243,6 +245,7 @@ class Lifecycle(ElasticHooks):
         """
         if self._elastic is not None and self._elastic.loaded is not None:
             return self._elastic.as_checkpoint()  # what this run has made of it is newer
+        begin_load()
         source = str(self.broadcast(checkpoint_path))
         loading = self._checkpoints.open(
             source, weights_only=weights_only, local_rank=self.local_rank

@@ -43,7 +43,7 @@ from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.ranks import all_ranks, begin_load
 from vescale_fsdp.checkpoint.saving import Writing, finish_saves, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
@@ -306,6 +306,7 @@ def import_dcp(
     After an error nothing has changed on any rank.
     """
     check_last = finish_saves()
+    begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the import of {path}")
     others: dict[str, Any] = {}

@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import PER_RANK, Optimizers, Stateful, Weights, named
 from vescale_fsdp.checkpoint.files import DataReader
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Span
-from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
+from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks, begin_load
 from vescale_fsdp.checkpoint.saving import finish_saves
 from vescale_fsdp.checkpoint.seal import data_name, read_manifest, read_text
 from vescale_fsdp.checkpoint.targets import (
@@ -117,6 +117,7 @@ def load_from(
             part of this rank is in need not be there.
     """
     check_last = finish_saves()
+    begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the load of {folder}")
     with_rng = optimizer is not None if rng is None else rng

@@ -31,6 +31,7 @@ from vescale_fsdp import compat, errors, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
+from vescale_fsdp.engine import LONG_TIMEOUT_S, come_together
 
 _TAG, _RECEIPT = 7_651, 7_652  # not the tags of the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
@@ -154,18 +155,43 @@ class Ranks:
         return from_json(bytes(bytes_of(data)))
 
 
+def begin_save() -> None:
+    """Return when all ranks have come to save a checkpoint. Collective.
+
+    Messages after it have no limit of their own: a rank may write for long.
+
+    Raises:
+        RankMismatchError: a rank did not come in the time of a collective (`waiting`), or it has
+            come to something else.
+    """
+    if _world() is not None:
+        come_together("the save of a checkpoint")
+
+
+def begin_load() -> None:
+    """As `begin_save`, for a load. Ranks may have prepared for long before it."""
+    if _world() is not None:
+        come_together("the load of a checkpoint", timeout_s=LONG_TIMEOUT_S)
+
+
 def all_ranks() -> Ranks:
     """Return all ranks of the default group, or this process alone. Collective at the first call.
 
     They use a separate gloo group. So a background thread can use it while the main thread trains,
     and a rank that dies is noticed at once even if the default group uses NCCL.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1 or is_fake():
+    world = _world()
+    if world is None:
         return Ranks(None)
     if world not in _GROUPS:
         _GROUPS[world] = compat.new_gloo_group() or world
     return Ranks(_GROUPS[world])
+
+
+def _world() -> dist.ProcessGroup | None:
+    """The default group; None if this process is alone in it."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None or dist.get_world_size() == 1 or is_fake() else world
 
 
 def disconnect(why: str) -> None:

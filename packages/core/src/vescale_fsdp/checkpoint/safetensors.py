@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.files import write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
-from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.ranks import all_ranks, begin_load
 from vescale_fsdp.checkpoint.safetensors_files import (
     INDEX,
     Entry,
@@ -239,6 +239,7 @@ def load_safetensors(
     After an error nothing has changed on any rank.
     """
     check_last = finish_saves()
+    begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the load of {path}")
     names = LoadedNames([], [])

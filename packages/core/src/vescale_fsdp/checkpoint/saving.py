@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.contents import (
 )
 from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
-from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect
+from vescale_fsdp.checkpoint.ranks import all_ranks, begin_save, disconnect
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
 from vescale_fsdp.engine import check_reduced
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
@@ -240,6 +240,7 @@ class Writing:
     folder: Path
 
     def __init__(self, target: Path, title: str, *, into: bool = False) -> None:
+        begin_save()
         self.ranks = all_ranks()
         self._target, self._title, self._into = target, title, into
         self._stage: seal.Stage | None = None

@@ -73,6 +73,7 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
+from vescale_fsdp.engine.settling import come_together
 from vescale_fsdp.engine.store import AbsentError, init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
@@ -107,6 +108,7 @@ __all__ = [
     "check_remesh",
     "clip_grad_norm_",
     "combine",
+    "come_together",
     "describe",
     "divide",
     "divisions_to_try",

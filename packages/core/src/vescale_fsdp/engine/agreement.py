@@ -72,16 +72,16 @@ def exchange(
     begun = time.monotonic()
     try:
         rounds = _rounds_of(ranks, within_s)
-    except AbsentError as error:
-        raise RankMismatchError(_absent(topic, ranks, error, within_s)) from error
-    try:
         left = within_s - (time.monotonic() - begun)
         return rounds.exchange(topic, payload, merge, left, finish)
     except AbsentError as error:
         text = _absent(topic, ranks, error, within_s)
-        if timeout_s is None:
-            note = f"gave up after {within_s:.0f} s: {text}"
-            text = f"{text}. This rank is {notes.where()}. {waiting.report(ranks, note)}"
+        if timeout_s in (None, LONG_TIMEOUT_S):
+            note = f"gave up {notes.where()}: {text}"
+            text = f"{text}. Rank {dist.get_rank()} is {notes.where()}."
+            if timeout_s is None:
+                text = f"{text} {waiting.report(ranks, note)}"
+            text = f"{text} {waiting.advice(timed_out=True)}"
         raise RankMismatchError(text) from error
 
 

@@ -1,8 +1,10 @@
 """Messages between ranks about a step, through the store: while it runs, and after it failed.
 
-Settling: the ranks merge their records of a pass (`program.record`) in a round. In addition, a rank
-that is behind with its reductions says so in the store, without waiting. Ranks that have waited
-long for a reduction read this, but only in the first backward of a kind.
+Settling: the ranks merge their records of a pass (`program.record`) in a round, when a pass of a new
+kind begins, and at its end. Other work that all ranks do together (the save of a checkpoint) begins
+with such a round too. So ranks that have come to different places are told so, and nothing is sent.
+In addition, a rank that is behind with its reductions says so in the store, without waiting. Ranks
+that have waited long for a reduction read this, but only in the first backward of a kind.
 
 Meeting: ranks that have left a step with an exception meet before they continue. A running
 collective of that step can end only if every rank has started its part. Example: two ranks raise at
@@ -26,7 +28,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat, notes, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.dbuffer import Comm
 from vescale_fsdp.engine.agreement import exchange
@@ -41,29 +43,51 @@ _ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] 
 )
 
 
+def come_together(step: str, *, timeout_s: float | None = None) -> None:
+    """Return when all ranks of the default group have come to ``step``. Collective: one round.
+
+    Args:
+        step: what all ranks do now, in words; the same on all.
+        timeout_s: for the other ranks, as in `exchange`.
+
+    Raises:
+        RankMismatchError: a rank did not come in time, or it has come to something else.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there are other ranks"
+    with notes.entered(f"in {step}"):
+        _agreed(_merged(Record(step, rank=dist.get_rank()), world, timeout_s))
+
+
 def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:
     """Merge the records of all ranks. Collective over the ranks of ``axes``: one round.
 
     Raises:
         RankMismatchError: on every rank, if passes differ or one rank has an error.
     """
-
-    def together(payloads: list[str]) -> str:
-        return merge([Record.from_json(payload) for payload in payloads]).to_json()
-
-    answer = mine.to_json()
     if _is_shared(axes):
         _store(axes).set(f"settling/{_num_rounds()[tuple(axes.ranks)]}", mine.step)
     # Ranks of one axis have a group, whose own limit holds.
     ranks = axes.groups[0] if len(axes.groups) == 1 else axes.ranks
-    answer = exchange("next step", answer, ranks, together, timeout_s=timeout_s)
+    said = _merged(mine, ranks, timeout_s)
     if _is_shared(axes):
         _num_rounds()[tuple(axes.ranks)] += 1
-    said = Record.from_json(answer)
+    return _agreed(said)
+
+
+def _merged(mine: Record, ranks: dist.ProcessGroup | list[int], timeout_s: float | None) -> Record:
+    def together(payloads: list[str]) -> str:
+        return merge([Record.from_json(payload) for payload in payloads]).to_json()
+
+    answer = exchange("next step", mine.to_json(), ranks, together, timeout_s=timeout_s)
+    return Record.from_json(answer)
+
+
+def _agreed(said: Record) -> Record:
     if said.wrong:
         raise RankMismatchError(
             f"ranks disagree about the next step: {said.wrong}. Run the same passes with the same "
-            "order of units on every rank; a rank may leave units out"
+            f"order of units on every rank; a rank may leave units out. {waiting.TOGETHER}"
         )
     return said
 

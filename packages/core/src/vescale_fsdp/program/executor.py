@@ -12,7 +12,13 @@ from vescale_fsdp.program.residency import Residency
 
 
 class Executor(ABC):
-    """What `passes.Passes` calls, beside units (`Residency`) and groups (`Reduction`)."""
+    """What `passes.Passes` calls, beside units (`Residency`) and groups (`Reduction`).
+
+    Attributes:
+        gathers: whether all-gathers send anything; not if each rank has all parameters.
+    """
+
+    gathers = True
 
     # Agreement
 

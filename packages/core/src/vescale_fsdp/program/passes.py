@@ -1,12 +1,13 @@
 """Passes: what one rank does in forwards and backwards, event by event.
 
-A pass follows the program of its kind (`order`), the first time a prediction. If this rank skips a
-unit, it joins the all-gather. If it runs a unit that is not in the program, all ranks agree on it
-when they are at the program's end. At the end of a predicted pass the ranks exchange what they have
-used; that is the program of later passes.
+A pass follows the program of its kind (`order`), the first time a prediction. Such a pass begins
+when all ranks have come to it: nothing is sent before. If this rank skips a unit, it joins the
+all-gather. If it runs a unit that is not in the program, all ranks agree on it when they are at the
+program's end. At the end of a predicted pass the ranks exchange what they have used; that is the
+program of later passes.
 
-    rank 0      unshard 0, 1, 2, 3              reduce 2, 1, 0    one round
-    rank 1      unshard 0, 1, join 2, 3         reduce 2, 1, 0    one round
+    rank 0  round  unshard 0, 1, 2, 3       round  ...  round  unshard 3, 2, 1  reduce  round
+    rank 1  round  unshard 0, 1, join 2, 3  round  ...  round  unshard 3, 2, 1  reduce  round
 
 Reductions are part of the program of a backward. All groups that can get a gradient are reduced in
 every backward that synchronizes, as zeros where this rank has none.
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.order import Program, Walk
 from vescale_fsdp.program.predict import predicted_backward
+from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.reductions import Reduction, Reductions
 from vescale_fsdp.program.residency import Residency
 from vescale_fsdp.program.walking import Walking
@@ -96,12 +98,12 @@ class Passes(Walking):
         for unit in self._alive():
             unit.begin_pass()
         self.window.forget()
-        self._executor.begin_pass(first)
         self._kind = (first.index, method, wants_gradients)
         self.num_passes += 1
         self._say("in", self._forward)
         self._forward = Walk(self._program_of_forward())
         self._begin_walk(self._forward)
+        self._executor.begin_pass(first)
         self._is_closed, self._is_visited, self._num_repeats = set(), set(), 1
         back = self._first_back.get(self._kind)
         is_known = back is not None and self._can_settle and not self._forward.is_predicted
@@ -114,7 +116,10 @@ class Passes(Walking):
             self._since.begin_forward(self._kind, self._forward)
 
     def _begin_walk(self, walk: Walk) -> None:
-        if not walk.is_predicted and self._can_settle:
+        if walk.is_predicted and self._predicts:
+            # Others may be in a pass that they know, whose messages would be taken for ours.
+            self._say_together(Record(self._step(walk), rank=self.rank), walk)
+        elif not walk.is_predicted and self._can_settle:
             self._executor.begin_walk(walk.program, in_backward=walk is self._backward)
 
     def _program_of_forward(self) -> Program:

@@ -45,6 +45,7 @@ class Record:
         failed: whether the pass has ended by an exception.
         skips: whether a rank has left out units since the last backward.
         issued: all-gathers so far, of all models: their number and a digest.
+        rank: the one that says it, the first of several.
         wrong: what is wrong, if anything.
     """
 
@@ -61,6 +62,7 @@ class Record:
     failed: bool = False
     skips: bool = False
     issued: list[int] = field(default_factory=list)
+    rank: int = 0
     wrong: str = ""
 
     def to_json(self) -> str:
@@ -79,11 +81,13 @@ def merge(records: Sequence[Record]) -> Record:
     wrong = next((record.wrong for record in records if record.wrong), "")
     for record in records:
         if record.step != first.step:
-            wrong = wrong or f"one rank is in {first.step}, another in {record.step}"
+            wrong = wrong or (
+                f"rank {first.rank} is in {first.step}, rank {record.rank} in {record.step}"
+            )
         elif record.issued != first.issued:
             wrong = wrong or (
-                f"in {first.step} one rank has issued {first.issued[0]} all-gathers so far, of all "
-                f"models, and another {record.issued[0]}, or others"
+                f"in {first.step} rank {first.rank} has issued {first.issued[0]} all-gathers so "
+                f"far, of all models, and rank {record.rank} {record.issued[0]}, or others"
             )
 
     def union(name: str) -> list[int]:
@@ -107,6 +111,7 @@ def merge(records: Sequence[Record]) -> Record:
         failed=any(record.failed for record in records),
         skips=any(record.skips for record in records),
         issued=first.issued,
+        rank=first.rank,
         wrong=wrong,
     )
 

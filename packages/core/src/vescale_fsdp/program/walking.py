@@ -183,7 +183,7 @@ class Walking:
         if walk.is_predicted and self._can_settle:
             while not unit.has_arrived():
                 if self._executor.is_elsewhere(self._step(walk)):  # and does not come here
-                    self._say_together(Record(self._step(walk)), walk)
+                    self._say_together(Record(self._step(walk), rank=self.rank), walk)
         unit.wait_for_unshard()
 
     def _seek(self, place: int, walk: Walk) -> None:
@@ -308,6 +308,9 @@ class Walking:
         return (again * self._num_repeats)[1:]
 
     def _say_together(self, mine: Record, walk: Walk, timeout_s: float | None = None) -> Record:
+        is_evaluation = walk is self._forward and not self.wants_gradients
+        if is_evaluation and not self._executor.gathers:
+            return mine  # it sends nothing: a rank may run it alone
         if self._can_settle:
             return self._executor.settle(mine, timeout_s)
         # With units on several meshes: all ranks have to use and want the same.
@@ -316,8 +319,10 @@ class Walking:
             what = f"the gather of {self._names.title(wanted)} in {mine.step}"
             self._executor.compare([what], self._units[wanted]())
         else:
-            used = [f"{self._names.title(unit)} in {mine.step}" for unit in mine.used[0][0]]
-            self._executor.compare([*used, f"the end of {mine.step}"], None)
+            used = [unit for each, _, _ in mine.used for unit in each]
+            entries = [f"{self._names.title(unit)} in {mine.step}" for unit in used]
+            place = f"the {'end' if mine.used else 'beginning'} of {mine.step}"
+            self._executor.compare([*entries, place], None)
         return mine
 
     def _record(self, walk: Walk, wanted: int | None) -> Record:
@@ -333,7 +338,7 @@ class Walking:
             said.late, said.again = reductions.late, reductions.reduced_too_early
             said.ran = list(self._since.forward.ran)
         said.recomputed, said.written = list(walk.recomputed), list(walk.program.written)
-        said.skips = self._since.has_skipped
+        said.skips, said.rank = self._since.has_skipped, self.rank
         return said
 
     def _confirm(self, said: Record, walk: Walk) -> None:
