@@ -43,7 +43,7 @@ from vescale_fsdp.engine.slot import (
 )
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
-from vescale_fsdp.ragged import RaggedTensor
+from vescale_fsdp.ragged import RaggedTensor, holding_of
 
 _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
 
@@ -348,4 +348,17 @@ def _check_param(fqn: str, param: nn.Parameter, sites: list[Site], axes: Axes) -
             raise ValueError(
                 "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                 f"{theirs} for DTensor and {ours} for FSDP; found for parameter {fqn!r}"
+            )
+    if isinstance(param, DTensor):
+        spec, here = param._spec, param.device_mesh.get_coordinate()
+        is_plain = all(type(p) is Shard or p.is_replicate() for p in spec.placements)
+        if here is None or not is_plain:
+            return
+        expected = holding_of(spec.shape, spec.placements, spec.mesh.shape, here).local_shape
+        if param._local_tensor.shape != expected:
+            raise ValueError(
+                f"fully_shard: parameter {fqn!r} is a DTensor of shape {tuple(spec.shape)} with "
+                f"{spec.placements}, of which this rank should have a part of shape {expected}, "
+                f"but has {tuple(param._local_tensor.shape)}. Make it by distribute_tensor, or "
+                "give from_local parts as torch.chunk makes them"
             )
