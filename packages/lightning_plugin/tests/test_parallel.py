@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import grad_norm
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -29,7 +29,7 @@ from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
 from .lit import full_parameters, make_trainer
 
 SIZES = {
-    "vocab_size": 32,
+    "vocab_size": 33,  # not a multiple of two ranks
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -49,6 +49,10 @@ MLP = {
     "mlp.gate_proj": ColwiseParallel(),
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),
+}
+VOCABULARY = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
 
 
@@ -95,6 +99,8 @@ class Lit(pl.LightningModule):
             plan = ATTENTION | (MLP if self.kind == "llama" else {})
             for layer in self.net.model.layers:
                 parallelize_module(layer, tensor, plan)
+            if self.kind == "llama":
+                parallelize_module(self.net, tensor, VOCABULARY)
         if self.kind == "mixtral":
             experts = self.trainer.strategy.expert_mesh["expert_parallel"]
             spread_experts(self.net, experts, tensor)

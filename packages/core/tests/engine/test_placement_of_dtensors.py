@@ -67,6 +67,31 @@ def sharded(dims: int) -> tuple[Any, int]:
     return model, mesh["dp"].get_local_rank()
 
 
+def check_uneven() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
+    modules = [nn.Linear(7, 6, bias=False) for _ in range(2)]
+    for module in modules:
+        cut = distribute_tensor(weight, mesh["tp"], [Shard(1)], src_data_rank=None)
+        module.weight = nn.Parameter(cut)
+    with pytest.raises(
+        NotImplementedError, match=r"dimension 1 of 'weight', of shape \(6, 7\), is unevenly"
+    ):
+        fully_shard(modules[0], mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    fully_shard(modules[1], mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(0))
+    assert torch.equal(modules[1].weight.full_tensor(), weight)
+    other = nn.Linear(7, 6, bias=False)  # torch.chunk gives the first rank 4 of 7 columns
+    part = weight.split([3, 4], 1)[mesh["tp"].get_local_rank()].contiguous()
+    cut = DTensor.from_local(part, mesh["tp"], [Shard(1)], shape=weight.shape, stride=(7, 1))
+    other.weight = nn.Parameter(cut)
+    with pytest.raises(ValueError, match=r"this rank should have a part of shape \(6, [34]\), but"):
+        fully_shard(other, mesh=mesh["dp"])
+
+
+def test_a_dimension_that_is_unevenly_sharded_is_not_sharded_again() -> None:
+    run_ranks(check_uneven, 4)
+
+
 def check_training(dims: int, folder: str) -> None:
     gradients, weights = expected()
     model, data_rank = sharded(dims)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -19,7 +23,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from vescale_fsdp import Granularity, RaggedShard, clip_grad_norm_, fully_shard
+from vescale_fsdp import (
+    Granularity,
+    PlanError,
+    RaggedShard,
+    clip_grad_norm_,
+    fully_shard,
+    unsharded,
+)
+from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, flatten_
 from vescale_fsdp.testing import run_ranks
 
 from .models import make
@@ -153,18 +165,185 @@ def test_parameters_are_one_dtensor_over_all_axes_at_rest() -> None:
     run_ranks(check_placements, 4)
 
 
-def check_errors() -> None:
+NUM_TOKENS, HIDDEN = 17, 5  # over four ranks: 5, 5, 5 and 2 rows; 2, 2, 1 and none
+
+
+class Words(nn.Module):
+    """A language model of which neither the vocabulary nor the hidden width can be halved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate()),
+    "up": ColwiseParallel(use_local_output=False),  # of a local one torch expects equal parts
+    "down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def words_and_next(step: int, num_sequences: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(NUM_TOKENS, (num_sequences, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def sharded_words(mesh: DeviceMesh, data: DeviceMesh, **options: Any) -> Words:
+    model = make(Words)
+    parallelize_module(model, mesh["tensor"], PLAN)
+    for module in (model.embedding, model.up, model):
+        fully_shard(module, mesh=data, **options)
+    return model
+
+
+def train_words(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data_rank: int, num_data_ranks: int
+) -> list[Tensor]:
+    """Three steps with a sequence for each data rank. Returns the norms of the gradients."""
+    norms = []
+    for step in range(3):
+        tokens, targets = words_and_next(step, 4)
+        mine = slice(data_rank, None, num_data_ranks)
+        logits = model(tokens[mine])
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets[mine].flatten()).backward()
+        norms.append(clip_grad_norm_(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def check_words(names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    data = mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+    num_data_ranks = mesh.size() // sizes[-1]
+    plain, model = make(Words), sharded_words(mesh, data, **options)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), plain.get_parameter(name)), name
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
+    expected = train_words(plain, optimizers[0], 0, 1)
+    norms = train_words(model, optimizers[1], dist.get_rank() // sizes[-1], num_data_ranks)
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        before = plain.get_parameter(name)
+        torch.testing.assert_close(parameter.full_tensor(), before, rtol=1e-5, atol=1e-5, msg=name)
+        for key, state in optimizers[0].state[before].items():
+            found = optimizers[1].state[parameter][key]
+            found = found.full_tensor() if isinstance(found, DTensor) else found
+            torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-6, msg=f"{name}/{key}")
+
+
+_TWO = (("data", "tensor"), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "options"),
+    [
+        (*_TWO, {}),
+        (*_TWO, {"granularity": Granularity.rows(1)}),
+        (*_TWO, {"sharding": "ddp"}),
+        (("data", "tensor"), (1, 4), {}),
+        (("replicate", "data", "tensor"), (2, 1, 2), {}),
+        (("replicate", "data", "tensor"), (1, 2, 2), {}),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_uneven_tensor_parallelism_equals_one_process(
+    names: tuple[str, ...], sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    run_ranks(check_words, 4, names, sizes, options)
+
+
+def test_uneven_tensor_parallelism_on_two_ranks_equals_one_process() -> None:
+    run_ranks(check_words, 2, ("data", "tensor"), (1, 2), {})
+
+
+def check_uneven_optimizers() -> None:
+    """Steps on the same gradients as one process: the same bits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Linear(4, 5)
-    parallelize_module(model, mesh["tensor"], ColwiseParallel())
-    with pytest.raises(
-        NotImplementedError, match=r"'weight' of shape \(5, 4\) is unevenly sharded"
-    ):
-        fully_shard(model, mesh=mesh["data"])
+    rows = {"granularity": AdamW8bit.granularity(WIDTH, min_8bit_size=1)}
+    each: list[tuple[Any, dict[str, Any]]] = [
+        (lambda params: flatten_(torch.optim.AdamW(params)), {}),
+        (lambda params: Muon(params, lr=0.1), {}),
+        (lambda params: SOAP(params, lr=0.1), {}),
+        (
+            lambda params: AdamW8bit(params, block_size=WIDTH, min_8bit_size=NUM_TOKENS * WIDTH),
+            rows,
+        ),
+    ]
+    for make_optimizer, options in each:
+        plain, model = make(Words), sharded_words(mesh, mesh["data"], **options)
+        pairs = [
+            (p, model.get_parameter(name)) for name, p in plain.named_parameters() if p.dim() == 2
+        ]
+        optimizers = [make_optimizer(list(params)) for params in zip(*pairs, strict=True)]
+        for step in range(2):
+            model(words_and_next(step, 2)[0]).square().mean().backward()
+            for before, parameter in pairs:
+                before.grad = parameter.grad.full_tensor()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for before, parameter in pairs:
+            assert torch.equal(parameter.full_tensor(), before)
+    # Blocks of 16 are two rows of 8, and the first part has 3 of the 5 rows.
+    model = sharded_words(mesh, mesh["data"])
+    with pytest.raises(PlanError, match=r"parameter 0 of group 0 of shape .* is split inside"):
+        AdamW8bit([model.up.weight], block_size=16, min_8bit_size=1)
 
 
-def test_uneven_tensor_parallelism_is_refused_by_name() -> None:
-    run_ranks(check_errors, 4)
+def test_optimizers_of_uneven_parts_equal_one_process() -> None:
+    run_ranks(check_uneven_optimizers, 4)
+
+
+def check_uneven_states(path: Path) -> None:
+    """Whole state dicts, torch's checkpoints, copies and conversions; then it still trains."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plain, model = make(Words), sharded_words(mesh, mesh["data"])
+    weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(whole, weights, rtol=0, atol=0)
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    loaded = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    torch.testing.assert_close(loaded, weights, rtol=0, atol=0)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.zero_()
+    dcp.load(model.state_dict(), checkpoint_id=path)
+    embedding = model.embedding.weight
+    assert embedding.placements[0].elements_per_unit is not None
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(1), Shard(0)]):
+        moved = embedding.redistribute(placements=placements)
+        assert torch.equal(moved.full_tensor(), weights["embedding.weight"])
+        assert torch.equal(
+            moved.redistribute(placements=embedding.placements).to_local(), embedding.to_local()
+        )
+    torch.testing.assert_close(embedding.mean().full_tensor(), weights["embedding.weight"].mean())
+    twin = copy.deepcopy(model).double()
+    for name, parameter in (*model.named_parameters(), *twin.named_parameters()):
+        assert torch.equal(parameter.full_tensor().float(), weights[name]), name
+    with unsharded(model):
+        assert torch.equal(model.head.weight.full_tensor(), weights["head.weight"])
+    tokens, _ = words_and_next(0, 2)
+    expected = plain(tokens)
+    torch.testing.assert_close(model(tokens), expected)
+    torch.testing.assert_close(twin(tokens).float(), expected)
+
+
+def test_states_of_uneven_parts(tmp_path: Path) -> None:
+    run_ranks(check_uneven_states, 4, tmp_path / "dcp")
 
 
 def on_whole_mesh(mesh: DeviceMesh, model: nn.Module) -> nn.Module:

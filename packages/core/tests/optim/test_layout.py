@@ -106,6 +106,14 @@ def test_several_axes(placements: list[Placement], split_rows: int | None) -> No
     )
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((3, 6, 2), 0), ((4, 5, 2), 1)])
+def test_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> None:
+    """The larger part, of 24 elements, is split after 9; tensor parallelism on either side."""
+    fixed = RaggedShard((0, 1, 2), (3, 5), elements_per_unit=3)
+    for placements in ([fixed.with_split_factor(2), Shard(dim)], [Shard(dim), fixed]):
+        assert_parts_make_matrices(Layout(shape, tuple(placements), (2, 2), (4, 1, 6, 3)))
+
+
 def test_the_example_of_the_docstring() -> None:
     layout = Layout((2, 2, 4), (RaggedShard((0, 1, 2), (6, 10)),), (2,), (0, 1))
     first, second = matrices_of(layout)

@@ -50,6 +50,17 @@ def test_a_tensor_can_span_many_shards():
     assert layout.shard_ranges(0) == [(rank, 2 * rank, 2 * rank + 2) for rank in range(6)]
 
 
+def test_smaller_parts_lie_where_the_largest_do(layout):
+    """Tensor parallelism may leave a rank 3 rows of c, of 5, and nothing of a."""
+    parts = layout.of_parts([(0, 4), (3,), (3, 2)])
+    assert (parts.offsets, parts.shard_size, parts.padding) == ((2, 10, 14), 6, 15)
+    assert parts.shard_ranges(0) == []
+    assert parts.shard_ranges(1) == layout.shard_ranges(1)
+    assert parts.shard_ranges(2) == [(2, 0, 4), (3, 4, 6)]
+    assert not parts.exact
+    assert layout.of_parts([(2, 4), (3,), (5, 2)]) is layout
+
+
 def test_digest_of_the_example_is_this_text(layout):
     """Stable over processes, machines and versions of Python, or ranks would disagree."""
     assert layout.digest == "489a4889ec2cda04c8e65b4401e39725a1f9fa9679a1bd648dc3a8f6facb9b1e"

@@ -66,6 +66,7 @@ COMPOSED: list[list[Placement]] = [
     [RaggedShard((0,), (1, 3)), Shard(1)],
     [RaggedShard((0, 1), (5, 7), split_factor=2), Shard(1)],
     [RaggedShard.owner(1, 2), Shard(2)],
+    [RaggedShard((0, 1, 2), (5, 7), split_factor=2, elements_per_unit=2), Shard(0)],
 ]
 
 

@@ -42,6 +42,7 @@ def held(shape: Shape, layout: Layout, sizes: Sequence[int], coordinate: Sequenc
         if isinstance(placement, RaggedShard):
             units = placement.local_units
             unit = part.numel() // sum(units) if sum(units) else 0
+            unit = placement.elements_per_unit or unit  # then what is past the end is not there
             start = sum(units[:index]) * unit
             part = part.reshape(-1)[start : start + units[index] * unit]
     return part

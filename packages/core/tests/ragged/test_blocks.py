@@ -59,29 +59,29 @@ def layouts(draw: st.DrawFn) -> tuple[BlockSize, tuple[int, ...], tuple[Placemen
     ]
     if "ragged" in kinds:
         axis = kinds.index("ragged")
-        # Only where all coordinates of other axes are left the same box can any cut be written.
         boxes = {
             remaining_box(shape, placements, mesh, at).sizes for at in product(*map(range, mesh))
         }
-        if len(boxes) == 1:
-            box = boxes.pop()
-            numel = math.prod(box)
-            step = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
-            cuts = [draw(st.integers(0, numel // step)) * step for _ in range(mesh[axis] - 1)]
-            ends = [0, *sorted(cuts), numel]
-            runs = [(1, stop - start) for start, stop in pairwise(ends)]
-            ragged = RaggedShard.from_runs_of_elements(runs, box)
-            split = [
-                mesh[a]
-                for a, p in enumerate(placements)
-                if a > axis and isinstance(p, Shard) and p.dim < len(ragged.dims)
-            ]
-            placements[axis] = ragged.with_split_factor(math.prod(split))
+        box = max(boxes)
+        numel = math.prod(box)
+        step = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
+        cuts = [draw(st.integers(0, numel // step)) * step for _ in range(mesh[axis] - 1)]
+        ends = [0, *sorted(cuts), numel]
+        runs = [(1, stop - start) for start, stop in pairwise(ends)]
+        ragged = RaggedShard.from_runs_of_elements(runs, box)
+        ragged = ragged if len(boxes) == 1 else ragged.fixed_in(box)
+        split = [
+            mesh[a]
+            for a, p in enumerate(placements)
+            if a > axis and isinstance(p, Shard) and p.dim < len(ragged.dims)
+        ]
+        placements[axis] = ragged.with_split_factor(math.prod(split))
     return size, shape, tuple(placements), mesh
 
 
 @settings(max_examples=200, deadline=None)
 @example((4, (1, 2, 3), (Shard(0), Shard(0)), (2, 2)))  # one rank has all, of two blocks
+@example((2, (5, 4), (RaggedShard((0, 1), (1, 2), elements_per_unit=4), Shard(0)), (2, 2)))
 @given(layouts())
 def test_scales_lie_with_the_elements_of_their_block(
     layout: tuple[BlockSize, tuple[int, ...], tuple[Placement, ...], Mesh],

@@ -63,6 +63,15 @@ def compositions_of(shape: Shape) -> list[Layout]:
             crosses = isinstance(other, Shard) and other.dim < num_dims
             found[(RaggedShard(dims, units, split_factor=2 if crosses else 1), other)] = None
             found[(other, RaggedShard(dims, units))] = None
+    for dim in range(len(shape)):  # parts of different sizes, split after as many elements
+        parts = [held(shape, (Shard(dim),), (2,), (k,)) for k in range(2)]
+        largest = parts[0].numel()
+        if parts[1].numel() < largest:
+            for first in {largest // 3, largest - 1}:
+                units = (first, largest - first)
+                fixed = RaggedShard(range(len(shape)), units, elements_per_unit=1)
+                found[(fixed.with_split_factor(2), Shard(dim))] = None
+                found[(Shard(dim), fixed)] = None
     return list(found)
 
 

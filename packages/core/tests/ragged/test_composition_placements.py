@@ -158,6 +158,9 @@ def check_units() -> None:
         ((4, 3), (Shard(1), RaggedShard((0, 1), (5, 7)))),  # 12 units; 8 and 4 elements left
         ((5, 4), (RaggedShard((0,), (1, 2), **two), Shard(0))),  # 3 units; 3 and 2 rows left
         ((5, 4), (Shard(0), RaggedShard((0,), (1, 1)))),
+        # Of a fixed size: the larger part has 12 elements; units are of all dimensions.
+        ((5, 4), (Shard(0), RaggedShard((0, 1), (1, 1), elements_per_unit=4))),
+        ((5, 4), (RaggedShard((0,), (1, 2), **two, elements_per_unit=4), Shard(0))),
     ]:
         assert_refused(shape, placements, "units")
 

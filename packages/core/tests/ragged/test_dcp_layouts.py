@@ -81,12 +81,14 @@ def on_two_axes(name: str, shape: Shape) -> Layout:
     elements = RaggedShard(range(len(shape)), (numel // 3, numel - numel // 3))
     owner = RaggedShard.owner(1, 2)
     sharded = Shard(0) if shape else Replicate()
-    # Units that divide both chunks of an uneven dimension: those of the smaller one's columns.
-    even = numel and shape and shape[0] % 2 == 0
-    left = (shape[0] // 2, *shape[1:]) if even else ()
+    splits = numel and shape
+    left = (-(-shape[0] // 2), *shape[1:]) if splits else ()
     within = math.prod(left[:2])
     units = (within // 3, within - within // 3)
-    strided = RaggedShard((0, 1), units, split_factor=2) if even else owner
+    # Of chunks of an uneven dimension, the units are those of the larger one.
+    unit = 1 if splits and shape[0] % 2 else None
+    inner = RaggedShard((0, 1), units, elements_per_unit=unit) if splits else owner
+    strided = inner.with_split_factor(2) if splits else owner
     layouts: dict[str, tuple[Placement, Placement]] = {
         "hsdp": (Replicate(), elements),
         "hsdp outside": (elements, Replicate()),
@@ -94,7 +96,7 @@ def on_two_axes(name: str, shape: Shape) -> Layout:
         "columns": (RaggedShard((0,), (1, shape[0] - 1)), Shard(1))
         if numel and len(shape) > 1
         else (owner, sharded),
-        "tensor first": (sharded, RaggedShard((0, 1), units) if even else owner),
+        "tensor first": (sharded, inner),
         "plain": (sharded, Replicate()) if len(shape) < 2 else (Shard(1), Shard(0)),
     }
     return layouts[name]

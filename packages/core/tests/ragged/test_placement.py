@@ -72,6 +72,35 @@ def test_a_thousand_equal_ranks_take_one_run() -> None:
 def test_nonsense_is_refused(dims: tuple[int, ...], units: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RaggedShard(dims, units)
+    with pytest.raises(ValueError, match="elements_per_unit must be at least 1, got 0"):
+        RaggedShard((0,), (1, 1), elements_per_unit=0)
+
+
+# --- units of a fixed size ------------------------------------------------------------------------
+
+
+def test_units_of_a_fixed_size_end_where_a_part_ends() -> None:
+    """5 rows of 2 elements on one tensor rank, 4, 2 and none on others."""
+    placement = RaggedShard((0,), (3, 0, 2)).fixed_in((5, 2))
+    assert placement == RaggedShard((0, 1), (6, 0, 4), elements_per_unit=1)
+    assert placement != RaggedShard((0, 1), (3, 0, 2))
+    parts = {
+        (5, 2): [(0, 6), (6, 6), (6, 10)],
+        (4, 2): [(0, 6), (6, 6), (6, 8)],
+        (2, 2): [(0, 4), (4, 4), (4, 4)],
+        (0, 2): [(0, 0)] * 3,
+    }
+    for shape, ranges in parts.items():
+        assert [placement.local_range(shape, rank) for rank in range(3)] == ranges
+        held = [elements for count, elements in placement.runs_in(shape) for _ in range(count)]
+        assert held == [stop - start for start, stop in ranges]
+    with pytest.raises(ValueError, match="its 5 units have 10 elements, and the tensor has 12"):
+        placement.local_range((6, 2), 0)
+
+
+def test_what_is_whole_on_a_rank_has_no_units_to_fix() -> None:
+    owner = RaggedShard.owner(1, 3)
+    assert owner.fixed_in((5, 2)) is owner
 
 
 # --- owner, scalars, nothing ----------------------------------------------------------------------
@@ -148,6 +177,7 @@ def test_is_none_of_the_placements_that_torch_knows() -> None:
         RaggedShard((), (0, 1)),
         RaggedShard((0, 1), (5, 7)),
         RaggedShard((), (0, 0)),
+        RaggedShard((0, 1), (3, 2), split_factor=2, elements_per_unit=4),
         RaggedShard.from_interval(3, 100, 10_001, (1000, 1000)),
     ],
     ids=repr,
@@ -169,6 +199,9 @@ def test_repr_is_the_call_that_makes_it() -> None:
     placement = RaggedShard((0,), (1, 0, 3, 2))
     assert repr(placement) == "RaggedShard(dims=(0,), local_units=(1, 0, 3, 2))"
     assert eval(repr(placement)) == placement
+    fixed = RaggedShard((0,), (1, 2), elements_per_unit=4)
+    assert repr(fixed) == "RaggedShard(dims=(0,), local_units=(1, 2), elements_per_unit=4)"
+    assert eval(repr(fixed)) == fixed
 
 
 def test_repr_is_short_for_many_ranks() -> None:

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard
@@ -90,11 +91,27 @@ def reshape_composed() -> int:
     return check_reshaped(list(composed_specs()), shapes)
 
 
+def reshape_parts() -> list[int]:
+    """Tensor parallelism over two ranks leaves 2 and 1 of three; the larger part has 16."""
+    mesh = grid()
+    if dist.get_rank():
+        return []
+    fixed = RaggedShard((0, 1, 2), (5, 11), split_factor=2, elements_per_unit=1)
+    rows = make_spec(mesh, [fixed, Shard(0)], (3, 4, 2), torch.float32)
+    columns = make_spec(mesh, [fixed, Shard(1)], (4, 3, 2), torch.float32)
+    return [
+        check_reshaped([rows], [(3, 8), (3, 1, 4, 2), (1, 3, 4, 2), (3, 2, 2, 2), (24,)]),
+        check_reshaped([columns], [(4, 6), (4, 3, 2, 1), (4, 1, 3, 2), (2, 2, 3, 2), (24,)]),
+        sliced(columns, 0, 2) is None,  # 5 elements are in rows 1 and 2 of the parts
+    ]
+
+
 def test_reshaping_leaves_every_element_where_it_is() -> None:
     assert run_ranks(reshape_all, 3)[0] == 91 * 6  # 13 * 14 / 2 cuts
     # Without a Shard all 7. Shard(0): not the first two and not (2, 2, 6, 2); Shard(1): not the
     # first three and not (4, 3, 2, 2); Shard(2): not the first and not (4, 12).
-    assert run_ranks(reshape_composed, 4)[0] == 2 * 7 + 2 * 4 + 3 * 3 + 2 * 5
+    assert run_ranks(reshape_composed, 4)[0] == 2 * 7 + 3 * 4 + 3 * 3 + 2 * 5
+    assert run_ranks(reshape_parts, 4)[0] == [4, 3, True]
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -136,8 +153,8 @@ def slice_composed() -> list[int]:
 
 def test_slices_keep_the_elements_that_lie_in_them() -> None:
     assert run_ranks(slice_all, 3)[0] == 45 * 15  # 9 * 10 / 2 cuts, 15 slices of 4 rows
-    # Shard(0) is in the third and the sixth.
-    assert run_ranks(slice_composed, 4)[0] == [15, 15, 0, 15, 15, 0, 15, 15, 15]
+    # Shard(0) is in the third, the sixth and the last.
+    assert run_ranks(slice_composed, 4)[0] == [15, 15, 0, 15, 15, 0, 15, 15, 15, 0]
 
 
 # --- slices that change their size ----------------------------------------------------------------

@@ -179,9 +179,9 @@ def fully_shard(
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
             codec; a parameter with a codec is smaller than a block, gathers itself or has a
             ``Shard(d)``; or a codec is passed by both of its names.
-        NotImplementedError: tensor parallelism shards a parameter unevenly; a codec with
-            ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor or for a
-            parameter that gathers itself.
+        NotImplementedError: ``Shard(d)`` of a dimension that tensor parallelism shards unevenly; a
+            codec with ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor
+            or for a parameter that gathers itself.
         ValueError: ``budget`` is passed with an argument that it chooses, or for a model that has
             units already.
         PlanError: the parameters cannot be laid out; or nothing fits the ``budget``, or the model

@@ -167,10 +167,11 @@ class MovableParameters(Parameters):
         self.gradients.codings = [reduce for _, reduce in self.codings]
         if not self.slots:
             return gone
-        specs = [spec for i, spec in enumerate(self.layout.specs) if i != index]
+        self._specs = [spec for i, spec in enumerate(self._specs) if i != index]
+        planned = self._lay_out([slot.shape for slot in self.slots], None)
         placements = [
             placements_of(self.axes, placement, slot.inner)
-            for placement, slot in zip(self._lay_out(specs), self.slots, strict=True)
+            for placement, slot in zip(planned, self.slots, strict=True)
         ]
         current = [slot.sharded for slot in self.slots]
         shard = self.buffer.shard
@@ -195,7 +196,7 @@ class MovableParameters(Parameters):
         self._guard, self._users = Guard(), devices.Users(self._compute_device)
         self._inner_shard = InnerShard() if axes.cuts_outside else None
         self.gradients = self.gradients.copied(self.buffer, self.slots, self.pool)
-        planned = self._lay_out([*self.layout.specs], self.slots[0].dim)
+        planned = self._lay_out([slot.shape for slot in self.slots], self.slots[0].dim)
         for slot in self.slots:
             slot.axes, slot.used, slot.sharded.grad = axes, False, None
         placements = [

@@ -14,9 +14,11 @@ contains it. If not, each use gathers it for itself (`lent`).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import checked_block
+from vescale_fsdp.dbuffer import Coding, checked_block
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
@@ -42,7 +44,7 @@ from vescale_fsdp.engine.slot import (
 )
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
-from vescale_fsdp.ragged import RaggedTensor
+from vescale_fsdp.ragged import RaggedTensor, holding_of
 
 _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
 
@@ -153,18 +155,29 @@ def _with_blocks(
     travel: Choice | None,
 ) -> ParamToShard:
     """Return the item with its blocks and with the codecs for its messages."""
-    shape = local_data(item.param).shape
-    block = asked_block(granularity, item.fqn, item.param, shape)
-    if travel is None:
-        return replace(item, block=1 if block is None else block)
-    gather, reduce = travel.codings(item.fqn, item.param, item.sites, shape, item.inner)
+    fqn, param = item.fqn, item.param
+
+    @cache  # one part, if all are alike
+    def codings(shape: tuple[int, ...]) -> tuple[Coding | None, Coding | None]:
+        if travel is None:
+            return None, None
+        return travel.codings(fqn, param, item.sites, shape, item.inner)
+
+    def block_in(shape: tuple[int, ...]) -> int:
+        asked = asked_block(granularity, fqn, param, shape)
+        return checked_block(fqn, shape, asked, *codings(shape))
+
+    gather, reduce = codings(tuple(local_data(param).shape))
     if (gather or reduce) and item.dim is not None:
         why = "gathers itself" if item.extends else f"shard_placement_fn wants as Shard({item.dim})"
         raise ValueError(
             f"fully_shard: {item.fqn!r}, which {why}, cannot be sent in blocks of 8 bits; let the "
             "policy of gather_codec= and reduce_codec= return False for it"
         )
-    block = checked_block(item.fqn, shape, block, gather, reduce)
+    largest, *smaller = item.parts
+    block = block_in(largest)
+    if any(block < math.prod(part) and block % block_in(part) for part in smaller):
+        block = math.prod(largest)  # no other place is between blocks of all parts
     return replace(item, block=block, gather=gather, reduce=reduce)
 
 
@@ -341,4 +354,17 @@ def _check_param(fqn: str, param: nn.Parameter, sites: list[Site], axes: Axes) -
             raise ValueError(
                 "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                 f"{theirs} for DTensor and {ours} for FSDP; found for parameter {fqn!r}"
+            )
+    if isinstance(param, DTensor):
+        spec, here = param._spec, param.device_mesh.get_coordinate()
+        is_plain = all(type(p) is Shard or p.is_replicate() for p in spec.placements)
+        if here is None or not is_plain:
+            return
+        expected = holding_of(spec.shape, spec.placements, spec.mesh.shape, here).local_shape
+        if param._local_tensor.shape != expected:
+            raise ValueError(
+                f"fully_shard: parameter {fqn!r} is a DTensor of shape {tuple(spec.shape)} with "
+                f"{spec.placements}, of which this rank should have a part of shape {expected}, "
+                f"but has {tuple(param._local_tensor.shape)}. Make it by distribute_tensor, or "
+                "give from_local parts as torch.chunk makes them"
             )

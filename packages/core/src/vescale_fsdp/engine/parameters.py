@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,11 +120,12 @@ class Parameters(ABC):
         self._alignment = _ALIGNMENT_BYTES // narrowest
         self.follows_statistics = False  # whether ``compute_dtype`` may change (`statistics`)
         self.slots: list[Slot] = []
-        specs = [TensorSpec(p.fqn, tuple(p.data.shape), p.block) for p in params]
-        placements = self._lay_out(specs, params[0].dim)
+        self._specs = [TensorSpec(p.fqn, p.parts[0], p.block) for p in params]
+        shapes = [p.data.shape for p in params]
+        placements = self._lay_out(shapes, params[0].dim)
         itemsize = params[0].data.element_size()
         warn_of_padding(self.layout, itemsize, self.rank, stacklevel=4)  # fully_shard's caller
-        buffer = self._allocate([p.data.shape for p in params], params[0].param.dtype, device)
+        buffer = self._allocate(shapes, params[0].param.dtype, device)
         self.gradients = Gradients(
             buffer, self.slots, reduce_dtype, self.pool, cuts_outside=axes.cuts_outside
         )
@@ -134,17 +135,23 @@ class Parameters(ABC):
             self.slots.append(self._new_slot(p, placement, self._own_part(index, p.data)))
         self._make_gathered()
 
-    def _lay_out(self, specs: list[TensorSpec], dim: int | None = None) -> list[Placement]:
-        """Plan the buffer. Returns the placement of each tensor."""
-        self.sizes = [math.prod(spec.shape) for spec in specs]
+    def _lay_out(self, shapes: Sequence[torch.Size], dim: int | None) -> list[Placement]:
+        """Plan the buffer. Returns the placement of each tensor, in the largest part of it.
+
+        Args:
+            shapes: of this rank's parts by an inner parallelism, in the order of the buffer.
+            dim: the one of ``Shard(dim)``. None: of RaggedShard.
+        """
+        self.sizes = [math.prod(shape) for shape in shapes]
         if dim is not None:
-            self.layout = even_chunks(specs, self.num_shards)
+            self.layout = even_chunks(self._specs, self.num_shards)
             return [Shard(dim)]
-        self.layout = lay_out(specs, self.num_shards, alignment=self._alignment)
-        size = self.layout.shard_size
+        planned = lay_out(self._specs, self.num_shards, alignment=self._alignment)
+        self.layout = planned.of_parts(shapes)
+        size = planned.shard_size
         return [
             RaggedShard.from_interval(offset, size, self.num_shards, spec.shape)
-            for offset, spec in zip(self.layout.offsets, specs, strict=True)
+            for offset, spec in zip(planned.offsets, planned.specs, strict=True)
         ]
 
     def _allocate(

@@ -52,7 +52,7 @@ from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import PaddingWarning, ShardLayout, TensorSpec, advise
-from vescale_fsdp.ragged import RaggedShard, contiguous_strides
+from vescale_fsdp.ragged import RaggedShard, boxes_of, contiguous_strides
 from vescale_fsdp.ragged.tensor import make_spec
 
 
@@ -225,6 +225,9 @@ def placements_of(
     if inner is None or axes.shard is None:
         return (*axes.placements(sharded), *(inner.placements if inner is not None else ()))
     assert isinstance(sharded, RaggedShard | Shard), "a group is laid out as one of the two"
+    if isinstance(sharded, RaggedShard):
+        parts = boxes_of(inner.shape, inner.placements, inner.mesh.shape)
+        sharded = sharded.fixed_in(parts[0]) if len(parts) > 1 else sharded
     dims = sharded.dims if isinstance(sharded, RaggedShard) else (sharded.dim,)
     split = math.prod(
         inner.mesh.size(axis)
@@ -242,7 +245,7 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
     """Return the mesh of the sharded parameter: the data axes, then those of the inner parallelism.
 
     Raises:
-        NotImplementedError: ranks of the inner parallelism have parts of different sizes.
+        NotImplementedError: optimizer states are to be sharded over the replicas, too.
         ValueError: the meshes are not slices of one mesh.
     """
     if inner is None:
@@ -252,13 +255,6 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
             f"fully_shard: sharding='hsdp_zero1' of {fqn!r}, a DTensor on {inner.mesh}, is not "
             "there yet; use sharding='hsdp'"
         )
-    for axis, placement in enumerate(inner.placements):
-        if isinstance(placement, Shard) and inner.shape[placement.dim] % inner.mesh.size(axis):
-            raise NotImplementedError(
-                f"fully_shard: parameter {fqn!r} of shape {tuple(inner.shape)} is unevenly sharded "
-                f"by {placement} over {inner.mesh.size(axis)} ranks; pad that dimension to "
-                "a multiple"
-            )
     return axes.joined(inner.mesh)
 
 

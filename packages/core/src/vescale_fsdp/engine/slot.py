@@ -34,7 +34,7 @@ from vescale_fsdp.engine.placement import (
     placements_of,
     spec_at_rest,
 )
-from vescale_fsdp.ragged import RaggedTensor, ReplicatedTensor, wrap_replicated
+from vescale_fsdp.ragged import RaggedTensor, ReplicatedTensor, boxes_of, wrap_replicated
 from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
 
@@ -263,6 +263,16 @@ class ParamToShard:
         return annotated_spec(self.param, self.axes, self.fqn)[1]
 
     @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The shapes of `data` on the ranks of the inner parallelism, the largest one first.
+
+        With ``Shard(dim)``, which splits what each rank has, that of this rank.
+        """
+        if self.inner is None or self.dim is not None:
+            return [tuple(self.data.shape)]
+        return boxes_of(self.inner.shape, self.inner.placements, self.inner.mesh.shape)
+
+    @property
     def data(self) -> torch.Tensor:
         """This rank's data to shard, in the order of the buffer."""
         data = local_data(self.param)
@@ -322,7 +332,23 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def resting_spec(p: ParamToShard, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
-    """Return the spec of the sharded parameter, with ``placement`` on the data axes."""
+    """Return the spec of the sharded parameter, with ``placement`` on the data axes.
+
+    Raises:
+        NotImplementedError: ``Shard(dim)`` of a dimension that the inner parallelism has sharded
+            unevenly.
+        ValueError: as `mesh_at_rest`.
+    """
+    if p.inner is not None and p.dim is not None and p.axes.shard is not None:
+        parts = boxes_of(p.inner.shape, p.inner.placements, p.inner.mesh.shape)
+        if len({part[p.dim] for part in parts}) > 1:
+            # torch's strided shard has other elements than these, of 7 over 3 x 2 ranks for example
+            raise NotImplementedError(
+                f"fully_shard: dimension {p.dim} of {p.fqn!r}, of shape {tuple(p.inner.shape)}, is "
+                f"unevenly sharded by {p.inner.placements}, and no placement of torch says how "
+                f"Shard({p.dim}) shards it again. Let shard_placement_fn return None or another "
+                "dimension for it, or pad that dimension to a multiple"
+            )
     placements = placements_of(p.axes, placement, p.inner)
     mesh = mesh_at_rest(p.axes, p.inner, p.fqn)
     # Of a DTensor: the global one.

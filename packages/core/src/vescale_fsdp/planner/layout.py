@@ -25,7 +25,8 @@ import hashlib
 import json
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vescale_fsdp.errors import PlanError
@@ -170,6 +171,21 @@ class ShardLayout:
             separators=(",", ":"),
         )
         return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+    def of_parts(self, shapes: Sequence[Sequence[int]]) -> ShardLayout:
+        """The same buffer for tensors of other shapes, none larger, each at the same offset.
+
+        Tensor parallelism leaves ranks parts of different sizes if it does not divide a dimension
+        evenly. All of them have the layout of the largest parts, so that tensors which they share
+        are split at the same places. What a smaller part leaves is padding.
+        """
+        specs = tuple(
+            TensorSpec(spec.name, tuple(shape), spec.block)
+            for spec, shape in zip(self.specs, shapes, strict=True)
+        )
+        if specs == self.specs:
+            return self
+        return replace(self, specs=specs, exact=False, optimal=False)
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
         """The range of tensor ``index`` on ``rank``: ``(start, stop)`` in its elements. O(1).

@@ -14,6 +14,7 @@ from vescale_fsdp.ragged import made as made  # lets functions of torch make it
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
 from vescale_fsdp.ragged.holdings import (
     Box,
+    boxes_of,
     contiguous_strides,
     flat_range_to_boxes,
     holding_of,
@@ -38,6 +39,7 @@ __all__ = [
     "Region",
     "ReplicatedTensor",
     "as_bytes",
+    "boxes_of",
     "contiguous_strides",
     "flat_range_to_boxes",
     "group_along",

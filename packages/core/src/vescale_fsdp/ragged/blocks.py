@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.ragged.holdings import check_placements, normalized
+from vescale_fsdp.ragged.holdings import check_placements, normalized, split_factor_of
 from vescale_fsdp.ragged.placement import RaggedShard
 
 BlockSize = int | tuple[int, int]
@@ -155,12 +155,9 @@ class Blocks:
             placement = placements[axis]
             if isinstance(placement, RaggedShard):
                 ragged = self._ragged_in(boxes, placement)
-                split = [
-                    mesh_shape[a]
-                    for a, p in enumerate(found)
-                    if a > axis and isinstance(p, Shard) and p.dim < len(ragged.dims)
-                ]
-                found[axis] = ragged.with_split_factor(math.prod(split))
+                found[axis] = ragged
+                split = split_factor_of(found, mesh_shape, len(ragged.dims))
+                found[axis] = ragged.with_split_factor(split)
                 check_placements(self.grid, found, mesh_shape)
         return tuple(found)
 
@@ -186,13 +183,21 @@ class Blocks:
         """The RaggedShard of the scales, if ``placement`` splits each of the boxes."""
         found = []
         for box in sorted(boxes):
-            unit = placement.unit_numel(box)
-            runs = self._in_blocks([(count, n * unit) for count, n in placement.runs], box)
-            found.append(RaggedShard.from_runs_of_elements(runs, self._grid_of(box)))
-        longest = max(found, key=lambda each: len(each.dims))
-        if any(each.runs != longest.runs for each in found):
+            runs, grid = self._in_blocks(placement.runs_in(box), box), self._grid_of(box)
+            found.append((RaggedShard.from_runs_of_elements(runs, grid), grid))
+        if placement.elements_per_unit is None:
+            cut = max((each for each, _ in found), key=lambda each: len(each.dims))
+            alike = all(each.runs == cut.runs for each, _ in found)
+        else:  # the split of the largest grid must be that of the others, as far as they go
+            largest, grid = max(found, key=lambda each: math.prod(each[1]))
+            cut = largest.fixed_in(grid)
+            alike = all(
+                RaggedShard.from_runs_of_elements(cut.runs_in(grid), grid).runs == each.runs
+                for each, grid in found
+            )
+        if not alike:
             raise CutBlockError("other axes leave parts whose blocks are not split alike")
-        return longest
+        return cut
 
     def _in_blocks(self, runs: list[_Run], box: Sequence[int]) -> list[_Run]:
         """Runs of elements as runs of blocks."""

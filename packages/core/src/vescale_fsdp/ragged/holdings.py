@@ -149,6 +149,29 @@ def remaining_box(
     return Box(tuple(offsets), tuple(sizes), 0)
 
 
+def boxes_of(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The different sizes of the parts that ``Shard`` placements leave, the largest one first.
+
+    One if they divide their dimensions evenly. (5, 2) with ``Shard(0)`` over four ranks: (2, 2),
+    (1, 2) and (0, 2).
+    """
+    extents = [[size] for size in shape]  # of each dimension, descending
+    for placement, num_parts in zip(normalized(placements, len(shape)), mesh_shape, strict=True):
+        if type(placement) is Shard:
+            before = extents[placement.dim]
+            after = {part for size in before for part in _chunks(size, num_parts)}
+            extents[placement.dim] = sorted(after, reverse=True)
+    return list(product(*extents))
+
+
+def _chunks(size: int, num_parts: int) -> set[int]:
+    chunk = -(-size // num_parts)
+    starts = (0, num_parts - 1, size // chunk if chunk else 0)  # a full one, the last, the shorter
+    return {min(chunk, max(size - chunk * k, 0)) for k in starts if k < num_parts}
+
+
 def normalized(placements: Sequence[Placement], num_dims: int) -> tuple[Placement, ...]:
     """The placements with the dimension of each ``Shard`` counted from the front.
 
@@ -186,6 +209,16 @@ def holding_of(
     return Holding(boxes, (stop - start,))
 
 
+def split_factor_of(
+    placements: Sequence[Placement], mesh_shape: Sequence[int], num_dims: int
+) -> int:
+    """The parts into which axes to the right of the RaggedShard split its ``num_dims`` dims."""
+    axis = ragged_axis_of(placements)
+    assert axis is not None, "only a RaggedShard has a split_factor"
+    right = zip(placements[axis + 1 :], mesh_shape[axis + 1 :], strict=True)
+    return math.prod(size for p, size in right if type(p) is Shard and p.dim < num_dims)
+
+
 def check_placements(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> None:
@@ -194,7 +227,8 @@ def check_placements(
     Raises:
         ValueError: not exactly one RaggedShard; another placement than ``Replicate``, ``Shard``
             and ``Partial`` beside it; another number of ranks than the axis has; units that do
-            not divide what the other axes leave; a ``split_factor`` that is not so.
+            not divide what the other axes leave, or of fixed sizes that are not its largest part;
+            a ``split_factor`` that is not so.
     """
     ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     known = (RaggedShard, Replicate, Partial)
@@ -214,13 +248,24 @@ def check_placements(
         )
     shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]
     num_dims = len(placement.dims)
-    split = math.prod(mesh_shape[a] for a, dim in shards if a > axis and dim < num_dims)
+    split = split_factor_of(placements, mesh_shape, num_dims)
     if placement.split_factor != split:
         raise ValueError(
             f"{tuple(placements)}: axes to the right of axis {axis} split the dimensions "
             f"{placement.dims} into {split} parts before the ragged split, but split_factor is "
             f"{placement.split_factor}; write RaggedShard(..., split_factor={split})"
         )
+    if placement.elements_per_unit is not None:
+        first = (0,) * len(mesh_shape)  # it has the largest part
+        largest = remaining_box(shape, placements, mesh_shape, first).sizes
+        num_elements = placement.total_units * placement.elements_per_unit
+        if num_elements != math.prod(largest) or num_dims != len(shape):
+            raise ValueError(
+                f"{placement} does not fit a tensor of shape {tuple(shape)}: units of a fixed size "
+                "are of all dimensions, and together the largest part that the other axes leave, "
+                f"{largest}; they have {num_elements} elements"
+            )
+        return
     # Only where a Shard divides a dimension of the units can what is left differ in its units.
     dividing = {a: mesh_shape[a] for a, dim in shards if dim < num_dims}
     for there in product(*(range(dividing.get(a, 1)) for a in range(len(mesh_shape)))):

@@ -23,6 +23,17 @@ Tensor parallelism over two ranks first, then rows (2, 1) over three::
     rows of (6, 4)              0 1 | 2 | 3 4 | 5         tensor rank 0 has rows 0-2,
     held by (data, tensor)      0,0  1,0  0,1  1,1        tensor rank 1 has rows 3-5
 
+Where the ``Shard`` placements leave parts of different sizes, one number of units cannot divide
+all of them at places that a buffer allows. Then `elements_per_unit` is fixed: units count from the
+start of each part, together they are the largest part, and in a smaller one the last units have
+fewer elements, or none. 9 rows of 2 elements over two tensor ranks, 5 and 4 rows::
+
+    mesh (data 2, tensor 2)     [RaggedShard((0, 1), (3, 2), split_factor=2, elements_per_unit=2),
+                                 Shard(0)]
+
+    rows of (9, 2)              0 1 2 | 3 4 | 5 6 7 | 8   tensor rank 0 has rows 0-4,
+    held by (data, tensor)      0,0     1,0   0,1     1,1 tensor rank 1 has rows 5-8
+
 Source: arXiv 2602.22437, section on RaggedShard; canonical units are ours (the same cut must
 be the same placement, whatever common factor it was written with).
 """
@@ -50,6 +61,8 @@ class RaggedShard(Placement):
             their greatest common divisor: ``(2, 4)`` and ``(1, 2)`` are the same placement.
         split_factor: the number of parts into which axes to the right of this one have already
             split a dimension of ``dims`` (see the module's docstring); 1 if none has.
+        elements_per_unit: fixed, where other axes leave parts of different sizes (see there). None:
+            the elements of a part, divided by the units.
 
     The units show where the tensor is split, not its granularity: 10 elements in
     blocks of 4 may be split as (8, 2), which is (4, 1) in units of 2. Code that depends on
@@ -60,19 +73,35 @@ class RaggedShard(Placement):
 
     dims: tuple[int, ...]
     split_factor: int
+    elements_per_unit: int | None
     _runs: tuple[_Run, ...]
 
     def __init__(
-        self, dims: Sequence[int], local_units: Sequence[int], *, split_factor: int = 1
+        self,
+        dims: Sequence[int],
+        local_units: Sequence[int],
+        *,
+        split_factor: int = 1,
+        elements_per_unit: int | None = None,
     ) -> None:
         runs = [(len(list(ranks)), units) for units, ranks in groupby(local_units)]
-        self._set(dims, runs, split_factor)
+        self._set(dims, runs, split_factor, elements_per_unit)
 
-    def _set(self, dims: Sequence[int], runs: Iterable[_Run], split_factor: int) -> None:
+    def _set(
+        self,
+        dims: Sequence[int],
+        runs: Iterable[_Run],
+        split_factor: int,
+        elements_per_unit: int | None,
+    ) -> None:
         super().__init__()
         dims = tuple(dims)
         if split_factor < 1:
             raise ValueError(f"RaggedShard.split_factor must be at least 1, got {split_factor}")
+        if elements_per_unit is not None and elements_per_unit < 1:
+            raise ValueError(
+                f"RaggedShard.elements_per_unit must be at least 1, got {elements_per_unit}"
+            )
         if dims != tuple(range(len(dims))):
             raise ValueError(
                 f"RaggedShard.dims must be a prefix (0, 1, ...) of the dimensions, got {dims}"
@@ -90,6 +119,7 @@ class RaggedShard(Placement):
         divisor = math.gcd(*(units for _, units in merged)) or 1
         self.dims = dims
         self.split_factor = split_factor
+        self.elements_per_unit = elements_per_unit and elements_per_unit * divisor
         self._runs = tuple((count, units // divisor) for count, units in merged)
 
     @classmethod
@@ -159,19 +189,38 @@ class RaggedShard(Placement):
 
     @classmethod
     def _from_runs(
-        cls, dims: Sequence[int], runs: Iterable[_Run], split_factor: int = 1
+        cls,
+        dims: Sequence[int],
+        runs: Iterable[_Run],
+        split_factor: int = 1,
+        elements_per_unit: int | None = None,
     ) -> RaggedShard:
         placement = cls.__new__(cls)
-        placement._set(dims, runs, split_factor)
+        placement._set(dims, runs, split_factor, elements_per_unit)
         return placement
 
     def with_split_factor(self, split_factor: int) -> RaggedShard:
         """The same split, if axes to the right have already split a dimension of ``dims``."""
-        return RaggedShard._from_runs(self.dims, self._runs, split_factor)
+        return RaggedShard._from_runs(self.dims, self._runs, split_factor, self.elements_per_unit)
+
+    def fixed_in(self, largest: Sequence[int]) -> RaggedShard:
+        """The same split of a part of shape ``largest``, with `elements_per_unit` fixed by it.
+
+        Smaller parts are split after as many elements. The split may be at any element of them, so
+        ``dims`` are all dimensions. A part that is whole on one rank has no split to fix.
+        """
+        if not self.dims:
+            return self
+        dims, unit = range(len(largest)), self.unit_numel(largest)
+        return RaggedShard._from_runs(dims, self._runs, self.split_factor, unit)
 
     def cuts_like(self, other: RaggedShard) -> bool:
         """Whether both split a tensor at the same places; ``dims`` may differ."""
-        return self._runs == other._runs and self.split_factor == other.split_factor
+        return self._key == other._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self._runs, self.split_factor, self.elements_per_unit
 
     @property
     def runs(self) -> tuple[_Run, ...]:
@@ -188,6 +237,16 @@ class RaggedShard(Placement):
         """Units per rank, in lowest terms. Expands to one integer per rank."""
         return tuple(units for count, units in self._runs for _ in range(count))
 
+    def runs_in(self, shape: Sequence[int]) -> list[_Run]:
+        """``(number of consecutive ranks, elements that each of them holds)`` of a part.
+
+        Raises:
+            ValueError: as `unit_numel`.
+        """
+        unit, numel = self.unit_numel(shape), math.prod(shape)
+        runs = [(count, units * unit) for count, units in self._runs]
+        return runs if self.elements_per_unit is None else list(clipped(runs, 0, numel))
+
     @property
     def total_units(self) -> int:
         """Units of the whole tensor; 0 for a tensor without elements."""
@@ -199,23 +258,35 @@ class RaggedShard(Placement):
         Raises:
             ValueError: the units do not divide ``shape[:len(dims)]``, or there is no such rank.
         """
-        unit = self.unit_numel(shape)
+        unit, numel = self.unit_numel(shape), math.prod(shape)
         if rank < 0:
             raise ValueError(f"rank must not be negative, got {rank}")
         before = 0
         for count, units in self._runs:
             if rank < count:
                 start = (before + rank * units) * unit
-                return start, start + units * unit
+                return min(start, numel), min(start + units * unit, numel)
             rank -= count
             before += count * units
         raise ValueError(f"{self} has {self.num_shards} ranks, there is no rank beyond them")
 
     def unit_numel(self, shape: Sequence[int]) -> int:
-        """Elements per unit for a tensor of ``shape`` (0 where it has none)."""
+        """Elements per unit for a tensor of ``shape`` (0 where it has none).
+
+        Raises:
+            ValueError: the units do not divide ``shape[:len(dims)]``; or, of fixed sizes, they are
+                fewer elements than it has.
+        """
         numel, total = math.prod(shape), self.total_units
         if numel == 0:
             return 0
+        if self.elements_per_unit is not None:
+            if total * self.elements_per_unit < numel:
+                raise ValueError(
+                    f"{self} does not fit a tensor of shape {tuple(shape)}: its {total} units have "
+                    f"{total * self.elements_per_unit} elements, and the tensor has {numel}"
+                )
+            return self.elements_per_unit
         divided = math.prod(shape[: len(self.dims)])
         if len(self.dims) > len(shape) or total == 0 or divided % total:
             raise ValueError(
@@ -258,12 +329,12 @@ class RaggedShard(Placement):
         return self.dims == other.dims and self.cuts_like(other)
 
     def __hash__(self) -> int:
-        return hash((RaggedShard, self.dims, self._runs, self.split_factor))
+        return hash((RaggedShard, self.dims, self._key))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The base class is a C++ object: the default protocol cannot rebuild it. A function, not
         # a bound method: torch.load(weights_only=True) allows only what it knows by name.
-        return _rebuild_placement, (self.dims, self._runs, self.split_factor)
+        return _rebuild_placement, (self.dims, *self._key)
 
     def __repr__(self) -> str:
         if len(self._runs) > 8:
@@ -273,11 +344,44 @@ class RaggedShard(Placement):
         else:
             units = f"{self.local_units}"
         strided = f", split_factor={self.split_factor}" if self.split_factor > 1 else ""
+        if self.elements_per_unit is not None:
+            strided += f", elements_per_unit={self.elements_per_unit}"
         return f"RaggedShard(dims={self.dims}, local_units={units}{strided})"
 
 
+def clipped(runs: Iterable[_Run], start: int, stop: int) -> Iterable[_Run]:
+    """What ranks hold of [start, stop), as runs; O(number of runs)."""
+    position = 0
+    for count, units in runs:
+        end = position + count * units
+        if max(position, start) >= min(end, stop):  # nothing of it
+            yield count, 0
+        elif start <= position and end <= stop:
+            yield count, units
+        else:  # an end of the slice lies in this run: its ranks before, at and after the ends
+            yield from _clipped_run(position, count, units, start, stop)
+        position = end
+
+
+def _clipped_run(position: int, count: int, units: int, start: int, stop: int) -> Iterable[_Run]:
+    first = max(0, (start - position) // units)
+    last = min(count - 1, (stop - 1 - position) // units)
+    yield first, 0
+    done = first
+    for rank in sorted({first, last}):
+        here = position + rank * units
+        if rank > done:  # the whole ones between the ends
+            yield rank - done, units
+        yield 1, min(stop, here + units) - max(start, here)
+        done = rank + 1
+    yield count - done, 0
+
+
 def _rebuild_placement(
-    dims: tuple[int, ...], runs: tuple[_Run, ...], split_factor: int
+    dims: tuple[int, ...],
+    runs: tuple[_Run, ...],
+    split_factor: int,
+    elements_per_unit: int | None = None,
 ) -> RaggedShard:
     """What ``pickle`` and ``torch.load`` call."""
-    return RaggedShard._from_runs(dims, runs, split_factor)
+    return RaggedShard._from_runs(dims, runs, split_factor, elements_per_unit)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
 from typing import cast
 
 import torch
@@ -27,12 +26,14 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.compat import DTensorSpec, TensorMeta
 from vescale_fsdp.ragged.holdings import (
     Holding,
+    boxes_of,
     contiguous_strides,
     holding_of,
     ragged_axis_of,
     remaining_box,
+    split_factor_of,
 )
-from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.placement import RaggedShard, clipped
 
 
 def ragged_in(spec: DTensorSpec) -> tuple[int, RaggedShard]:
@@ -120,6 +121,11 @@ def reshaped(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
     if not sharded:
         unit = placement.unit_numel(spec.shape)
         return _with_cut(spec, ((n, units * unit) for n, units in placement.runs), shape)
+    if placement.elements_per_unit is not None:  # the same ranges of the same parts
+        dims = range(len(shape))
+        split = split_factor_of(placements, spec.mesh.shape, len(shape))
+        cut = RaggedShard._from_runs(dims, placement.runs, split, placement.elements_per_unit)
+        return respecified_as(spec, shape, [cut if p is placement else p for p in placements])
     return _fitted(spec, placement.runs, shape, placements)
 
 
@@ -138,15 +144,18 @@ def _counterpart(shape: Sequence[int], dim: int, new_shape: Sequence[int]) -> in
 def sliced(spec: DTensorSpec, start: int, stop: int, *, drop: bool = False) -> DTensorSpec | None:
     """Indices [start, stop) of dimension 0; with ``drop``, that dimension is gone.
 
-    None where another axis has ``Shard(0)``: there the indices have other holders.
+    None where another axis has ``Shard(0)``: there the indices have other holders; and where units
+    have fixed sizes: the indices are at other elements of each part.
     """
     if any(type(p) is Shard and p.dim == 0 for p in spec.placements):
         return None
     _, placement = ragged_in(spec)
+    if placement.elements_per_unit is not None:
+        return None
     rows, total = spec.shape[0], placement.total_units
     # In units of 1/total of a row, both the old cuts and the ends of the slice are integers.
     fine = ((count, units * rows) for count, units in placement.runs)
-    runs = list(_clipped(fine, start * total, stop * total))
+    runs = list(clipped(fine, start * total, stop * total))
     shape = spec.shape[1:] if drop else (stop - start, *spec.shape[1:])
     placements = [Shard(p.dim - 1) if drop and type(p) is Shard else p for p in spec.placements]
     return _fitted(spec, runs, shape, placements)
@@ -206,15 +215,12 @@ def _fitted(
     """The spec of ``shape``, sharded by runs of any unit, with the fewest dims that express it."""
     axis, _ = ragged_in(spec)
     mesh_shape = spec.mesh.shape
-    shards = [(a, p.dim) for a, p in enumerate(placements) if type(p) is Shard]
-    sharded = {a for a, _ in shards}
-    coordinates = product(*(range(n if a in sharded else 1) for a, n in enumerate(mesh_shape)))
-    left = {remaining_box(shape, placements, mesh_shape, there).sizes for there in coordinates}
+    left = boxes_of(shape, placements, mesh_shape)
     runs = tuple(runs)
     total = RaggedShard._from_runs((), runs).total_units
     for num_dims in range(len(shape) + 1):
         if all(_divides(total, sizes, num_dims) for sizes in left):
-            split = math.prod(mesh_shape[a] for a, dim in shards if a > axis and dim < num_dims)
+            split = split_factor_of(placements, mesh_shape, num_dims)
             cut = RaggedShard._from_runs(range(num_dims), runs, split)
             return respecified_as(spec, shape, (*placements[:axis], cut, *placements[axis + 1 :]))
     return None
@@ -225,33 +231,3 @@ def _divides(total: int, sizes: Sequence[int], num_dims: int) -> bool:
     if not math.prod(sizes):
         return True
     return total > 0 and math.prod(sizes[:num_dims]) % total == 0
-
-
-def _clipped(runs: Iterable[tuple[int, int]], start: int, stop: int) -> Iterable[tuple[int, int]]:
-    """What ranks hold of [start, stop), as runs; O(number of runs)."""
-    position = 0
-    for count, units in runs:
-        end = position + count * units
-        if max(position, start) >= min(end, stop):  # nothing of it
-            yield count, 0
-        elif start <= position and end <= stop:
-            yield count, units
-        else:  # an end of the slice lies in this run: its ranks before, at and after the ends
-            yield from _clipped_run(position, count, units, start, stop)
-        position = end
-
-
-def _clipped_run(
-    position: int, count: int, units: int, start: int, stop: int
-) -> Iterable[tuple[int, int]]:
-    first = max(0, (start - position) // units)
-    last = min(count - 1, (stop - 1 - position) // units)
-    yield first, 0
-    done = first
-    for rank in sorted({first, last}):
-        here = position + rank * units
-        if rank > done:  # the whole ones between the ends
-            yield rank - done, units
-        yield 1, min(stop, here + units) - max(start, here)
-        done = rank + 1
-    yield count - done, 0

@@ -163,7 +163,7 @@ def _part_spec(func: Any, spec: DTensorSpec, start: int, stop: int, drop: bool) 
     if part is None:
         raise NotImplementedError(
             f"{func} would split dimension 0 of {spec.placements}, which another axis of the mesh "
-            f"shards. {WAYS_OUT}"
+            f"shards, or of which it leaves ranks parts of different sizes. {WAYS_OUT}"
         )
     return part
 
