@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_fsdp import FSDPModule, fully_shard
-from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import averaged_gradients, full_gradients, full_parameters
@@ -97,6 +97,131 @@ def check_owner() -> None:
 
 def test_the_unit_around_all_uses_owns_the_weight() -> None:
     run_ranks(check_owner, WORLD_SIZE)
+
+
+class Shared(nn.Module):
+    """A layer with a buffer, that several blocks contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(3, 5))
+        self.register_buffer("shift", torch.full((5,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale.sum(0) + self.shift
+
+
+class Block(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.own(self.shared(x).tanh())
+
+
+class Sharing(nn.Module):
+    """Four blocks with one layer; the first two are in a part of their own, which uses it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Shared()
+        self.part = nn.Sequential(Block(shared), Block(shared), shared)
+        self.third, self.fourth = Block(shared), Block(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fourth(self.third(self.part(x)))
+
+
+# Each: the calls in their order, and the unit that has the parameters of the shared layer.
+SHARINGS: dict[str, tuple[list[str], str]] = {
+    "siblings": (["third", "fourth", ""], ""),
+    "three": (["part.0", "part.1", "third", ""], ""),
+    "nested": (["part.0", "part.1", "part", "third", "fourth", ""], ""),
+    "nested last": (["third", "part.0", "part.1", "part", "fourth", ""], ""),
+    "around and inside": (["part.0", ""], ""),
+    "a list": (["part.0", "part.1+third", "fourth", ""], ""),
+    "one list": (["part+third+fourth", ""], "third"),
+    "a unit": (["third.shared", "part.0", "third", ""], "third.shared"),
+}
+
+
+def check_shared_module(kind: str) -> None:
+    plain, model = make(Sharing), make(Sharing)
+    calls, owner = SHARINGS[kind]
+    for names in calls:
+        modules = [model.get_submodule(name) for name in names.split("+")]
+        fully_shard(modules if len(modules) > 1 else modules[0])  # type: ignore[call-overload]
+    every = [param for unit in units_in(model).values() for param in unit.slots()]
+    assert len(every) == len([*plain.parameters()]), "each is in one unit"
+    owned = {id(slot.sharded) for slot in unit_of(model.get_submodule(owner)).slots()}
+    assert owned.issuperset(id(param) for param in model.third.shared.parameters())
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    check_trains_alike(plain, model)
+
+
+def check_trains_alike(plain: nn.Module, model: nn.Module) -> None:
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each in (plain, model):
+            each(inputs_of(step, dist.get_rank())).square().mean().backward()
+        for parameter, gradient in zip(
+            plain.parameters(), averaged_gradients(plain).values(), strict=True
+        ):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = full_parameters(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", SHARINGS)
+def test_a_module_in_several_units_trains_as_in_a_plain_model(kind: str) -> None:
+    run_ranks(check_shared_module, WORLD_SIZE, kind)
+
+
+def check_shared_and_tied() -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        shared, head = Shared(), nn.Linear(5, 5)
+        head.weight = shared.inner.weight
+        made.append(nn.Sequential(Block(shared), Block(shared), head))
+    plain, model = made
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    assert model[2].weight is model[0].shared.inner.weight
+    check_trains_alike(plain, model)
+
+
+def test_a_parameter_of_a_shared_module_may_be_tied_too() -> None:
+    run_ranks(check_shared_and_tied, WORLD_SIZE)
+
+
+def blocks_of_one_layer() -> nn.Sequential:
+    shared = Shared()
+    return nn.Sequential(Block(shared), Block(shared))
+
+
+def check_lent_module(has_root: bool) -> None:
+    plain, model = make(blocks_of_one_layer), make(blocks_of_one_layer)
+    for block in model:
+        fully_shard(block)
+    if has_root:
+        model[0](inputs_of(0, 0))  # an optimizer may have states for its shards now
+        fully_shard(model)
+    check_trains_alike(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore:parameters were tied after fully_shard")
+@pytest.mark.parametrize("has_root", [False, True])
+def test_units_that_have_run_or_are_in_no_other_lend_each_other_a_module(has_root: bool) -> None:
+    run_ranks(check_lent_module, WORLD_SIZE, has_root)
 
 
 def check_no_unit_around() -> None:

@@ -6,6 +6,9 @@ contains all of its uses, because that unit stays unsharded for all of them. So 
 a parameter, and a later call finds it in another unit, the first unit releases it. The parameter
 then waits, not sharded, for a call whose modules contain all of its uses.
 
+A module may also stand below several units. The last of them takes its parameters, because it may
+be of another model, until a call on a module around two or more of them takes them instead.
+
 Code may also tie sharded parameters (``head.weight = embedding.weight``), as it does where weights
 are loaded into a model that was made on meta. Nothing moves then, because an optimizer may have
 states for the layout: `follow_ties` adds the use to the unit that has the parameter, if that
@@ -42,7 +45,7 @@ from vescale_fsdp.engine.slot import (
     slot_of,
     was_sharded,
 )
-from vescale_fsdp.engine.unit import Unit, unit_of
+from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor, holding_of
 
@@ -107,8 +110,8 @@ def params_to_shard(
 ) -> list[ParamToShard]:
     """Return the parameters that this call takes, each once, with all of its uses.
 
-    Collective if a unit releases a parameter that is tied across units: the other parameters of its
-    group are copied to a new layout.
+    Collective if units release a parameter that several of them use: it may be gathered, and the
+    other parameters of its group are copied to a new layout.
 
     Raises:
         ValueError: a call on an outer module has already sharded a parameter; or a parameter is a
@@ -118,6 +121,7 @@ def params_to_shard(
             cannot be sharded (see `gathers_itself`).
     """
     inside = {id(child) for module in modules for child in module.modules()}
+    _release_shared(modules, ignored)
     found = _parameters_of(own_modules(modules), ignored)
     for item in _waiting_below(modules):
         if item.param in ignored:
@@ -208,13 +212,14 @@ def follow_ties(units: Sequence[Unit]) -> None:
                 continue
             if id(unit) not in inside:
                 inside[id(unit)] = {id(m) for each in unit.modules() for m in each.modules()}
-            if id(module) in inside[id(unit)]:
+            if inside[id(unit)].issuperset(id(each) for each in (module, *home.modules())):
                 slot.sites.remove(site)
                 holder.sites.append(site)
     if tied:
         warn_user(
             f"parameters were tied after fully_shard: {tied}. They train as one, but what was in "
-            "the place of the former is still gathered with its unit. Tie them before fully_shard"
+            "the place of the former is still gathered with its unit. Tie them before fully_shard, "
+            "and call it on a module around all units that share a module"
         )
 
 
@@ -264,6 +269,51 @@ def _parameters_of(
             entry = found.setdefault(id(param), _Found(_join(prefix, name), param, []))
             entry.sites.append((weakref.ref(child), name))
     return found
+
+
+def _release_shared(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Let nested units release parameters of modules that stand elsewhere below ``modules`` too.
+
+    Collective: an all-gather of each, and what `Unit.give_up` sends. Units that have run keep them:
+    an optimizer may have states for their layout. Then each use gathers them for itself (`lent`).
+    """
+    nested = {id(unit): unit for module in modules for unit in units_in(module).values()}
+    homes = {slot: unit for unit in nested.values() if unit.engine is None for slot in unit.slots()}
+    own = {id(child) for _, child in own_modules(modules)}
+    users: dict[Slot, list[Slot]] = {}  # of the slot that has the parameter: all that have had it
+    for slot in homes:
+        for module_ref, name in slot.sites:
+            module = module_ref()
+            param = None if module is None else module._parameters.get(name)
+            holder = None if param is None else holder_of(param)
+            if holder is None or holder not in homes or not _is_site(holder, module, name):
+                continue  # of another model, or tied by code
+            if holder is not slot or id(module) in own:
+                users.setdefault(holder, [holder]).append(slot)
+    for holder, slots in users.items():
+        if holder.sharded not in ignored:
+            whole = _taken_over(holder.fqn, holder.sharded, holder.sites)
+            for slot in dict.fromkeys(slots):
+                if (original := slot.original()) is not None:
+                    whole = _revived(original, whole, holder.sites)
+                homes[slot].give_up(slot)
+            setattr(whole, _WAITING, holder.sites)  # for this call, which contains all of them
+
+
+def _revived(original: nn.Parameter, whole: nn.Parameter, sites: list[Site]) -> nn.Parameter:
+    """Register the original parameter again, with these values: others may be tied to it."""
+    original.__dict__.pop(_OWNER, None)
+    original.data = whole.data
+    original.requires_grad_(whole.requires_grad)
+    carry(whole, original)
+    for module_ref, name in sites:
+        if (module := module_ref()) is not None:
+            module._parameters[name] = original
+    return original
+
+
+def _is_site(slot: Slot, module: nn.Module | None, name: str) -> bool:
+    return any(ref() is module and name == known for ref, known in slot.sites)
 
 
 def _waiting_below(modules: Sequence[nn.Module]) -> list[_Found]:

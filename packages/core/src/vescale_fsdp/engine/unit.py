@@ -434,6 +434,14 @@ class Unit(Residency):
         Raises:
             RuntimeError: a forward has run, so an optimizer may have changed the shards.
         """
+        (slot,) = (each for each in self.slots() if each.original() is param)
+        self.give_up(slot)
+        carry(slot.sharded, param)
+        slot.register(param)
+        return slot.sites
+
+    def give_up(self, slot: Slot) -> None:
+        """Remove a parameter, which stays as it is registered. As `give_back`."""
         if self.engine is not None:
             raise RuntimeError(
                 "fully_shard met a parameter that is tied to one in a unit that has run before; "
@@ -441,14 +449,9 @@ class Unit(Residency):
             )
         self.reshard()
         for group in self.groups:
-            for index, slot in enumerate(group.slots):
-                if slot.original() is param:
-                    group.give_back(index)
-                    carry(slot.sharded, param)
-                    slot.register(param)
-                    self.groups = [each for each in self.groups if each.slots]
-                    return slot.sites
-        raise AssertionError("the mark on a parameter names the unit that has it")
+            if slot in group.slots:
+                group.give_back(group.slots.index(slot))
+        self.groups = [each for each in self.groups if each.slots]
 
     def forget_running(self) -> None:
         """Discard the state of a forward that KeyboardInterrupt has ended, which no hook sees."""
