@@ -98,9 +98,8 @@ class Slot:
 
     def copied(self, sharded: nn.Parameter, memo: dict[int, Any]) -> Slot:
         """Return a slot for a copy of the sharded parameter, in no module yet."""
-        own = {"sharded": sharded, "local": local_of(sharded), "gathered": None, "used": False}
-        attributes = copy.deepcopy(self.attributes, memo)
-        twin = replace(self, sites=[], attributes=attributes, **own)
+        twin = replace(self, sites=[], gathered=None, used=False)
+        twin.attributes = copy.deepcopy(self.attributes, memo)
         twin.hold(sharded)
         return twin
 
