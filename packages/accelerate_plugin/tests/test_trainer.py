@@ -62,14 +62,18 @@ def use(cls: type[accelerate.Accelerator]) -> None:
     transformers.trainer.Accelerator = cls
 
 
+def use_environment(options: Options, environment: dict[str, str]) -> None:
+    os.environ |= to_environment(options, {})
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}
+    del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+
+
 def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: str | None = None,
         evaluates_first: bool = False, sealed: bool = False, budget: str | None = None,
         make: Any = make_llama, **more: Any) -> dict[str, Any]:  # fmt: skip
     with accelerator(accelerate.PartialState):
         if ours is not None:
-            os.environ |= to_environment(Options(sealed=sealed, budget=budget), {})
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **ours}
-            del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+            use_environment(Options(sealed=sealed, budget=budget), ours)
         use(cls)
         try:
             trainer = make_trainer(folder, make(), **more)
@@ -99,8 +103,7 @@ def on_a_copy(cls: Any, folder: Path, **environment: str) -> list[float]:
     """A second training, of a plain copy of the model that was trained."""
     with accelerator(accelerate.PartialState):
         if environment:
-            os.environ |= to_environment(Options(), {})
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}
+            use_environment(Options(), environment)
         use(cls)
         try:
             first = make_trainer(folder, make_llama())
