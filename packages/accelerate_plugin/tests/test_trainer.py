@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from vescale_fsdp import tuning_of
+from vescale_fsdp import FSDPModule, tuning_of, unsharded
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.options import Options, to_environment
@@ -60,16 +62,18 @@ def use(cls: type[accelerate.Accelerator]) -> None:
     transformers.trainer.Accelerator = cls
 
 
+def use_environment(options: Options, environment: dict[str, str]) -> None:
+    os.environ |= to_environment(options, {})
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}
+    del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+
+
 def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: str | None = None,
         evaluates_first: bool = False, sealed: bool = False, budget: str | None = None,
         make: Any = make_llama, **more: Any) -> dict[str, Any]:  # fmt: skip
-    import os
-
     with accelerator(accelerate.PartialState):
         if ours is not None:
-            os.environ |= to_environment(Options(sealed=sealed, budget=budget), {})
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **ours}
-            del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]
+            use_environment(Options(sealed=sealed, budget=budget), ours)
         use(cls)
         try:
             trainer = make_trainer(folder, make(), **more)
@@ -93,6 +97,37 @@ def run(cls: Any, folder: Path, *, ours: dict[str, Any] | None = None, resume: s
             return found
         finally:
             use(accelerate.Accelerator)
+
+
+def on_a_copy(cls: Any, folder: Path, **environment: str) -> list[float]:
+    """A second training, of a plain copy of the model that was trained."""
+    with accelerator(accelerate.PartialState):
+        if environment:
+            use_environment(Options(), environment)
+        use(cls)
+        try:
+            first = make_trainer(folder, make_llama())
+            first.train()
+            with unsharded(first.model):
+                model = copy.deepcopy(first.model)
+            # What `generate` asks, which would wait for the other ranks.
+            assert not getattr(model, "_is_fsdp_managed_module", False)
+            trainer = make_trainer(folder, model)
+            trainer.train()
+            assert isinstance(model, FSDPModule) == bool(environment)
+            return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        finally:
+            use(accelerate.Accelerator)
+
+
+def run_on_copies(root: Path) -> tuple[list[float], list[float]]:
+    expected = on_a_copy(accelerate.Accelerator, root / "ddp")
+    return on_a_copy(VeScaleAccelerator, root / "ours", **FULL), expected
+
+
+def test_a_copy_of_a_trained_model_trains_in_another_trainer(tmp_path: Path) -> None:
+    for found, expected in run_ranks(run_on_copies, 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
@@ -226,8 +261,6 @@ def make_t5() -> Any:
 
 def generate(folder: Path, ours: bool, moments: str) -> list[Any]:
     """What is predicted before and after training: the encoder runs before the model ever has."""
-    import os
-
     with accelerator(accelerate.PartialState):
         if ours:
             os.environ |= to_environment(Options(), {})

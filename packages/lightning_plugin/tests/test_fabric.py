@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -17,7 +18,7 @@ from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.nn import functional as F
 
-from vescale_fsdp import FSDPModule, RaggedTensor, RankMismatchError
+from vescale_fsdp import FSDPModule, RaggedTensor, RankMismatchError, unsharded
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy
@@ -389,3 +390,23 @@ def test_a_save_in_the_first_process_alone_is_named_in_time(
     assert "Rank 0 is in the save of a checkpoint" in first
     step = "in the save of a checkpoint"
     assert re.search(f"^rank 1 (has waited|was cut off) .*The others: rank 0 .*{step}", other)
+
+
+def set_up_a_copy(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    fabric, model, optimizer = set_up(strategy)
+    steps(fabric, model, optimizer, 0, 2)
+    with unsharded(model):
+        net = copy.deepcopy(model.module)
+    made, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return steps(fabric, made, optimizer, 2, 4), full_parameters(made.module)
+
+
+def copies_beside_ddp() -> None:
+    (losses, params), (expected_losses, expected) = map(set_up_a_copy, ("vescale_fsdp", "ddp"))
+    assert losses == expected_losses
+    for name, param in expected.items():
+        assert torch.equal(params[name], param), name
+
+
+def test_a_copy_of_a_module_can_be_set_up_again() -> None:
+    run_ranks(copies_beside_ddp, 2)

@@ -60,6 +60,32 @@ def value_clipping_beside_ddp(root: Path) -> None:
     assert_equal(fit("vescale_fsdp", root, **options), expected)
 
 
+class Grouped(LitModel):
+    """Its groups are made by what was set on parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.weight.no_decay = True  # tied
+        self.blocks[0].up.weight.no_decay = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        params = list(self.parameters())
+        kept = [param for param in params if getattr(param, "no_decay", False)]
+        assert len(kept) == 2
+        others = [param for param in params if not getattr(param, "no_decay", False)]
+        groups = [{"params": kept, "weight_decay": 0.0}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=5.0)
+
+
+def groups_beside_ddp(root: Path) -> None:
+    expected = fit("ddp", root, make_model(Grouped))
+    assert_equal(fit("vescale_fsdp", root, make_model(Grouped)), expected)
+
+
+def test_groups_by_attributes_of_parameters_equal_ddp(tmp_path: Path) -> None:
+    run_ranks(groups_beside_ddp, 2, tmp_path)
+
+
 class Looks(LitModel):
     """Remembers what it sees in its steps."""
 

@@ -242,7 +242,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             self._models.append(model)
         # What it is, and not what Accelerate has marked: a copy has the mark too, and a module
         # around it may pass it on.
-        bare = model._orig_mod if is_compiled_module(model) else model
+        bare: Any = model._orig_mod if is_compiled_module(model) else model
         is_sharded = isinstance(bare, FSDPModule)
         last = weak_parameters(model)
         optimizers = self._known_optimizers()

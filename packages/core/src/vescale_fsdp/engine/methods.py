@@ -169,10 +169,10 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
         twin: FSDPModule = object.__new__(cls)  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
         # Without what is compiled for this module, and without the Trainer of a LightningModule.
-        state: dict[str, Any] = self.__getstate__()  # type: ignore[operator]
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[assignment]
         left_out = {*_OF_THIS_MODULE, *unit.forward_methods}
         own = {key: copy.deepcopy(state[key], memo) for key in state if key not in left_out}
-        twin.__setstate__(own)  # type: ignore[operator]
+        twin.__setstate__(own)  # type: ignore[attr-defined]
         states = self.__dict__[compat.COMPOSABLE_STATE]
         twin.__dict__[compat.COMPOSABLE_STATE] = {  # of torch's other composable functions
             of: copy.deepcopy(state, memo)

@@ -101,9 +101,8 @@ class Slot:
 
     def copied(self, sharded: nn.Parameter, memo: dict[int, Any]) -> Slot:
         """Return a slot for a copy of the sharded parameter, in no module yet."""
-        own = {"sharded": sharded, "local": local_of(sharded), "gathered": None, "used": False}
-        attributes = copy.deepcopy(self.attributes, memo)
-        twin = replace(self, sites=[], attributes=attributes, original=_nothing, **own)
+        twin = replace(self, sites=[], gathered=None, used=False, original=_nothing)
+        twin.attributes = copy.deepcopy(self.attributes, memo)
         twin.hold(sharded)
         return twin
 
