@@ -63,7 +63,11 @@ class Switch:
         for optimizer in optimizers:
             if isinstance(optimizer, OptimizerGroup):
                 self.move(optimizer.optimizers.values())
-            elif any(p in self._sharded for g in optimizer.param_groups for p in g["params"]):
+                continue
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            former = [param for param in params if param in self._sharded]
+            if former:
+                replaced_parameters(former, followed=True)
                 if is_ours(optimizer):  # it makes its states when it gets parameters
                     self._remake(optimizer)
                 else:

@@ -68,7 +68,7 @@ def hold_what_was_replaced() -> None:
         "4 parameters that fully_shard has replaced are still held: '1.weight', '1.bias', "
         "'0.weight' and 1 more. An optimizer or a list that was made before fully_shard holds "
         "them. They are not trained, and keep 160 bytes of memory on this rank. Make it after "
-        "fully_shard, of model.parameters()"  # 2 * (4 * 4 + 4) * 4
+        "fully_shard, of model.parameters(), or delete it"  # 2 * (4 * 4 + 4) * 4
     ]
     assert step(model) == []  # said once
     assert step(copy.deepcopy(model)) == []  # nobody holds its former ones

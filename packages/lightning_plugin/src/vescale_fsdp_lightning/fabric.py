@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp import clip_grad_norm_
+from vescale_fsdp import clip_grad_norm_, replaced_parameters
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.ranks import begin_load, begin_save
 from vescale_fsdp_lightning import fabric_checkpoints
@@ -219,6 +219,7 @@ def replace_parameters(
     known = {id(param): now[name] for name, param in before.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            replaced_parameters(group["params"], followed=True)
             replaced = [known[id(param)] for param in group["params"]]
             for old, new in zip(group["params"], replaced, strict=True):
                 if old in optimizer.state:

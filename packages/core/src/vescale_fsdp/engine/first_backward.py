@@ -42,14 +42,15 @@ def check_replaced(slots: Iterable[Slot]) -> None:
             "(`self.weight`), or make the list after fully_shard"
         )
     # One that is frozen, before or after, is not trained on purpose.
-    idle = [(s, param) for s, param in held if param.requires_grad and s.sharded.requires_grad]
+    wanted = [(s, param) for s, param in held if param.requires_grad and s.sharded.requires_grad]
+    idle = [(slot, param) for slot, param in wanted if not slot.is_followed]
     if len(idle) > 1:
         num_bytes = sum(compat.local_tensor(p).nbytes for _, p in idle if not p.is_meta)
         warn_user(
             f"{len(idle)} parameters that fully_shard has replaced are still held: "
             f"{listed([slot.fqn for slot, _ in idle])}. An optimizer or a list that was made "
             f"before fully_shard holds them. They are not trained, and keep {num_bytes:,} bytes of "
-            "memory on this rank. Make it after fully_shard, of model.parameters()"
+            "memory on this rank. Make it after fully_shard, of model.parameters(), or delete it"
         )
 
 
@@ -90,9 +91,10 @@ def warn_of_several_roots(root: Unit) -> None:
             f"one backward has reached {len(units)} outermost units of the class {root.kind}: "
             f"{numbers}. If they are parts of one model, its trainable parameters outside of them "
             "(embeddings, norms, a head) are in no unit: their gradients are not reduced, and each "
-            "rank trains its own. Call fully_shard on the whole model last; or pass these parameters in "
-            "ignored_params, if you reduce their gradients yourself. If they are models of their "
-            'own, nothing is wrong: warnings.filterwarnings("ignore", "one backward has reached")'
+            "rank trains its own. Call fully_shard on the whole model last; or pass these "
+            "parameters in ignored_params, if you reduce their gradients yourself. If they are "
+            "models of their own, nothing is wrong: "
+            'warnings.filterwarnings("ignore", "one backward has reached")'
         )
 
 

@@ -223,12 +223,19 @@ def follow_ties(units: Sequence[Unit]) -> None:
         )
 
 
-def replaced_parameters(params: Iterable[torch.Tensor]) -> list[str]:
+def replaced_parameters(params: Iterable[torch.Tensor], *, followed: bool = False) -> list[str]:
     """Return the names of parameters in ``params`` that ``fully_shard`` has replaced.
 
     A list or an optimizer that was made before the call has these. They are not trained.
+
+    Args:
+        followed: the optimizer that had them got the sharded ones instead. Then the first backward
+            does not warn of lists that still hold them.
     """
-    return [slot.fqn for param in params if (slot := _replacement_of(param)) is not None]
+    slots = [slot for param in params if (slot := _replacement_of(param)) is not None]
+    for slot in slots:
+        slot.is_followed |= followed
+    return [slot.fqn for slot in slots]
 
 
 def _replacement_of(param: torch.Tensor) -> Slot | None:

@@ -64,6 +64,7 @@ class Slot:
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     original: Callable[[], nn.Parameter | None]  # the parameter before it was sharded, if it lives
     gradient_before: int = _NO_GRADIENT  # the version of the gradient that it had then
+    is_followed: bool = False  # who had it for training got the sharded one (an optimizer)
     sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
