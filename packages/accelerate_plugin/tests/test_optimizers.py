@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,31 @@ def test_by_name_it_has_the_bits_of_one_made_by_hand(
     for key, param in expected.items():
         assert torch.equal(found[key], param), key
         assert torch.equal(resumed[key], param), key
+
+
+def resume_from_whole_states() -> None:
+    """Two steps in one process, the second also on shards, with the states of the first."""
+    with accelerator() as acc:
+        plain = make_model()
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        (tokens,) = next(iter(make_loader(1)))
+        for step in range(2):
+            if step == 1:
+                states = copy.deepcopy(reference.state_dict())
+                model: Any = copy.deepcopy(plain)
+            loss_of(plain, tokens).backward()
+            reference.step()
+            reference.zero_grad()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optimizer.load_state_dict(states)
+        acc.backward(loss_of(model, tokens))
+        optimizer.step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(mine), theirs)
+
+
+def test_each_rank_takes_its_part_of_whole_states() -> None:
+    run_ranks(resume_from_whole_states, 2)
 
 
 class Adam8bit(torch.optim.AdamW):

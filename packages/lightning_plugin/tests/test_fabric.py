@@ -233,6 +233,19 @@ def whole_tensors(root: Path) -> None:
         model.load_state_dict({**expected, "head.bias": torch.ones(4)})
 
 
+def whole_states() -> None:
+    """``optimizer.load_state_dict`` of what DDP saves: training continues as with DDP."""
+    losses = []
+    runs = [set_up("ddp"), set_up("ddp"), set_up("vescale_fsdp")]
+    steps(*runs[0], 0, 1)
+    model_state, states = (each.state_dict() for each in runs[0][1:])
+    for fabric, model, optimizer in runs[1:]:
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(copy.deepcopy(states))
+        losses.append(steps(fabric, model, optimizer, 1, 3))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 class Renamed(Net):
     """Takes files in which its head was called otherwise, as litgpt's LoRA takes a base model's."""
 
@@ -360,6 +373,7 @@ def fabric_scenarios(root: Path) -> None:
     raw(root)
     whole_tensors(root)
     renamed_whole_tensors()
+    whole_states()
     in_one_call(expected)
     quantized(expected)
     compiled()

@@ -311,6 +311,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         elif not is_ours(optimizer):
             args = plugin.optimizer_args or {}
             optimizer = replacement_for(optimizer, list(self._models), plugin.optimizer, args)
+        full.take_whole_states(optimizer)
         if plugin.offload is not None:
             offload_(optimizer, states=plugin.offload != "parameters")
         return super().prepare_optimizer(optimizer, device_placement=False)

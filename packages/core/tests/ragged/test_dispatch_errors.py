@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
 
@@ -104,7 +105,9 @@ def test_sharded_one_element_tensor_is_refused() -> None:
 
 
 def check_forward_mode() -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch loads formulas by torch.jit.script
+    with warnings.catch_warnings():  # torch loads formulas by torch.jit.script
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
     sharded, whole = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     for model, sharding in ((sharded, None), (whole, "ddp")):
         fully_shard(model, sharding=sharding)

@@ -29,6 +29,7 @@ from vescale_fsdp import (
     register_fsdp_forward_method,
     tuning_of,
 )
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
@@ -468,9 +469,11 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def set_up_optimizers(optimizers: Iterable[torch.optim.Optimizer], options: Options) -> None:
-    """Let optimizers of sharded parameters step as the option ``offload`` says."""
-    for optimizer in optimizers if options.offload else ():
-        offload_(optimizer, states=options.offload != "parameters")
+    """Let optimizers of sharded parameters step as ``offload`` says, and load whole states."""
+    for optimizer in optimizers:
+        full.take_whole_states(optimizer)
+        if options.offload:
+            offload_(optimizer, states=options.offload != "parameters")
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:

@@ -201,6 +201,27 @@ def load_optimizer(models: Models, optimizer: Optimizer, saved: Mapping[str, Any
     )
 
 
+def take_whole_states(optimizer: Optimizer) -> None:
+    """Let ``optimizer.load_state_dict`` take whole states: each rank its part.
+
+    All ranks must have the same. No communication. Without it torch keeps whole states beside
+    sharded parameters, and the next step raises. Optimizers of ``vescale_fsdp.optim`` take them
+    anyway.
+    """
+    optimizer.register_load_state_dict_post_hook(_cut_states)
+
+
+def _cut_states(optimizer: Optimizer) -> None:
+    for param, state in optimizer.state.items():
+        if not isinstance(param, DTensor) or all(p.is_replicate() for p in param.placements):
+            continue
+        for key, value in state.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            # A parameter without dimensions has the shape of its counter of steps.
+            if is_plain and key != "step" and value.shape == param.shape:
+                state[key] = part_of(value, param, key)
+
+
 def _named(models: Models, optimizer: Optimizer) -> NamedOptimizer:
     return NamedOptimizer(type(optimizer).__name__, optimizer, owner(models, optimizer))
 

@@ -44,6 +44,11 @@ from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.whole import Access, access_of
 
 _NUMBERS = (float, int, bool)
+_OF_STATES = (  # whose step is the first to see them: torch loads states as they are
+    ". If it is the state of an optimizer, optimizer.load_state_dict has loaded whole states: load "
+    "them by vescale_fsdp.checkpoint.full.load_optimizer(model, optimizer, states), which gives "
+    "each rank its part"
+)
 
 
 def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -338,6 +343,7 @@ class _Operands:
             raise ValueError(
                 f"{self.func} would write a RaggedTensor of shape {tuple(spec.shape)} into {found} "
                 f"of shape {tuple(tensor.shape)}; use `.full_tensor()` on the ragged one"
+                f"{_OF_STATES}"
             )
 
     def local(self, arg: Any) -> Any:
