@@ -184,19 +184,22 @@ def in_the_main_process(folder: Path, what: str) -> str:
         script.step()
         if what == "load":
             acc.save_state(folder)
-        with pytest.raises(RankMismatchError) as error:
-            if acc.is_main_process:
-                if what == "evaluation":
-                    with torch.no_grad():
-                        script.model(TOKENS)
-                elif what == "save":
-                    acc.save_state(folder)
-                elif what == "save of a model":
-                    save_model(acc.state.fsdp_plugin, acc, script.model, str(folder))
-                else:
-                    with patch.object(ranks, "LONG_TIMEOUT_S", None):  # as for a save
-                        acc.load_state(folder)
+
+        def differently() -> None:
+            if acc.is_main_process and what == "evaluation":
+                with torch.no_grad():
+                    script.model(TOKENS)
+            elif acc.is_main_process and what == "save":
+                acc.save_state(folder)
+            elif acc.is_main_process and what == "save of a model":
+                save_model(acc.state.fsdp_plugin, acc, script.model, str(folder))
+            elif acc.is_main_process:
+                with patch.object(ranks, "LONG_TIMEOUT_S", None):  # as for a save
+                    acc.load_state(folder)
             script.step()
+
+        with pytest.raises(RankMismatchError) as error:
+            differently()
         return str(error.value)
 
 

@@ -316,14 +316,18 @@ def test_a_checkpoint_on_one_rank_alone(call: str, has_saved: bool, tmp_path: Pa
 def saves_while_the_other_evaluates(path: Path) -> str:
     model, optimizer = make(SMALL)
     step(model, optimizer, SMALL)
-    with pytest.raises(RankMismatchError) as caught, torch.no_grad():
+
+    def differently() -> None:
         if dist.get_rank() == 0:
             checkpoint.save(path / "alone", model, optimizer)
         else:
-            model(torch.randn(2, SMALL))
+            with torch.no_grad():
+                model(torch.randn(2, SMALL))
+
+    _, text = outcome(differently)
     step(model, optimizer, SMALL)  # nothing was sent: the ranks go on
     checkpoint.save(path / "together", model, optimizer)
-    return str(caught.value)
+    return text
 
 
 def test_ranks_that_come_to_different_places_are_told_at_once(tmp_path: Path) -> None:
@@ -336,13 +340,13 @@ def test_ranks_that_come_to_different_places_are_told_at_once(tmp_path: Path) ->
 
 def saves_beside_a_barrier(path: Path) -> str:
     model, _ = make(SMALL)
-    text = ""
     if dist.get_rank() == 0:
         with pytest.raises(RankMismatchError) as caught:
             checkpoint.save(path / "alone", model)
-        text = str(caught.value)
-    dist.barrier()
-    return text
+        return str(caught.value)
+    with pytest.raises(RuntimeError):  # gloo's: its connections are closed
+        dist.barrier()
+    return ""
 
 
 def test_a_save_on_one_rank_alone_beside_a_barrier_ends(tmp_path: Path) -> None:

@@ -79,8 +79,9 @@ def exchange(
         if timeout_s in (None, LONG_TIMEOUT_S):
             note = f"gave up {notes.where()}: {text}"
             text = f"{text}. Rank {dist.get_rank()} is {notes.where()}."
-            if timeout_s is None:
-                text = f"{text} {waiting.report(ranks, note)}"
+            if timeout_s is None:  # others may wait in a collective of the same group
+                groups = [] if isinstance(group, list) else [group]
+                text = f"{text} {waiting.report(ranks, note, groups)}"
             text = f"{text} {waiting.advice(timed_out=True)}"
         raise RankMismatchError(text) from error
 

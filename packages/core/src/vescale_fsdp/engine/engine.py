@@ -82,7 +82,7 @@ class Engine(Executor):
         self._comms = {id(group): comm_for(group.axes) for group in groups}
         self._always_settles = os.environ.get("VESCALE_FSDP_CHECK_ORDER", "0") == "1"
         can_settle = len(self._axes) == 1
-        self.gathers = any(axes.shard is not None for axes in self._axes.values())
+        self.sends_gathers = any(axes.shard is not None for axes in self._axes.values())
         is_bundled = can_settle and not self._always_settles
         self._small_bytes = float(os.environ.get(_SMALL_BYTES, 1 << 13)) if is_bundled else 0
         empty = {index for index, unit in enumerate(units) if not unit.groups}

@@ -1,8 +1,8 @@
 """Messages between ranks about a step, through the store: while it runs, and after it failed.
 
-Settling: the ranks merge their records of a pass (`program.record`) in a round, when a pass of a new
-kind begins, and at its end. Other work that all ranks do together (the save of a checkpoint) begins
-with such a round too. So ranks that have come to different places are told so, and nothing is sent.
+Settling: the ranks merge their records of a pass (`program.record`) in a round, at its end. A pass
+of a new kind also begins with one, and so does other work that all ranks do together (the save of a
+checkpoint): ranks that have come to different places are told so before anything is sent.
 In addition, a rank that is behind with its reductions says so in the store, without waiting. Ranks
 that have waited long for a reduction read this, but only in the first backward of a kind.
 

@@ -15,10 +15,10 @@ class Executor(ABC):
     """What `passes.Passes` calls, beside units (`Residency`) and groups (`Reduction`).
 
     Attributes:
-        gathers: whether all-gathers send anything; not if each rank has all parameters.
+        sends_gathers: whether all-gathers send anything; not if each rank has all parameters.
     """
 
-    gathers = True
+    sends_gathers = True
 
     # Agreement
 

@@ -309,7 +309,7 @@ class Walking:
 
     def _say_together(self, mine: Record, walk: Walk, timeout_s: float | None = None) -> Record:
         is_evaluation = walk is self._forward and not self.wants_gradients
-        if is_evaluation and not self._executor.gathers:
+        if is_evaluation and not self._executor.sends_gathers:
             return mine  # it sends nothing: a rank may run it alone
         if self._can_settle:
             return self._executor.settle(mine, timeout_s)
