@@ -259,7 +259,7 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
                 f"by {placement} over {inner.mesh.size(axis)} ranks; pad that dimension to "
                 "a multiple"
             )
-    return axes.joined(inner.mesh)
+    return axes.joined(inner.mesh, fqn)
 
 
 def spec_at_rest(
