@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp import CheckpointIncompleteError, checkpoint, fully_shard
+from vescale_fsdp import CheckpointIncompleteError, checkpoint, fully_shard, unsharded
+from vescale_fsdp.cli import main
 from vescale_fsdp.testing import run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
@@ -109,3 +114,73 @@ def test_a_llama_of_meta_has_its_rotary_frequencies(tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path)
     for found in run_ranks(load_from_meta, 2, tmp_path):
         torch.testing.assert_close(found, logits(plain))
+
+
+def train_with_lightning(root: Path) -> tuple[Tensor, Tensor]:
+    """Logits of two models, after training: one in ``net``, and one of two, in ``student``."""
+    import lightning.pytorch as pl
+
+    class Lit(pl.LightningModule):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                torch.manual_seed(4)
+                setattr(self, name, transformers.LlamaForCausalLM(config(tied=True)))
+            self.scale = torch.nn.Parameter(torch.ones(()))
+            self.name = names[0]
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = getattr(self, self.name)(batch, labels=batch).loss
+            assert isinstance(loss, Tensor)
+            return loss * self.scale
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
+    found = []
+    for names in (("net",), ("student", "teacher")):
+        model = Lit(*names)
+        trainer = pl.Trainer(
+            strategy="vescale_fsdp",
+            accelerator="cpu",
+            devices=2,
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, torch.utils.data.DataLoader(TOKENS, batch_size=1, shuffle=False))
+        trainer.save_checkpoint(root / f"{names[0]}.ckpt")
+        trained: Any = getattr(model, names[0])
+        with unsharded(model):
+            found.append(logits(trained))
+        trained.config.save_pretrained(root)
+    return found[0], found[1]
+
+
+def test_the_export_of_a_checkpoint_of_lightning_is_the_model_that_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command of docs/lightning.md, which finds the model's prefix, and with --prefix."""
+    net, student = run_ranks(train_with_lightning, 2, tmp_path)[0]
+    page = Path(__file__).parents[1] / "docs" / "lightning.md"
+    found = re.search(
+        r"^vescale-fsdp (checkpoint convert .* --to safetensors)$", page.read_text(), re.M
+    )
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("net.ckpt").rename("runs/last.ckpt")
+    assert main(shlex.split(found[1])) == 0
+    assert capsys.readouterr().out.endswith("left out, without the prefix: scale\n")
+    convert = ["checkpoint", "convert", "student.ckpt", "--to", "safetensors"]
+    assert main([*convert, "student", "--prefix", "student"]) == 0
+    for folder, expected in (("exported", net), ("student", student)):
+        shutil.copy("config.json", folder)
+        model, info = transformers.LlamaForCausalLM.from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32
+        )
+        assert not any(info.values()), info
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)

@@ -149,7 +149,7 @@ def test_a_batch_of_inputs_and_targets() -> None:
 
 def test_what_the_user_says_counts() -> None:
     model, loader = make_model(), DataLoader(Named(), batch_size=2)
-    mine = Budget(memory=5, inputs=torch.zeros(1), micro_batches=2)
+    mine = Budget(memory=500, inputs=torch.zeros(1), micro_batches=2)
     found = budget_for(mine, model, [loader], 1, 7)
     assert found is not None
     assert (found.inputs is mine.inputs, found.micro_batches) == (True, 2)

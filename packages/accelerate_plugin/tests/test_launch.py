@@ -122,6 +122,17 @@ def test_a_launcher_without_the_hook_says_what_is_missing() -> None:
     assert f"unknown keys (['{GUARD}'])" in done.stderr
 
 
+def test_the_guard_line_without_the_engine_starts_no_process(config: Path) -> None:
+    """Two processes trained alone, with Accelerate's own FSDP on CPUs."""
+    text = re.sub(r"fsdp_engine: vescale.*", "", config.read_text())
+    text = text.replace("fsdp_vescale_granularity", "# fsdp_vescale_granularity")
+    config.write_text(f"{text}\n{GUARD}: true\n")
+    done = launch("--config", str(config), SCRIPT)
+    assert done.returncode != 0
+    assert "and does not turn veScale-FSDP on: add 'fsdp_engine: vescale' under" in done.stderr
+    assert "REPORT" not in done.stdout
+
+
 def test_an_unknown_key_is_refused_before_a_process_starts(config: Path) -> None:
     config.write_text(
         config.read_text().replace("fsdp_vescale_granularity", "fsdp_vescale_granularity_")

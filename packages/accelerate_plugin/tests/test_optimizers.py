@@ -125,11 +125,28 @@ class Adam8bit(torch.optim.AdamW):
     __module__ = "bitsandbytes.optim.adamw"
 
 
+class APOLLOAdamW(torch.optim.AdamW):
+    """As ``optim="apollo_adamw"`` of TrainingArguments makes it; the package need not be there."""
+
+    __module__ = "apollo_torch.apollo"
+
+
+class GaLoreAdafactor(torch.optim.SGD):
+    __module__ = "galore_torch.adafactor"
+
+
+class AdaLomo(torch.optim.SGD):
+    __module__ = "lomo_optim.adalomo"
+
+
 def prepare_others() -> dict[str, str]:
     transformers = pytest.importorskip("transformers")
     made: dict[str, Any] = {
         "bitsandbytes": Adam8bit,
         "adafactor": transformers.Adafactor,
+        "apollo": APOLLOAdamW,
+        "galore": GaLoreAdafactor,
+        "lomo": AdaLomo,
     }
     messages = {}
     for name, cls in made.items():
@@ -145,6 +162,9 @@ def test_what_needs_whole_tensors_is_refused_and_names_ours() -> None:
     messages = run_ranks(prepare_others, 2)[0]
     assert "got Adam8bit of bitsandbytes, which" in messages["bitsandbytes"]
     assert "got Adafactor of transformers, which" in messages["adafactor"]
+    assert "got APOLLOAdamW of apollo_torch, which" in messages["apollo"]
+    assert "got GaLoreAdafactor of galore_torch, which" in messages["galore"]
+    assert "got AdaLomo of lomo_optim, which" in messages["lomo"]
     for message in messages.values():
         assert "Set fsdp_vescale_optimizer: adamw8bit in the yaml" in message
         assert "or make a vescale_fsdp.optim.AdamW8bit" in message

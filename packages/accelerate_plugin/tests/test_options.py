@@ -47,6 +47,9 @@ def test_a_wrong_key_is_refused_by_its_name(config: dict[str, Any], message: str
          "needs 'distributed_type: FSDP', found 'MULTI_GPU'"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_engine": "vescale", "fsdp_version": 1}},
          "needs 'fsdp_version: 2', found 1"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_engine": "vescale",
+          "fsdp_sharding_strategy": "HYBRID_SHARD"}},
+         "HYBRID_SHARD is of FSDP1 and does nothing here.* for HYBRID_SHARD fsdp_vescale_replicas"),
     ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_half_of_it_is_refused(config: dict[str, Any], message: str) -> None:
@@ -94,6 +97,13 @@ def test_what_is_written_is_what_was_asked_for(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_granularity_in_words(text: str, shape: tuple[int, int], block: int) -> None:
     assert parse_granularity(text).block(shape) == block
+
+
+def test_the_plug_in_names_what_replaces_arguments_of_fsdp1() -> None:
+    with pytest.raises(ValueError, match=r"SHARD_GRAD_OP set fsdp_reshard_after_forward: false"):
+        VeScaleFSDPPlugin(sharding_strategy="SHARD_GRAD_OP")
+    with pytest.raises(ValueError, match=r"'sharded'.* accepted: SHARDED_STATE_DICT, FULL_STATE_D"):
+        VeScaleFSDPPlugin(state_dict_type="sharded")
 
 
 def test_the_plug_in_takes_the_keys_as_arguments() -> None:

@@ -45,13 +45,13 @@ def make_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def make_trainer(folder: Path, model: Any, **more: Any) -> Any:
+def make_trainer(folder: Path, model: Any, *, trainer: Any = None, **more: Any) -> Any:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, save_steps=2,
         logging_steps=1, report_to=[], use_cpu=True, learning_rate=1e-2, disable_tqdm=True,
         gradient_accumulation_steps=2, max_grad_norm=0.5, seed=0, **more,
     )  # fmt: skip
-    return transformers.Trainer(
+    return (trainer or transformers.Trainer)(
         model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8)
     )
 

@@ -169,3 +169,39 @@ def test_of_a_model_with_adapters_nothing_else_is_gathered() -> None:
         norms = [name for name in names if name.endswith("norm.modules_to_save.default.weight")]
         assert len(norms) == 5  # two in each layer, and the last one
         assert len(names) == 8 + 5
+
+
+class Encoder(torch.nn.Module):
+    """As of sentence-transformers: no model of transformers, and saves one that it contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = test_trainer.make_llama()
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+    def save_pretrained(self, folder: str) -> None:
+        self.inner.save_pretrained(folder)
+
+
+class EncoderTrainer(transformers.Trainer):
+    """Takes no notice of the state dict, and expects to be called in one process."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+        Path(str(output_dir), f"by-{self.args.process_index}").touch()
+
+
+def save_encoder(root: Path) -> float:
+    more: dict[str, Any] = {"label_names": ["labels"], "trainer": EncoderTrainer}
+    loss: float = save(SHARDED, root, Encoder, **more)["loss"]
+    return loss
+
+
+def test_a_trainer_that_ignores_the_state_dict_saves_whole_weights(tmp_path: Path) -> None:
+    loss, _ = run_ranks(save_encoder, 2, tmp_path, timeout_s=110)
+    for folder in ("final", "checkpoint-4"):
+        assert [file.name for file in (tmp_path / folder).glob("by-*")] == ["by-0"]
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder)
+        assert loss_of(model) == pytest.approx(loss, rel=1e-6)

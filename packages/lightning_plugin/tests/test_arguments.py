@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import (
@@ -34,7 +34,7 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
 
 from .lit import (
     Block,
@@ -355,6 +355,26 @@ def torch_engine_is_refused(root: Path) -> None:
     model.blocks[1] = FullyShardedDataParallel(model.blocks[1], device_id=torch.device("cpu"))
     with pytest.raises(TypeError, match=r"blocks\.1 has been sharded by torch"):
         fit("vescale_fsdp", root, model)
+
+
+@pytest.mark.parametrize("strategy", [VeScaleFSDPStrategy, VeScaleFabricStrategy])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"sharding_strategy": "HYBRID_SHARD"}, TypeError, r"Here instead of sharding_strategy: "
+         r"leave it out for FULL_SHARD.*device_mesh=\(replicas, shards\) for HYBRID_SHARD"),
+        ({"auto_wrap_policy": {Block}}, TypeError, "has no auto_wrap_policy, .*: wrap=, a list"),
+        ({"limit_all_gathers": True, "use_orig_params": True}, TypeError, "in_flight=.*; use_orig"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, ValueError, 'are "sharded", "full", "dcp"'),
+        ({"cpu_offload": CPUOffload(True)}, ValueError, "cpu_offload=.*accepted are True or Fal"),
+        ({"wraps": "none"}, TypeError, "got an unexpected keyword argument 'wraps'"),
+    ],
+)  # fmt: skip
+def test_arguments_of_lightnings_strategies_are_translated_in_an_error(
+    strategy: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        strategy(**arguments)
 
 
 def arguments(root: Path) -> None:

@@ -56,10 +56,20 @@ def install() -> None:
 
 
 def _read_guard(module: ModuleType) -> None:
-    """Make Accelerate accept our key in a yaml. Without this package it refuses the key."""
+    """Make Accelerate accept our key in a yaml. Without this package it refuses the key.
+
+    A yaml with the key and without our engine is refused: its processes would train alone.
+    """
     process: Callable[[dict[str, Any]], dict[str, Any]] = module.BaseConfig.process_config
 
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        fsdp_config = config_dict.get("fsdp_config") or {}
+        if options.GUARD in config_dict and options.engine_of(fsdp_config) is None:
+            raise ValueError(
+                f"the yaml has the line '{options.GUARD}' and does not turn veScale-FSDP on: add "
+                f"'{options.ENGINE_KEY}: vescale' under fsdp_config, or remove that line to train "
+                "with Accelerate's own engines"
+            )
         config_dict.pop(options.GUARD, None)
         return process(config_dict)
 

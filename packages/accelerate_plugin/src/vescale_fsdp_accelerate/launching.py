@@ -88,6 +88,9 @@ def check_config(config: dict[str, Any]) -> options.Options | None:
             f"{options.ENGINE_KEY}: vescale needs 'fsdp_version: 2', found "
             f"{fsdp_config['fsdp_version']!r}"
         )
+    strategy = fsdp_config.get("fsdp_sharding_strategy", "FULL_SHARD")
+    if str(strategy).upper() not in ("FULL_SHARD", "1"):
+        options.refuse_strategy("fsdp_sharding_strategy", strategy)
     return options.from_config(fsdp_config)
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "from_config",
     "from_environment",
     "real_environment",
+    "refuse_strategy",
     "to_environment",
 ]
 
@@ -314,6 +315,15 @@ def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:
     if engine != "vescale":
         raise ValueError(f"{ENGINE_KEY}: {engine!r} does not work; accepted: vescale")
     return "vescale"
+
+
+def refuse_strategy(key: str, strategy: object) -> None:
+    """Raise ValueError for a sharding strategy of FSDP1, which FSDP2 does not read."""
+    raise ValueError(
+        f"{key}: {getattr(strategy, 'name', strategy)} is of FSDP1 and does nothing here. Leave it "
+        "out for FULL_SHARD; for SHARD_GRAD_OP set fsdp_reshard_after_forward: false, for NO_SHARD "
+        f"{PREFIX}sharding: ddp, for HYBRID_SHARD {PREFIX}replicas: the number of replicas"
+    )
 
 
 def from_config(fsdp_config: Mapping[str, Any]) -> Options:

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
 
 from vescale_fsdp import MixedPrecisionPolicy
-from vescale_fsdp_accelerate.options import Options, from_environment
+from vescale_fsdp_accelerate.options import Options, from_environment, refuse_strategy
 
 __all__ = ["VeScaleFSDPPlugin"]
 
@@ -19,6 +19,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+_STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 # FSDP1's strategies, and whether they reshard after forward.
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
@@ -47,6 +48,14 @@ class VeScaleFSDPPlugin(FullyShardedDataParallelPlugin, Options):  # type: ignor
         if self.fsdp_version not in (None, 2):
             raise ValueError(
                 f"VeScaleFSDPPlugin(fsdp_version={self.fsdp_version}) does not work; leave it out"
+            )
+        if self.sharding_strategy is not None:
+            refuse_strategy("VeScaleFSDPPlugin(sharding_strategy=...)", self.sharding_strategy)
+        kind = self.state_dict_type
+        if isinstance(kind, str) and kind.upper() not in _STATE_DICT_TYPES:
+            raise ValueError(
+                f"VeScaleFSDPPlugin(state_dict_type={kind!r}) does not work; accepted: "
+                f"{', '.join(_STATE_DICT_TYPES)}"
             )
         self.fsdp_version = 2
         policy = self.auto_wrap_policy

@@ -32,9 +32,15 @@ _TAKEN_OVER = ("betas", "eps", "weight_decay")
 # Optimizers that need full tensors, by package and class: why, and which of ours to use instead.
 _BITSANDBYTES = "its kernels take plain tensors"
 _FACTORS = "it takes means over the rows and columns of whole matrices"
+_PROJECTS = "it projects the gradients of whole matrices to a lower rank"
+_IN_BACKWARD = "it changes whole parameters in the middle of backward, by hooks on them"
 _NEED_WHOLE: dict[tuple[str, str | None], tuple[str, str, str]] = {
     ("bitsandbytes", None): (_BITSANDBYTES, "adamw8bit", "AdamW8bit"),
     ("transformers", "Adafactor"): (_FACTORS, "adamw8bit", "AdamW8bit"),
+    # Of TrainingArguments(optim=...): apollo_adamw, galore_adamw and the like, lomo and adalomo.
+    ("apollo_torch", None): (_PROJECTS, "adamw8bit", "AdamW8bit"),
+    ("galore_torch", None): (_PROJECTS, "adamw8bit", "AdamW8bit"),
+    ("lomo_optim", None): (_IN_BACKWARD, "adamw8bit", "AdamW8bit"),
 }
 
 

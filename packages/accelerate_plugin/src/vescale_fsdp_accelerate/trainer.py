@@ -8,8 +8,11 @@ checkpoint is the best. Ours makes the directory and writes:
 ============================  ==================================================================
 called by the script          the model's files, or the adapters' of ``peft``
 for ``checkpoint-N``          in addition to `checkpoints`: the adapters' files, and the model's
-                              under ``FULL_STATE_DICT``
+                              under ``FULL_STATE_DICT``, or if a subclass saves in its own way
 ============================  ==================================================================
+
+A subclass with a ``_save`` of its own, for models of its own (sentence-transformers), is called in
+the first process of the save, while all parameters are unsharded.
 
 ``compute_loss_context_manager`` keeps the root's parameters unsharded after its forward in
 evaluation, as they are in training, because ``compute_loss`` may use them. The training loop is
@@ -98,7 +101,12 @@ def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: b
     in_first(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     is_full = plugin.state_dict_type.name == "FULL_STATE_DICT"
-    if is_checkpoint and not (is_full or is_peft(model)):
+    by_itself = _saves_by_itself(trainer, model)
+    if is_checkpoint and not (is_full or is_peft(model) or by_itself):
+        return
+    if by_itself:
+        with unsharded(model):
+            in_each(lambda: trainer._save(folder) if trainer.args.should_save else None)
         return
     state = _state_of_adapters(model) if is_peft(model) else full.model_state(model)
     whole = full.gathered(state, keep=trainer.args.should_save)
@@ -106,6 +114,17 @@ def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: b
         in_each(lambda: trainer._save(folder, state_dict=whole))
     if trainer.args.push_to_hub and not is_checkpoint:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+
+def _saves_by_itself(trainer: Any, model: nn.Module) -> bool:
+    """Whether ``_save`` of another library writes a model that is none of ``transformers``.
+
+    It may take no notice of a state dict, and ask the modules for their parameters, as that of
+    sentence-transformers does. So these have to be whole.
+    """
+    stock = sys.modules["transformers.trainer"].Trainer._save
+    known = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    return type(trainer)._save is not stock and not (isinstance(model, known) or is_peft(model))
 
 
 def is_peft(model: nn.Module) -> bool:

@@ -139,10 +139,21 @@ def accelerator_type(*, warns: bool = False) -> str | None:
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of this type that this process uses."""
+    """The device of this type that this process uses.
+
+    Raises:
+        ValueError: torch finds none on this machine.
+    """
     if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    module = torch.get_device_module(device_type)
+    if not (device_type in _STAND_INS or module.is_available()):
+        raise ValueError(
+            f"the mesh is of {device_type!r} devices, and torch {torch.__version__} finds none on "
+            "this machine. On CPUs leave mesh out, or make it with init_device_mesh('cpu', ...); "
+            "vescale-fsdp doctor says what torch finds"
+        )
+    return torch.device(device_type, module.current_device())
 
 
 def made_current(device: torch.device) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,38 @@ def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "odd", "sealed"]
     checkpoint.convert(tmp_path / "odd", tmp_path / "odd dcp", to="dcp")
     checkpoint.import_dcp(tmp_path / "odd dcp", Odd(2, 2))
+
+
+def test_safetensors_get_other_names(tmp_path: Path) -> None:
+    """The prefix of the adapter, another one, none; renamed tensors and modules."""
+    net = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "ab": nn.Linear(2, 3, bias=False)})
+    model = nn.ModuleDict({"net": net, "b": Odd(2, 2)})
+    checkpoint.save(tmp_path / "sealed", model, extra={"safetensors_prefix": "net."})
+
+    def names(**options: Any) -> tuple[list[str], list[str]]:
+        target = tmp_path / str(len(list(tmp_path.iterdir())))
+        left_out = checkpoint.convert(tmp_path / "sealed", target, to="safetensors", **options)
+        found = checkpoint.read(target)["model"]
+        assert all(tensor.shape == (3, 2) for tensor in found.values())
+        return sorted(found), left_out
+
+    others = ["b.weight", "b.bias", "b._extra_state"]
+    assert names() == (["a.weight", "ab.weight"], others)
+    assert names(rename={"a": "c.d"}) == (["ab.weight", "c.d.weight"], others)
+    assert names(rename={"a": "", "ab.weight": "e"}) == (["e", "weight"], others)
+    assert names(prefix="net.a") == (["weight"], ["net.ab.weight", *others])
+    with pytest.raises(
+        CheckpointValueError, match=r"'b\._extra_state' of the model is not a tensor"
+    ):
+        names(prefix="")
+    for options, message in (
+        ({"prefix": "model"}, r"has the prefix 'model\.': the names begin with 'net', 'b'"),
+        ({"rename": {"x": "y"}}, r"rename has 'x', .*: the names begin with 'a', 'ab'"),
+        ({"rename": {"a": "ab"}}, r"'net\.ab\.weight' would both become 'ab\.weight'"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            names(**options)
+    with pytest.raises(
+        ValueError, match="prefix and rename are for to='safetensors', got to='dcp'"
+    ):
+        checkpoint.convert(tmp_path / "sealed", tmp_path / "x", to="dcp", prefix="net")

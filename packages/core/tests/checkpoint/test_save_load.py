@@ -250,3 +250,14 @@ def leaves_a_save(root: Path) -> bool:
 def test_a_save_that_is_left_ends(tmp_path: Path) -> None:
     assert run_ranks(leaves_a_save, 2, tmp_path) == [True, True]
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_file_of_torch_save_is_named_with_what_loads_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for look in (lambda path: checkpoint.load(path, model), checkpoint.verify):
+        with pytest.raises(
+            CheckpointIncompleteError,
+            match=r"model\.pt; it is a file.*load_state_dict\(torch\.load",
+        ):
+            look(tmp_path / "model.pt")

@@ -206,12 +206,13 @@ def test_names_cannot_steer_a_terminal(tmp_path: Path, capsys: Capture) -> None:
 # convert
 
 
-def stand_in(error: Exception | None = None) -> Callable[..., None]:
-    def convert(source: Path, target: Path, *, to: str, progress: Any) -> None:
+def stand_in(error: Exception | None = None) -> Callable[..., list[str]]:
+    def convert(source: Path, target: Path, *, to: str, **options: Any) -> list[str]:
         if error is not None:
             raise error
         target.mkdir()
         (target / to).write_bytes(bytes(2048))
+        return []
 
     return convert
 
@@ -248,6 +249,25 @@ def test_convert_wants_one_checkpoint_and_a_known_format(saved: Path, capsys: Ca
     assert (code, err.count("\n")) == (2, 1)
     assert f"name one of them: {saved}/step-" in err
     assert run(capsys, "convert", saved / "step-20", "x", "--to", "gguf")[0] == 2
+
+
+def test_convert_removes_a_prefix_and_renames(tmp_path: Path, capsys: Capture) -> None:
+    model = nn.ModuleDict({"net": nn.ModuleDict({"a": nn.Linear(1, 1)}), "b": nn.Linear(1, 1)})
+    checkpoint.save(tmp_path / "saved", model, rng=False)
+    convert = ("convert", tmp_path / "saved", tmp_path / "new", "--to")
+    options = ("--prefix", "net", "--rename", "a.bias=c", "--rename", "a=d")
+    for words, message in (
+        (("dcp", *options), "--prefix and --rename are for --to safetensors, not for --to dcp"),
+        (("safetensors", "--rename", "a"), "--rename is 'a', expected OLD=NEW"),
+        (("safetensors", "--prefix", "model"), "no tensor of the model has the prefix 'model.'"),
+    ):
+        code, _, err = run(capsys, *convert, *words)
+        assert (code, err.count("\n")) == (2, 1)
+        assert message in err
+    code, out, _ = run(capsys, *convert, "safetensors", *options)
+    assert code == 0
+    assert out.endswith("left out, without the prefix: b.weight, b.bias\n")
+    assert sorted(checkpoint.read(tmp_path / "new")["model"]) == ["c", "d.weight"]
 
 
 # As a command among others

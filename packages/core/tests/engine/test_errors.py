@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.testing import RankError, run_ranks
@@ -394,3 +395,53 @@ def check_data_parallel() -> None:
 
 def test_data_parallel_around_a_sharded_model_is_refused() -> None:
     run_ranks(check_data_parallel, 2)
+
+
+def shard_with_two_engines() -> None:
+    """FSDP2 on a part, on all, and on a module around; meshes without names and with."""
+    for names in (None, ("data",)):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        torch_fully_shard(model[0], mesh=mesh)
+        with pytest.raises(TypeError, match=r"^fully_shard: '0' has been sharded by torch"):
+            fully_shard(model, mesh=mesh)
+        with pytest.raises(TypeError, match=r"^fully_shard: 'FSDPLinear' has been sharded by tor"):
+            fully_shard(model[0], mesh=mesh)
+        torch_fully_shard(model, mesh=mesh)
+        one = re.escape("'weight' is a DTensor on DeviceMesh(") + ".* ranks \\[0, 1\\]. If torch"
+        with pytest.raises(ValueError, match=f"^fully_shard: parameter {one}"):
+            fully_shard(torch_sharded_around(mesh), mesh=mesh)
+
+
+def torch_sharded_around(mesh: DeviceMesh) -> nn.Module:
+    around = torch_fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)
+    return around[0]
+
+
+def test_two_engines_on_one_model_are_named() -> None:
+    run_ranks(shard_with_two_engines, 2)
+
+
+def refuse_in_few_words() -> None:
+    """Of a large model, an error has the class."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    for module in (fully_shard(model), nn.ModuleList(model)):
+        with pytest.raises(
+            (AssertionError, ValueError), match=r"Sequential|ModuleList\(50"
+        ) as found:
+            fully_shard(module)
+        assert len(str(found.value)) < 300
+    with pytest.raises(ValueError, match=r"the mesh is of 'cuda' devices, and torch .* finds none"):
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cuda", (1,)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is what the mesh asks for")
+def test_errors_name_a_class_and_a_missing_device() -> None:
+    run_ranks(refuse_in_few_words, 1)
+
+
+def test_a_script_without_a_launcher_is_told_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["/home/first.py"])
+    with pytest.raises(ValueError, match=r"launcher.*: torchrun --nproc-per-node 2 first\.py; or"):
+        fully_shard(nn.Linear(2, 2))

@@ -14,6 +14,7 @@ All of them are loaded, and also checkpoints of Lightning's own strategies.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,8 @@ def save_sealed(
     """
     extra: dict[str, Any] = {"models": list(models)} if models else {}
     agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ between ranks
+    if pretrained := pretrained_in(model):
+        extra["safetensors_prefix"] = f"{pretrained}."
     if type(step) is int:
         extra["step"] = step
     is_async = may_wait and options.async_save
@@ -260,6 +263,22 @@ def save_sealed(
         weights=weights,
     )
     return handle if is_async else None
+
+
+def pretrained_in(model: nn.Module) -> str | None:
+    """Return the attribute of ``model`` that is a model of ``transformers``, if there is one only.
+
+    ``from_pretrained`` loads the tensors of that one, by names without the attribute's.
+    """
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or isinstance(model, transformers.PreTrainedModel):
+        return None
+    found = [
+        name
+        for name, child in model.named_children()
+        if isinstance(child, transformers.PreTrainedModel)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def load_sealed(

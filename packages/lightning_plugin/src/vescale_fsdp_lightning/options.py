@@ -7,7 +7,7 @@ Python passes objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal
@@ -40,6 +40,7 @@ __all__ = [
     "Wrap",
     "data_mesh",
     "find_modules",
+    "refuse_others",
 ]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names for axes of a mesh
@@ -68,6 +69,28 @@ _CHOSEN_BY_BUDGET = {
     "in_flight": 2,
     "gather_codec": None,
     "reduce_codec": None,
+}
+
+_IN_FLIGHT = "in_flight=, the number of units that may be unsharded at a time"
+_IGNORED = "call vescale_fsdp.fully_shard(..., ignored_params=...) in configure_model"
+# Arguments of Lightning's FSDPStrategy and ModelParallelStrategy: what is here in their place.
+_OF_OTHERS = {
+    "auto_wrap_policy": "wrap=, a list of classes or of their names, or a function from the model "
+    "to modules; by default the model's repeated blocks are units",
+    "sharding_strategy": "leave it out for FULL_SHARD; reshard_after_forward=False for "
+    "SHARD_GRAD_OP; device_mesh=(replicas, shards) for HYBRID_SHARD",
+    "mixed_precision": "precision= of the Trainer or of Fabric, or mp_policy=",
+    "activation_checkpointing_policy": "activation_checkpointing=True for the units, or a list of "
+    "classes or of their names",
+    "ignored_modules": _IGNORED,
+    "ignored_states": _IGNORED,
+    "backward_prefetch": _IN_FLIGHT,
+    "forward_prefetch": _IN_FLIGHT,
+    "limit_all_gathers": _IN_FLIGHT,
+    "use_orig_params": "leave it out: names and parameters are always the module's own",
+    "data_parallel_size": "leave it out: all processes that tensor_parallel_size leaves; or "
+    "device_mesh=(replicas, shards)",
+    "save_distributed_checkpoint": 'state_dict_type="dcp" for torch\'s format, "full" for one file',
 }
 
 
@@ -308,6 +331,19 @@ class Options:
                 f"{product} processes, and there are {world_size} (devices times num_nodes)"
             )
         return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
+
+
+def refuse_others(strategy: str, others: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that the strategy does not have."""
+    known = [name for name in others if name in _OF_OTHERS]
+    if known:
+        instead = "; ".join(f"{name}: {_OF_OTHERS[name]}" for name in known)
+        raise TypeError(
+            f"{strategy} has no {', '.join(known)}, which Lightning's own strategies have. "
+            f"Here instead of {instead}"
+        )
+    if others:
+        raise TypeError(f"{strategy} got an unexpected keyword argument {next(iter(others))!r}")
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

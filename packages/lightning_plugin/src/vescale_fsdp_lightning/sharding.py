@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from inspect import getattr_static
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from vescale_fsdp_lightning.options import (
     Reduce,
     Wrap,
     data_mesh,
+    refuse_others,
 )
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
@@ -126,6 +127,8 @@ class Sharding(Processes):
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
+        TypeError: an unknown argument. For those of ``FSDPStrategy`` and ``ModelParallelStrategy``
+            the message has what is here in their place.
     """
 
     def __init__(
@@ -158,8 +161,10 @@ class Sharding(Processes):
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         gather: Gather = None,
         reduce: Reduce = None,
+        **others: Never,
     ) -> None:
         name = type(self).__name__
+        refuse_others(name, others)
         self.options = Options(
             wrap=wrap,
             granularity=granularity,

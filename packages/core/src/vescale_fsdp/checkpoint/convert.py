@@ -5,7 +5,7 @@ Chunks are read, checked and written one after the other, so that little memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,10 @@ def convert(
     target: str | Path,
     *,
     to: str,
+    prefix: str | None = None,
+    rename: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> list[str]:
     """Write a checkpoint in another format. Not collective.
 
     ==============  ===============================================================
@@ -67,14 +69,24 @@ def convert(
             states are those in fp32, and ``extra`` is the plain part of its ``client_state``.
         target: the directory to write; must not exist. For safetensors it may exist, but must not
             contain weights.
+        prefix: of the names to write, for safetensors: ``"net."`` of a module that has the model
+            in its attribute ``net``. It is removed, and all other tensors are left out. Default:
+            ``extra["safetensors_prefix"]``, which the Lightning adapter saves for a
+            LightningModule with one model of ``transformers``. ``""`` writes all names as they are.
+        rename: for safetensors: the new name of each tensor, or of all below a module, by the
+            old one, without the prefix. ``""`` moves a module's tensors to the root.
         progress: called with the bytes of tensors written so far, and the total.
+
+    Returns:
+        The names of the model's tensors that were left out, because they have another prefix.
 
     Cost: each chunk is read and written once; memory for two of them.
 
     Raises:
         CheckpointIncompleteError: there is no checkpoint at ``source``, or a file is missing.
         CheckpointCorruptError: its bytes differ from those that were saved, or it is refused.
-        CheckpointMismatchError: it already has that format.
+        CheckpointMismatchError: it already has that format; or no name has the prefix or is
+            renamed, or two tensors get one name.
         CheckpointValueError: the other format cannot hold one of its values; names the value. Or
             states are by number, without ``param_names``: only `import_dcp` can name them.
         CheckpointExistsError, CheckpointWriteError: the target cannot be written.
@@ -88,6 +100,8 @@ def convert(
     }
     if to not in writers:
         raise ValueError(f"to is {to!r}, expected one of {', '.join(map(repr, writers))}")
+    if to != "safetensors" and (prefix or rename):
+        raise ValueError(f"prefix and rename are for to='safetensors', got to={to!r}")
     folder = Path(target)
     with open_source(Path(source)) as opened:
         if opened.format == to:
@@ -96,8 +110,9 @@ def convert(
             check_no_weights(folder)
         seal.clean(folder.parent)
         stage = seal.Stage(folder, into=to == "safetensors")
+        job = _Job(opened, stage, progress, prefix, rename or {})
         try:
-            written = writers[to](_Job(opened, stage, progress))
+            written = writers[to](job)
             if isinstance(written, bytes):
                 stage.publish(written)
             else:
@@ -105,13 +120,23 @@ def convert(
         except BaseException:  # also KeyboardInterrupt
             stage.abandon()
             raise
+    return job.left_out
 
 
 class _Job:
     """Reads the chunks to write, and reports progress."""
 
-    def __init__(self, source: Source, stage: seal.Stage, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        stage: seal.Stage,
+        progress: Progress | None,
+        prefix: str | None,
+        rename: Mapping[str, str],
+    ) -> None:
         self.source, self.stage, self._progress = source, stage, progress
+        self.prefix, self.rename = prefix, rename
+        self.left_out: list[str] = []
 
     def chunks(self, names: list[str]) -> Iterator[tuple[str, TensorEntry, Chunk, torch.Tensor]]:
         """Read the chunks of these tensors, in their order in the files."""
@@ -130,7 +155,7 @@ def _to_safetensors(job: _Job) -> list[str]:
     text = job.source.texts.get("model")
     if not isinstance(text, dict):
         raise CheckpointIncompleteError("the source holds no model")
-    names = {fqn: _tensor_name(fqn, value) for fqn, value in text.items()}
+    names = {new: _tensor_name(fqn, text[fqn]) for new, fqn in _new_names(job, text).items()}
     missing = [name for name in names.values() if name not in job.source.tensors]
     if missing:
         raise CheckpointIncompleteError(f"the source lacks the tensor {missing[0]!r}")
@@ -144,6 +169,44 @@ def _to_safetensors(job: _Job) -> list[str]:
             writer.write(name, places[name], chunk.offsets, data)
         writer.finish()
     return finish_files(job.stage.path, files)
+
+
+def _new_names(job: _Job, own: Iterable[str]) -> dict[str, str]:
+    """Return the names to write, and for each the model's own one. Keeps the order."""
+    prefix = job.prefix
+    if prefix is None:
+        prefix = str(job.source.texts.get("extra", {}).get("safetensors_prefix", ""))
+    if prefix and not prefix.endswith("."):
+        prefix += "."
+    kept = [name for name in own if name.startswith(prefix)]
+    job.left_out = [name for name in own if not name.startswith(prefix)]
+    if job.left_out and not kept:
+        raise CheckpointMismatchError(
+            f"no tensor of the model has the prefix {prefix!r}: {_beginnings(job.left_out)}"
+        )
+    found: dict[str, str] = {}
+    unused = set(job.rename)
+    for name in kept:
+        new = name.removeprefix(prefix)
+        for old, wanted in job.rename.items():
+            if new == old or new.startswith(f"{old}."):
+                unused.discard(old)
+                new = (wanted + new.removeprefix(old)).removeprefix(".")
+                break
+        if new in found:
+            raise CheckpointMismatchError(f"{found[new]!r} and {name!r} would both become {new!r}")
+        found[new] = name
+    if unused:
+        raise CheckpointMismatchError(
+            f"rename has {sorted(unused)[0]!r}, which is no tensor of the model and no module with "
+            f"tensors: {_beginnings(name.removeprefix(prefix) for name in kept)}"
+        )
+    return found
+
+
+def _beginnings(names: Iterable[str]) -> str:
+    first = dict.fromkeys(name.partition(".")[0] for name in names)
+    return f"the names begin with {', '.join(map(repr, list(first)[:8]))}"
 
 
 def _tensor_name(fqn: str, value: encoding.Json) -> str:

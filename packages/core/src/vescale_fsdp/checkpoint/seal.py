@@ -302,7 +302,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         with open_regular(file) as stream:
             return Manifest.read(stream, size_of(file), str(file))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointIncompleteError(
             f"there is no whole checkpoint at {path}{_hint(path)}"
         ) from error
@@ -322,6 +322,12 @@ def read_text(reader: DataReader, name: str, span: Span) -> Any:
 
 
 def _hint(path: Path) -> str:
+    if path.is_file():
+        return (
+            "; it is a file, and a checkpoint is a directory. What torch.save has written: "
+            "model.load_state_dict(torch.load(path, map_location='cpu', mmap=True)) on every rank, "
+            "which takes whole tensors. Safetensors: checkpoint.load_safetensors(path, model)"
+        )
     if (path / ".metadata").is_file():
         return (
             "; it has the format of torch.distributed.checkpoint, which is a pickle: read it with "

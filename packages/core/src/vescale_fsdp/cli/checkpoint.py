@@ -44,6 +44,23 @@ _To = Annotated[
         "torch.distributed.checkpoint; or a checkpoint of ours.",
     ),
 ]
+_Prefix = Annotated[
+    str | None,
+    typer.Option(
+        show_default=False,
+        help="With safetensors: write only names with this prefix, and remove it. By default that "
+        "of the only transformers model in a LightningModule; '' keeps all names.",
+    ),
+]
+_Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        show_default=False,
+        metavar="OLD=NEW",
+        help="With safetensors: rename a tensor, or all tensors of a module, after the prefix was "
+        "removed. Can be repeated.",
+    ),
+]
 
 app = typer.Typer(help="Check, show and convert checkpoints.", rich_markup_mode=None)
 
@@ -153,7 +170,9 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
 
 
 @app.command("convert")
-def convert(source: _Source, target: _Target, to: _To) -> int:
+def convert(
+    source: _Source, target: _Target, to: _To, prefix: _Prefix = None, rename: _Rename = None
+) -> int:
     """Write a checkpoint in another format, without the model and without ranks.
 
     A sealed source is checked.
@@ -165,6 +184,9 @@ def convert(source: _Source, target: _Target, to: _To) -> int:
     vescale-fsdp checkpoint convert runs/step-100 exported --to safetensors
     """
     _check_exists(source)
+    new_names = dict(_parsed(each) for each in rename or ())
+    if to != "safetensors" and (prefix or new_names):
+        raise InputError(f"--prefix and --rename are for --to safetensors, not for --to {to}")
     from vescale_fsdp import checkpoint
     from vescale_fsdp.cli.checkpoint_contents import check_source
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
@@ -172,13 +194,24 @@ def convert(source: _Source, target: _Target, to: _To) -> int:
     check_source(source)
     try:
         with track_bytes(f"writing {plain(target.name)}") as progress:
-            checkpoint.convert(source, target, to=to, progress=progress)
+            left_out = checkpoint.convert(
+                source, target, to=to, prefix=prefix, rename=new_names, progress=progress
+            )
     except (CheckpointCorruptError, CheckpointIncompleteError) as error:
         print(f"vescale-fsdp: {plain(str(error))}", file=sys.stderr)
         return 1
     num_bytes = _size_of(target)
     print(f"{plain(str(target))}: {binary(num_bytes)}, from {plain(str(source))}")
+    if left_out:
+        print(f"left out, without the prefix: {plain(', '.join(left_out))}")
     return 0
+
+
+def _parsed(rename: str) -> tuple[str, str]:
+    old, equals, new = rename.partition("=")
+    if not old or not equals:
+        raise InputError(f"--rename is {rename!r}, expected OLD=NEW, as in --rename decoder=model")
+    return old, new
 
 
 def _check_exists(path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{letter}I": 1024**power for power, letter in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _AUTO = 0.9  # of what is free
 
@@ -34,14 +35,20 @@ class Amount:
     @classmethod
     def parse(cls, value: object) -> Amount:
         """Parse ``"10GiB"`` (or GB, with powers of 1,000), ``"80%"``, ``"auto"`` (90% of what is
-        free), or a number of bytes.
+        free), or an int of bytes.
 
         Raises:
             ValueError: it is something else. The message lists what is accepted.
         """
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return cls(num_bytes=value)
-        text = value.strip() if isinstance(value, str) else ""
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        text = str(value).strip() if is_int or isinstance(value, str) else ""
+        if is_int and int(text) > 100:
+            return cls(num_bytes=int(text))
+        if _NUMBER.fullmatch(text) and float(text) > 0:
+            raise ValueError(
+                f"budget {value!r} has neither a percent sign nor a unit: write "
+                f'"{text}%" or "{text}GiB"; bytes are an int above 100'
+            )
         if text == "auto":
             return cls(of_free=_AUTO)
         if (percent := _PERCENT.fullmatch(text)) and 0 < float(percent[1]) <= 100:

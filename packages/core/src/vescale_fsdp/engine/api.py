@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import plain_tensors
@@ -30,7 +38,7 @@ from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.late import mark_managed
-from vescale_fsdp.engine.methods import swap_class
+from vescale_fsdp.engine.methods import FSDPModule, swap_class
 from vescale_fsdp.engine.outside import reach_from_outside
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
 from vescale_fsdp.engine.quantized import (
@@ -175,7 +183,9 @@ def fully_shard(
         ValueError, AssertionError, RuntimeError: as FSDP2, with its words for the same mistake.
         ValueError: ``activations`` is none of these, or the module has torch's composable
             ``checkpoint`` already.
-        TypeError: a policy or the granularity has a wrong type.
+        TypeError: a policy or the granularity has a wrong type; or torch's FSDP has sharded a
+            module in ``module``.
+        ValueError: the machine has no device of the mesh's type.
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
             codec; a parameter with a codec is smaller than a block, gathers itself or has a
             ``Shard(d)``; or a codec is passed by both of its names.
@@ -192,6 +202,7 @@ def fully_shard(
     gather_codec = renamed("fully_shard", "gather", gather, "gather_codec", gather_codec)
     reduce_codec = renamed("fully_shard", "reduce", reduce, "reduce_codec", reduce_codec)
     modules = checked_modules(module)
+    _refuse_other_engines(modules)
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     check_activations(modules, activations)
@@ -265,9 +276,29 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
 
 
+def _refuse_other_engines(modules: list[nn.Module]) -> None:
+    for module in modules:
+        for name, child in module.named_modules():
+            is_fsdp2 = isinstance(child, TorchFSDPModule) and not isinstance(child, FSDPModule)
+            if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
+                raise TypeError(
+                    f"fully_shard: {name or type(child).__name__!r} has been sharded by "
+                    "torch.distributed.fsdp, and two engines cannot share a model; use "
+                    "vescale_fsdp.fully_shard, which takes the same arguments, for all of it"
+                )
+
+
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:  # it lacks a variable of torchrun
+            raise ValueError(
+                "fully_shard: torch.distributed is not started in this process, and its variables "
+                "are not set. Start the script with a launcher, one process alone too: torchrun "
+                f"--nproc-per-node 2 {os.path.basename(sys.argv[0]) or 'train.py'}; or call "
+                "torch.distributed.init_process_group(...) before fully_shard"
+            ) from error
     return init_device_mesh(devices.accelerator_type() or "cpu", (dist.get_world_size(),))
 
 

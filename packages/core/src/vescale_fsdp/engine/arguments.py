@@ -54,12 +54,16 @@ def _check_module(module: object) -> None:
         type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
     ):
         raise ValueError(
-            f"fully_shard does not support containers that do not implement forward: {module}"
+            "fully_shard does not support containers that do not implement forward: "
+            f"{type(module).__name__}({len(module)} modules). Shard each of them, or pass a list: "
+            "they then form one unit"
         )
     if unit_of(module) is not None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. "
-            f"fully_shard has already been applied to this module:\n{module}"
+            "fully_shard has already been applied to this module, of the class "
+            f"{type(module).__name__}. Call it once for each module, inner ones first, and on the "
+            "whole model last"
         )
 
 

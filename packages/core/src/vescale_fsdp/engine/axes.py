@@ -154,20 +154,29 @@ class Axes:
         inner_first = self.mesh.mesh if self.shard == 0 else self.mesh.mesh.t()
         return compat.mesh_over(inner_first.flatten().tolist(), self.mesh)
 
-    def joined(self, inner: DeviceMesh) -> DeviceMesh:
-        """Return a mesh of these axes, followed by those of ``inner``.
+    def joined(self, inner: DeviceMesh, fqn: str) -> DeviceMesh:
+        """Return a mesh of these axes, followed by those of ``inner``, that of a parameter.
 
         Raises:
-            ValueError: the two are not slices of one mesh.
+            ValueError: the two are not slices of one mesh, or have ranks in common.
         """
         if inner not in self._joined:
+            both = {*self.mesh.mesh.flatten().tolist()} & {*inner.mesh.flatten().tolist()}
+            if len(both) > 1:  # parts of one mesh have this rank in common
+                raise ValueError(
+                    f"fully_shard: parameter {fqn!r} is a DTensor on {inner} already, and would be "
+                    f"sharded over the same ranks {sorted(both)}. If torch.distributed.fsdp."
+                    "fully_shard has sharded it, use vescale_fsdp.fully_shard for the whole model, "
+                    "with the same arguments; for tensor parallelism make one mesh of all axes and "
+                    'pass its parts, mesh["data"] and mesh["tensor"]'
+                )
             try:
                 self._joined[inner] = compat.concatenate_meshes([self.mesh, inner])
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:  # TypeError: an axis has no name
                 raise ValueError(
-                    f"fully_shard: {self.mesh} and the mesh of a DTensor parameter, {inner}, are "
-                    "not parts of one mesh; make one mesh of all axes and pass its parts, "
-                    'mesh["data"] and mesh["tensor"]'
+                    f"fully_shard: {self.mesh} and the mesh of the DTensor parameter {fqn!r}, "
+                    f"{inner}, are not parts of one mesh with names; make one mesh of all axes and "
+                    'pass its parts, mesh["data"] and mesh["tensor"]'
                 ) from error
         return self._joined[inner]
 

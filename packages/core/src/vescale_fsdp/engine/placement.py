@@ -255,7 +255,7 @@ def mesh_at_rest(axes: Axes, inner: DTensorSpec | None, fqn: str) -> DeviceMesh:
             f"fully_shard: sharding='hsdp_zero1' of {fqn!r}, a DTensor on {inner.mesh}, is not "
             "there yet; use sharding='hsdp'"
         )
-    return axes.joined(inner.mesh)
+    return axes.joined(inner.mesh, fqn)
 
 
 def spec_at_rest(
