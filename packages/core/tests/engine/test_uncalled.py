@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -98,6 +99,28 @@ def check_named(_: str) -> None:
         assert str(caught.value).count("the forward of") == 1
 
 
+class Beside(nn.Module):
+    """It computes with a parameter of another model, which has the name of one of its own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.other = nn.LayerNorm(8), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x * self.other[0].scale.weight)  # type: ignore[union-attr, operator]
+
+
+def check_other_model(_: str) -> None:
+    other = nn.Sequential(OrderedDict(scale=nn.LayerNorm(8)))
+    shard_units(other, other)
+    other(torch.randn(2, 3, 8))  # from now on errors know the whole names
+    model = Beside(other)
+    shard_units(model, [model.scale])
+    with pytest.raises((NotImplementedError, ValueError)) as caught:
+        model(torch.randn(2, 3, 8))
+    assert "the forward of" not in str(caught.value)
+
+
 def check_recipe(_: str) -> None:
     assert_gradients_like_plain(
         lambda: seeded(Diffusion),
@@ -106,6 +129,6 @@ def check_recipe(_: str) -> None:
     )
 
 
-@pytest.mark.parametrize("check", [check_named, check_recipe])
+@pytest.mark.parametrize("check", [check_named, check_other_model, check_recipe])
 def test_on_ranks(check: Callable[[str], None]) -> None:
     run_ranks(check, 2, "")

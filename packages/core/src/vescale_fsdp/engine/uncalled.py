@@ -7,8 +7,9 @@ The hook after the innermost forward, which runs on every rank, adds them to its
 from __future__ import annotations
 
 from vescale_fsdp.engine.engine import engine_of
+from vescale_fsdp.engine.slot import local_of
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.ragged.assignment import NAMES
+from vescale_fsdp.ragged.assignment import OPERANDS
 
 
 def explain_uncalled(unit: Unit, error: BaseException) -> None:
@@ -17,12 +18,12 @@ def explain_uncalled(unit: Unit, error: BaseException) -> None:
     Args:
         unit: whose forward the error ends.
     """
-    names, engine = getattr(error, NAMES, None), engine_of(unit)
-    if not names or engine is None:
+    ids, engine = getattr(error, OPERANDS, None), engine_of(unit)
+    if not ids or engine is None:
         return
-    setattr(error, NAMES, None)  # forwards around this one have nothing to add
+    setattr(error, OPERANDS, None)  # forwards around this one have nothing to add
     for other in engine.units():
-        name = next((slot.fqn for slot in other.slots() if slot.fqn in names), None)
+        name = next((slot.fqn for slot in other.slots() if id(local_of(slot.sharded)) in ids), None)
         if name is not None and not other.running.depth:
             error.args = (f"{_reason(name, unit, other)} {error}",)
             return

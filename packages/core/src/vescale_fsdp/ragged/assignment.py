@@ -20,19 +20,20 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, set_versions
+from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, local_tensor, set_versions
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
-NAMES = "_vescale_fsdp_names"  # on an error of an operator: the sharded parameters that it got
+# On an error of an operator: the ids of the local tensors of sharded parameters that it got.
+OPERANDS = "_vescale_fsdp_operands"
 
 
-def note_names(error: Exception, operands: Iterable[Any]) -> None:
+def note_operands(error: Exception, operands: Iterable[Any]) -> None:
     """Note in an error of an operator the sharded parameters that it got.
 
     The engine knows the modules that they belong to, and explains the error.
     """
-    names = [name for each in operands if (name := getattr(each, NAME, None))]
-    setattr(error, NAMES, getattr(error, NAMES, None) or names)
+    ids = [id(local_tensor(each)) for each in operands if getattr(each, NAME, None)]
+    setattr(error, OPERANDS, getattr(error, OPERANDS, None) or ids)
 
 
 class AssignableData(TraceableDTensor):

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.compat import pytree
 from vescale_fsdp.ragged.aggregates import AGGREGATES
-from vescale_fsdp.ragged.assignment import note_names
+from vescale_fsdp.ragged.assignment import note_operands
 from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.elementwise import run_elementwise, run_new
 from vescale_fsdp.ragged.gathered import (
@@ -194,7 +194,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return gathered_view(func, *args, **kwargs)
         return run_in_place(func, args, kwargs)
     except (NotImplementedError, ValueError) as error:
-        note_names(error, pytree.tree_leaves((args, kwargs)))
+        note_operands(error, pytree.tree_leaves((args, kwargs)))
         raise
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
-from vescale_fsdp.ragged.assignment import NAME, note_names
+from vescale_fsdp.ragged.assignment import NAME, note_operands
 from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
@@ -296,7 +296,7 @@ def _check_beside(func: Any, operands: Any) -> None:
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "
                 f"{tuple(each.shape)}, which may differ between ranks. {WAYS_OUT}"
             )
-            note_names(error, [getattr(each, "_source", each) for each in leaves])
+            note_operands(error, [getattr(each, "_source", each) for each in leaves])
             raise error
 
 

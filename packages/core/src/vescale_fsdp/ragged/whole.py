@@ -9,6 +9,7 @@ result of the local ones is that of the whole ones, on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.collectives import is_collective, run_collective
 from vescale_fsdp.ragged.random import numbers_of_first_rank
 
+_AS_THEY_ARE = nullcontext()
 Wrap = Callable[[torch.Tensor, DTensorSpec], DTensor]
 
 
@@ -129,8 +131,11 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
     local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
     if operands.has_others or operands.spec is None:
         return NotImplemented
+    numbers: AbstractContextManager[None] = _AS_THEY_ARE  # each operator of an optimizer comes here
+    if access.is_random:
+        numbers = numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs)
     if access.writes:
-        with numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs):
+        with numbers:
             write_locally(func, local_args, local_kwargs)
         for each in access.written(local_args, local_kwargs)[: access.num_counted]:
             torch.autograd.graph.increment_version(each)
@@ -143,7 +148,7 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
             torch.overrides.enable_reentrant_dispatch(),
         ):
             return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
-    with numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs):
+    with numbers:
         return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
 
 
