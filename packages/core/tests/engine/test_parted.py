@@ -338,6 +338,32 @@ def test_ranks_that_come_to_different_places_are_told_at_once(tmp_path: Path) ->
         )
 
 
+def saves_while_the_other_evaluates_on_several_axes(path: Path) -> Outcome:
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = str(LIMIT_S)
+    model = nn.Sequential(nn.Linear(SMALL, SMALL), nn.Linear(SMALL, SMALL))
+    fully_shard(model[0], sharding="ddp")
+    fully_shard(model)
+
+    def differently() -> None:
+        if dist.get_rank() == 0:
+            checkpoint.save(path / "alone", model)
+        else:
+            with torch.no_grad():
+                model(torch.randn(2, SMALL))
+
+    model(torch.randn(2, SMALL)).sum().backward()
+    return outcome(differently)
+
+
+def test_a_save_beside_an_evaluation_of_units_on_several_axes(tmp_path: Path) -> None:
+    found = run_ranks(saves_while_the_other_evaluates_on_several_axes, 2, tmp_path, timeout_s=60)
+    for (seconds, text), other in zip(found, (1, 0), strict=True):
+        assert seconds < LIMIT_S + SLACK_S
+        assert f"rank {other} did not come to compare the " in text
+        assert "in the save of a checkpoint" in text
+        assert "in forward of the root of model 1 without gradients" in text
+
+
 def saves_beside_a_barrier(path: Path) -> str:
     model, _ = make(SMALL)
     if dist.get_rank() == 0:

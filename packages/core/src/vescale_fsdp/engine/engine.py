@@ -274,7 +274,7 @@ class Engine(Executor):
         """Compare the next collectives with the other ranks, through the store."""
         mine = None if unit is None else self._units[unit.index]()
         for axes in self._axes.values() if mine is None else (mine.groups[0].axes,):
-            agree("next step", list(entries), axes.groups[0], _SAME_ORDER)
+            agree("order of units", list(entries), axes.groups[0], _SAME_ORDER)
 
     def stall(self) -> None:
         """Tell the other ranks that this one is behind with its reductions."""
