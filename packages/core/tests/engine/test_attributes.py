@@ -6,6 +6,7 @@ Optimizer groups are made by them. They may be older than ``fully_shard``.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -200,12 +201,16 @@ def test_they_are_on_copies_on_parts_in_other_models_and_on_modules_added_later(
 
 def check_others() -> None:
     model = shard(put(make()))
-    model.layers[0].weight.names = ["a"]
+    weight: Any = model.layers[0].weight
+    weight.lock, weight.owner = threading.Lock(), model  # which cannot be copied, or not with it
     step(model)
     twin = copy.deepcopy(model)
     assert found(twin) == EXPECTED
-    assert twin.layers[0].weight.names == ["a"]
-    assert twin.layers[0].weight.names is not model.layers[0].weight.names
+    twin_weight: Any = twin.layers[0].weight
+    assert (twin_weight.lock, twin_weight.owner) == (weight.lock, model)
+    twin_weight.scale = 0.5
+    twin_weight.lock = None
+    assert weight.lock is not None, "each has attributes of its own"
     step(twin)
     assert twin.read == EXPECTED[:3]
     former = fully_shard(put(make()))
@@ -219,6 +224,28 @@ def check_others() -> None:
     assert isinstance(added.weight, DTensor)
     step(twin)
     assert twin.read == [*EXPECTED[:3], 3.0]
+
+
+def test_units_that_give_parameters_back_give_what_was_set_on_them_since() -> None:
+    run_ranks(check_given_back, 2)
+
+
+def check_given_back() -> None:
+    model = put(make())
+    fully_shard(model.layers[1])
+    model.layers[1].weight.scale = 2.5  # on the sharded one
+    fully_shard(model)  # takes the tied one
+    step(model)
+    assert model.read == [0.5, 2.5, 2.5]
+    shared = nn.Linear(WIDTH, WIDTH)
+    before: Any = shared.weight
+    before.scale = 0.5
+    twice = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Tanh(), shared))
+    fully_shard(twice[0])
+    shared.weight.scale = 2.5  # type: ignore[assignment]
+    fully_shard(twice[1])
+    fully_shard(twice)
+    assert shared.weight.scale == 2.5
 
 
 def test_a_copy_of_a_sharded_or_unsharded_parameter_is_not_taken_for_it() -> None:

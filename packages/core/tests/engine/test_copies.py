@@ -83,6 +83,29 @@ def test_a_model_that_something_in_it_has_a_weak_proxy_of_is_copied_once() -> No
     run_ranks(check_copy_through_a_proxy, WORLD_SIZE)
 
 
+class Counted(MLP):
+    """Its pickles have more than a dictionary in them."""
+
+    def __getstate__(self) -> Any:
+        return ["version 1", self.__dict__]
+
+    def __setstate__(self, state: Any) -> None:
+        version, own = state
+        assert version == "version 1"
+        self.__dict__.update(own)
+
+
+def check_copy_of_another_state() -> None:
+    model = make(Counted)
+    shard_units(model, model.layers)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(inputs_of(1, 0)), model(inputs_of(1, 0)))
+
+
+def test_a_model_whose_state_is_no_dictionary() -> None:
+    run_ranks(check_copy_of_another_state, WORLD_SIZE)
+
+
 def check_copy_with_gradients(options: dict[str, str]) -> None:
     """A copy after a backward has the gradients too, and they are its own."""
     model = make(MLP)

@@ -48,6 +48,16 @@ def compute_with_what_was_replaced() -> None:
         ):
             step(model)
     model[0].all = [model[0].weight]  # as the message says: looked up when the module is sharded
+    for has_former, adds in ((True, True), (True, False), (False, False)):
+        trial = nn.Sequential(Listed(), nn.Linear(4, 4))
+        former = trial[0].all[0]
+        former.grad = torch.ones(4, 4) if has_former else None
+        before = torch.optim.SGD([former], 0.1)
+        fully_shard(trial)
+        if not adds:
+            before.zero_grad()  # the gradient of the step is a new one
+        with pytest.raises(RuntimeError, match=r"forward has computed .*'0.weight'"):
+            step(trial)
     frozen = Listed()
     frozen.weight.requires_grad_(False)
     step(fully_shard(nn.Sequential(frozen, nn.Linear(4, 4))))  # a constant
@@ -64,12 +74,13 @@ def hold_what_was_replaced() -> None:
     params[0].grad = torch.ones(4, 4)  # of a trial
     fully_shard(model[0])
     fully_shard(model)
+    before.zero_grad(set_to_none=False)  # which writes to the gradient
     assert step(model) == [
         "4 parameters that fully_shard has replaced are still held: '1.weight', '1.bias', "
-        "'0.weight' and 1 more. An optimizer or a list that was made before fully_shard holds "
-        "them. They are not trained, and keep 160 bytes of memory on this rank. Make it after "
-        "fully_shard, of model.parameters(), or delete it"  # 2 * (4 * 4 + 4) * 4
-    ]
+        "'0.weight' and 1 more. An optimizer, a list or a closure (also that of a hook) that was "
+        "made before fully_shard holds them. They are not trained, and keep 160 bytes of memory on "
+        "this rank. Make it after fully_shard, of model.parameters(), or delete it"
+    ]  # 2 * (4 * 4 + 4) * 4
     assert step(model) == []  # said once
     assert step(copy.deepcopy(model)) == []  # nobody holds its former ones
     del before
@@ -168,6 +179,7 @@ def nothing_above_units(path: Path) -> None:
     around = {*ignored.embed.parameters(), *ignored.head.parameters()}
     for block in ignored.blocks:
         fully_shard(block, ignored_params=around)
+    assert step(copy.deepcopy(ignored)) == []
     assert step(ignored) == []
     assert clip_grad_norm_(ignored, 1.0) > 0
 

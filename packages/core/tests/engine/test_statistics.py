@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale_fsdp import Budget, MixedPrecisionPolicy, RankMismatchError, fully_shard, unsharded
+from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_parameters
@@ -163,6 +164,53 @@ def test_the_first_forward_decides_whether_norms_are_cast(
     kind: str, which: int | None, sharding: str
 ) -> None:
     run_ranks(check_cast_after, 2, kind, which, sharding)
+
+
+def check_after_a_context() -> None:
+    model = fully_shard(norms(), mp_policy=BF16)
+    model.eval()
+    with torch.no_grad(), unsharded(model):
+        for _ in range(2):
+            if dist.get_rank() == 0 or not _:  # after the first one each rank may run alone
+                model(images(0))
+    cast_statistics(model[1])
+    model.train()
+    seen = []
+    for index in (1, 4):
+        model[index].register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+    train(model)
+    assert seen == 3 * [torch.bfloat16, torch.float32]
+    cast_statistics(model[4])  # too late: it is decided
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        model(images(3))
+
+
+def test_a_forward_in_a_context_does_not_decide() -> None:
+    run_ranks(check_after_a_context, 2)
+
+
+def check_remesh_of_parts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
+    fully_shard(model, mp_policy=BF16)
+    model[1].running_mean = model[1].running_mean.bfloat16()
+    model[1].running_var = model[1].running_var.bfloat16()
+    x = torch.randn(6, 4)
+    expected = model(x)
+    expected.sum().backward()
+    values = full_parameters(model)
+    remesh(model)
+    with unsharded(model, writeback=True), torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(values[name])
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value.bfloat16(), values[name].bfloat16()), name
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+
+
+def test_a_model_with_one_norm_that_is_cast_moves_to_other_ranks() -> None:
+    run_ranks(check_remesh_of_parts, 2)
 
 
 def check_disagreement() -> None:

@@ -356,7 +356,7 @@ class ExtensionGroup(Group):
         sharded = slot.new_sharded(part, slot.sharded.requires_grad)
         sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
         memo[id(slot.sharded)] = sharded
-        new = slot.copied(sharded, memo)
+        new = slot.copied(sharded)
         twin.slots = [new]
         twin.gradients = self.gradients.copied(buffer, twin.slots, twin.pool)
         return twin

@@ -48,9 +48,10 @@ def check_replaced(slots: Iterable[Slot]) -> None:
         num_bytes = sum(compat.local_tensor(p).nbytes for _, p in idle if not p.is_meta)
         warn_user(
             f"{len(idle)} parameters that fully_shard has replaced are still held: "
-            f"{listed([slot.fqn for slot, _ in idle])}. An optimizer or a list that was made "
-            f"before fully_shard holds them. They are not trained, and keep {num_bytes:,} bytes of "
-            "memory on this rank. Make it after fully_shard, of model.parameters(), or delete it"
+            f"{listed([slot.fqn for slot, _ in idle])}. An optimizer, a list or a closure (also "
+            "that of a hook) that was made before fully_shard holds them. They are not trained, "
+            f"and keep {num_bytes:,} bytes of memory on this rank. Make it after fully_shard, of "
+            "model.parameters(), or delete it"
         )
 
 

@@ -442,7 +442,9 @@ def make_root(unit: Unit) -> Engine:
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     for group in (group for below in units.values() for group in below.groups):
         group.equalize_replicas()
-    unit.is_root, engine.num_calls = True, num_calls()
+    unit.is_root = True
+    is_open = any(below.may_follow_statistics for below in units.values())
+    engine.num_calls = 0 if is_open else num_calls()  # 0: the next pass looks again
     for below in units.values():
         below.engine = engine
     return engine

@@ -165,13 +165,17 @@ def _find_unreduced(module: nn.Module, name: str, found: list[str]) -> None:
 def with_late_units(root: Unit, engine: Engine) -> Engine | None:
     """Return the engine of a root before a pass. None: it has to be made again, with more units.
 
-    The same on all ranks, which call ``fully_shard`` alike.
+    Or with other groups, if it was made in a context, where norms cannot be cast or not
+    (`Unit.follow_statistics`). The same on all ranks, which call ``fully_shard`` alike.
     """
     if not root.is_root or engine.is_running:
         return engine
-    engine.num_calls = _num_calls
     (module,) = root.modules()
-    if all(unit.engine is engine for unit in units_in(module).values()):
+    units = units_in(module).values()
+    is_known = all(unit.engine is engine for unit in units)
+    undecided = [unit for unit in units if unit.may_follow_statistics]
+    if is_known and all(unit.num_pins for unit in undecided):
+        engine.num_calls = 0 if undecided else _num_calls
         return engine
     release(engine)
     return None

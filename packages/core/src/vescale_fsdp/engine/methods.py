@@ -169,10 +169,12 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
         twin: FSDPModule = object.__new__(cls)  # FSDPModule.__new__ makes the original class
         memo[id(self)] = twin
         # Without what is compiled for this module, and without the Trainer of a LightningModule.
-        state: dict[str, Any] = self.__getstate__()  # type: ignore[assignment]
+        state: Any = self.__getstate__()
+        is_dict = isinstance(state, dict)  # a class may give other states, which name nothing
+        state = state if is_dict else self.__dict__
         left_out = {*_OF_THIS_MODULE, *unit.forward_methods}
         own = {key: copy.deepcopy(state[key], memo) for key in state if key not in left_out}
-        twin.__setstate__(own)  # type: ignore[attr-defined]
+        (twin.__setstate__ if is_dict else twin.__dict__.update)(own)  # type: ignore[attr-defined]
         states = self.__dict__[compat.COMPOSABLE_STATE]
         twin.__dict__[compat.COMPOSABLE_STATE] = {  # of torch's other composable functions
             of: copy.deepcopy(state, memo)
@@ -338,6 +340,7 @@ _SET_BY_USERS = (
     "max_reductions",
     "offloads_activations",
     "recomputes",
+    "has_ignored",
 )
 
 

@@ -108,7 +108,7 @@ class MovableParameters(Parameters):
             sharded = slot.new_sharded(view, slot.sharded.requires_grad)
             sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
             memo[id(slot.sharded)] = sharded
-            twin.slots.append(slot.copied(sharded, memo))
+            twin.slots.append(slot.copied(sharded))
         twin.gradients = self.gradients.copied(twin.buffer, twin.slots, twin.pool)
         twin._make_gathered()
         return twin
@@ -129,6 +129,7 @@ class MovableParameters(Parameters):
         assert self.is_sharded, "before the first forward"
         twin, former = self._twin(), self.layout
         slots, codings, sizes, shard = self.slots, self.codings, self.sizes, self.buffer.shard
+        specs = self._specs
         every = range(len(slots))
         for group, kept in (
             (twin, [index for index in every if index in indices]),
@@ -137,6 +138,7 @@ class MovableParameters(Parameters):
             group.slots = [slots[index] for index in kept]
             group.codings = [codings[index] for index in kept]
             group.sizes = [sizes[index] for index in kept]
+            group._specs = [specs[index] for index in kept]
             group.layout = replace(
                 former,
                 specs=tuple(former.specs[index] for index in kept),

@@ -382,9 +382,11 @@ def _taken_over(fqn: str, former: nn.Parameter, sites: list[Site]) -> nn.Paramet
     sharded = cast(DTensor, former if slot is None else slot.sharded)
     if isinstance(sharded, RaggedTensor) and any(type(p) is Shard for p in sharded.placements):
         raise ValueError(
-            f"fully_shard: parameter {fqn!r} was sharded in another model, and by an inner "
-            f"parallelism ({sharded.placements}), which is not known here. Save the weights with "
-            "vescale_fsdp.checkpoint, and load them into a new model"
+            f"fully_shard: parameter {fqn!r} is sharded by an earlier call, and by an inner "
+            f"parallelism ({sharded.placements}), which is not known here. If its module stands in "
+            "two units of this model, make one of both, fully_shard([a, b]), or only a unit around "
+            "both. If the call was for another model, save the weights with "
+            "vescale_fsdp.checkpoint, and load them into a new one"
         )
     if sharded.is_meta:
         data = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")

@@ -42,8 +42,8 @@ from vescale_fsdp.engine.slot import (
     ParamToShard,
     Slot,
     carry,
+    gradient_seen,
     resting_spec,
-    version_of_gradient,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program.residency import State
@@ -220,7 +220,7 @@ class Parameters(ABC):
             sharded=p.param,
             local=view,
             original=weakref.ref(p.param),
-            gradient_before=version_of_gradient(p.param),
+            gradient_before=gradient_seen(p.param),
         )
         slot.hold(slot.new_sharded(view, p.param.requires_grad))
         carry(p.param, slot.sharded)
@@ -228,7 +228,7 @@ class Parameters(ABC):
         return slot
 
     def _make_gathered(self) -> None:
-        """Make the unsharded parameters as views of the full buffer. Called once for each."""
+        """Make the unsharded parameters as views of the full buffer, for each new buffer."""
         if self.buffer.full_face is None:
             return
         full = self.buffer.full

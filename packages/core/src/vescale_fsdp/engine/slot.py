@@ -7,7 +7,6 @@ in its place.
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,10 +40,11 @@ from vescale_fsdp.ragged.tensor import wrap_local
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 # How names of attributes begin that are not those of users, but ours and torch's.
 _NOT_OF_USERS = ("_vescale_fsdp_", "_is_param", "_sym_sizes_", "_sym_strides_")
+# A weak reference to a gradient, and its version, which each write to it changes.
+Seen: TypeAlias = tuple[Callable[[], torch.Tensor | None], int]
 # On an unsharded parameter, and the sharded one: the id of the former. A copy has another.
 _UNSHARDED = "_vescale_fsdp_unsharded"
 _MAX_NAMED = 3  # parameters in a message; the rest are counted
-_NO_GRADIENT = -1  # in place of its version
 _SLOTS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of both
 
 
@@ -63,7 +63,7 @@ class Slot:
     sharded: nn.Parameter
     local: torch.Tensor  # the view of the shard that ``sharded`` wraps
     original: Callable[[], nn.Parameter | None]  # the parameter before it was sharded, if it lives
-    gradient_before: int = _NO_GRADIENT  # the version of the gradient that it had then
+    gradient_before: Seen  # that it had then
     is_followed: bool = False  # who had it for training got the sharded one (an optimizer)
     sums: Sequence[dist.ProcessGroup] = ()  # over which a plain gradient is summed first
     gathered: nn.Parameter | None = None  # None while the group is on meta
@@ -100,10 +100,12 @@ class Slot:
             _add_attributes(gathered, self.attributes)
         setattr(gathered, _UNSHARDED, id(gathered))
 
-    def copied(self, sharded: nn.Parameter, memo: dict[int, Any]) -> Slot:
-        """Return a slot for a copy of the sharded parameter, in no module yet."""
+    def copied(self, sharded: nn.Parameter) -> Slot:
+        """Return a slot for a copy of the sharded parameter, in no module yet.
+
+        Both have the same objects as attributes: one may be the model, or not be copied.
+        """
         twin = replace(self, sites=[], gathered=None, used=False, original=_nothing)
-        twin.attributes = copy.deepcopy(self.attributes, memo)
         twin.hold(sharded)
         return twin
 
@@ -198,8 +200,15 @@ class Slot:
         return None if original is self.sharded else original
 
     def has_reached(self, replaced: nn.Parameter) -> bool:
-        """Whether a gradient has come to the ``replaced`` parameter since then."""
-        return version_of_gradient(replaced) not in (_NO_GRADIENT, self.gradient_before)
+        """Whether a gradient has come to the ``replaced`` parameter since then.
+
+        Either it has another gradient, or there is more in the one that it had. An optimizer that
+        was made before may have set that to zero, by ``zero_grad(set_to_none=False)``.
+        """
+        gradient, (former, version) = replaced.grad, self.gradient_before
+        if gradient is None or gradient is not former():
+            return gradient is not None
+        return gradient._version != version and bool(compat.local_tensor(gradient).norm() != 0)
 
     def is_tied_away(self, module: nn.Module, name: str) -> bool:
         """Whether the sharded parameter of another slot is registered at a site of this one."""
@@ -283,9 +292,10 @@ def _nothing() -> None:
     """In place of a weak reference: a copy has replaced no parameter."""
 
 
-def version_of_gradient(param: torch.Tensor) -> int:
-    """Return the version of its gradient, which each accumulation changes."""
-    return _NO_GRADIENT if param.grad is None else param.grad._version
+def gradient_seen(param: torch.Tensor) -> Seen:
+    """Return what tells the gradient that a parameter has now from what comes later."""
+    gradient = param.grad
+    return (_nothing, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
 def holder_of(param: torch.Tensor) -> Slot | None:
@@ -438,8 +448,11 @@ def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterab
 
 
 def carry(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Give a new parameter what users have put on the former one: hooks and attributes."""
-    _add_attributes(target, attributes_of(source))
+    """Give a parameter what users have put on the one that it replaces: hooks and attributes.
+
+    An attribute of both has the value of the one that is replaced.
+    """
+    vars(target).update(_of_users(attributes_of(source)))
     # The dictionaries themselves, so that handles of users remove from both.
     if source._backward_hooks is not None:
         target._backward_hooks = source._backward_hooks
@@ -457,6 +470,8 @@ def attributes_of(param: nn.Parameter) -> dict[str, Any]:
 def _add_attributes(param: nn.Parameter, attributes: Mapping[str, Any]) -> None:
     """Set attributes of users that ``param`` does not have."""
     own = vars(param)
-    for name, value in attributes.items():
-        if name not in own and not name.startswith(_NOT_OF_USERS):
-            own[name] = value
+    own.update({n: value for n, value in _of_users(attributes).items() if n not in own})
+
+
+def _of_users(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: value for n, value in attributes.items() if not n.startswith(_NOT_OF_USERS)}

@@ -209,12 +209,13 @@ class Unit(Residency):
         Not while a context shows them. Shards stay as they are, and there is no communication.
 
         Args:
-            is_final: whether it holds from now on, because a forward is about to run.
+            is_final: whether it holds from now on, because a forward is about to run. In a context
+                the first forward after it decides (`late.with_late_units`).
         """
         for group in [each for each in self.groups if each.follows_statistics]:
-            group.follows_statistics = not is_final
             if self.num_pins:
                 continue
+            group.follows_statistics = not is_final
             follows = [
                 any(follows_statistics(module(), slot.sharded) for module, _ in slot.sites)
                 for slot in group.slots
@@ -230,6 +231,11 @@ class Unit(Residency):
                 if part.compute_dtype != dtype:
                     self.reshard()
                     part.compute_in(dtype)
+
+    @property
+    def may_follow_statistics(self) -> bool:
+        """Whether no forward has decided yet about norms (`follow_statistics`)."""
+        return any(group.follows_statistics for group in self.groups)
 
     def start_unshard(self, *, in_backward: bool = False) -> None:
         """Start the all-gathers of all groups. Call it within `plain_tensors`."""
