@@ -152,7 +152,7 @@ def test_a_rank_reads_the_bytes_of_its_elements_and_writes_each_once(tmp_path: P
             assert written <= held
         assert sum(rank[name][1] for rank in ranks) == 388
     assert sum(rank["flat"][2] for rank in ranks) == 388
-    assert sum(rank["hybrid"][2] for rank in ranks) == 880  # there are two replicas
+    assert sum(rank["hybrid"][2] for rank in ranks) == 776  # there are two replicas
 
 
 # Names and dtypes
