@@ -78,7 +78,7 @@ def test_nccl_alone_has_nothing_for_the_cpu() -> None:
     assert backend_name(group, "cpu") == ""
     assert backends_of(group) == {"cuda": "nccl"}
     assert spelling_of(group) == "cuda:nccl"
-    cuda = SimpleNamespace(current_device=lambda: 3)
+    cuda = SimpleNamespace(current_device=lambda: 3, is_available=lambda: True)
     with mock.patch.object(torch, "get_device_module", return_value=cuda):
         assert collective_device(group, CPU) == torch.device("cuda", 3)
     assert collective_device(group, CUDA) == CUDA

@@ -172,6 +172,36 @@ def buffers_beside_ddp(root: Path) -> None:
     assert (found[2] == found[0]) == (dist.get_rank() == 0)
 
 
+class NormedByHand(Normed):
+    """With manual optimization, for which Lightning's DDP sends no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def buffers_by_hand_beside_ddp(root: Path) -> None:
+    """The statistics of the first process on all, from the second forward on; DDP: each its own."""
+    found = []
+    for strategy in ("ddp", "vescale_fsdp"):
+        model = make_model(NormedByHand)
+        trainer = make_trainer(strategy, root, max_steps=3)
+        trainer.fit(model, loader(), loader())
+        own = model.statistics.running_mean.detach().clone()
+        first = own.clone()
+        dist.broadcast(first, 0)
+        found.append((own, first))
+    (of_ddp, first_of_ddp), (ours, first_of_ours) = found
+    assert torch.equal(first_of_ddp, first_of_ours)
+    assert torch.equal(of_ddp, ours) == (dist.get_rank() == 0)
+
+
 class Overflows(LitModel):
     """Its second step has gradients that are not finite, in the last process only."""
 
@@ -206,6 +236,7 @@ def numbers(root: Path) -> None:
     accumulation_does_not_reduce(root)
     evaluation_leaves_inference_mode(root)
     buffers_beside_ddp(root)
+    buffers_by_hand_beside_ddp(root)
 
 
 def test_manual_optimization_clipping_accumulation_and_evaluation(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from vescale_fsdp import FSDPModule, clip_grad_norm_, elastic
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.ranks import begin_load, begin_save
+from vescale_fsdp.checkpoint.saving import begin_load, begin_save
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.budgets import budget_for

@@ -405,6 +405,9 @@ def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] 
     """
     last = notes.last()
     notes.write(ranks, note)
+    # Logged before: where another rank waits in a collective of the user, closing ends its process,
+    # and the launcher may end this one before it has raised.
+    _log.error("rank %d %s. %s.", dist.get_rank(), note, TOGETHER)
     close(groups, "")
     others = [rank for rank in ranks if rank != dist.get_rank()]
     return f"{last} The others: {notes.of(others)}."

@@ -144,15 +144,15 @@ def count(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def test_a_rank_reads_the_bytes_of_its_elements_and_writes_each_once(tmp_path: Path) -> None:
-    """A pair has 6 * 8 + 8 + 8 * 6 + 6 = 110 elements of 4 bytes."""
+    """A pair has 6 * 7 + 7 + 7 * 6 + 6 = 97 elements of 4 bytes."""
     ranks = run_ranks(count, 4, tmp_path)
     for name in ("flat", "hybrid", "tensor_parallel", "even"):
         for held, written, num_read in (rank[name] for rank in ranks):
             assert num_read == held
             assert written <= held
-        assert sum(rank[name][1] for rank in ranks) == 440
-    assert sum(rank["flat"][2] for rank in ranks) == 440
-    assert sum(rank["hybrid"][2] for rank in ranks) == 880  # there are two replicas
+        assert sum(rank[name][1] for rank in ranks) == 388
+    assert sum(rank["flat"][2] for rank in ranks) == 388
+    assert sum(rank["hybrid"][2] for rank in ranks) == 776  # there are two replicas
 
 
 # Names and dtypes

@@ -110,12 +110,12 @@ def ignored_parameters_are_neither_sharded_nor_reduced(library: Library) -> Any:
     return [model.weight is weight, is_sharded(model), *mine, number(model.bias.grad)]
 
 
-@sees(SEEN, [[True, True, None], [True, True, None]])
+@sees(SEEN, [[True, True, False], [True, True, False]])
 def dynamo_finds_the_modules_that_are_not_ignored(library: Library) -> Any:
     model = layers(2)
     library.fully_shard(model, ignored_params=set(model[1].parameters()))
     flags = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    return [[getattr(each, flag, None) for each in model.modules()] for flag in flags]
+    return [[bool(getattr(each, flag, None)) for each in model.modules()] for flag in flags]
 
 
 @sees(SEEN, [[True, False, 1], [True, True, 2], [False, False, 0]])

@@ -43,8 +43,8 @@ from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.ranks import all_ranks, begin_load
-from vescale_fsdp.checkpoint.saving import Writing, finish_saves, publish_files
+from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.checkpoint.saving import Writing, begin_load, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
 
@@ -147,12 +147,10 @@ def export_dcp(
     After an error there are no new files.
     """
     writing = Writing(Path(path).absolute(), f"the export to {path}")
-    check_last = finish_saves()  # a save uses the same process group
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
 
     def collect() -> Contents:
-        check_last()
         state = dict(extra or {}) if writing.ranks.is_first else {}
         if of_model := weights_of(model, weights):
             _nest(state, model_key, of_model)
@@ -305,14 +303,12 @@ def import_dcp(
 
     After an error nothing has changed on any rank.
     """
-    check_last = finish_saves()
     begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the import of {path}")
     others: dict[str, Any] = {}
 
     def prepare() -> str:
-        check_last()
         directory = StockDirectory(Path(path))
         with DataReader(directory.folder, directory.files, advice="; nothing was loaded") as reader:
             optimizers = named(optimizer)

@@ -35,8 +35,8 @@ from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import PER_RANK, Optimizers, Stateful, Weights, named
 from vescale_fsdp.checkpoint.files import DataReader
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Span
-from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks, begin_load
-from vescale_fsdp.checkpoint.saving import finish_saves
+from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
+from vescale_fsdp.checkpoint.saving import begin_load
 from vescale_fsdp.checkpoint.seal import data_name, read_manifest, read_text
 from vescale_fsdp.checkpoint.targets import (
     FeedbackTarget,
@@ -116,7 +116,6 @@ def load_from(
         is_checked: all bytes have been checked. A rank reads only what it needs, and files that no
             part of this rank is in need not be there.
     """
-    check_last = finish_saves()
     begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the load of {folder}")
@@ -124,7 +123,6 @@ def load_from(
     returned: dict[str, Any] = {}
 
     def prepare() -> Any:
-        check_last()
         manifest = read_manifest(folder)
         with DataReader(folder, manifest.files) as reader:
             texts = _read_texts(reader, manifest, ranks.rank)

@@ -20,6 +20,9 @@ receipt, the others for their reply.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,11 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, errors, waiting
+from vescale_fsdp import compat, errors, notes, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.files import bytes_of
 from vescale_fsdp.checkpoint.manifest import from_json, to_json
-from vescale_fsdp.engine import LONG_TIMEOUT_S, come_together
+from vescale_fsdp.engine import come_together
 
 _TAG, _RECEIPT = 7_651, 7_652  # not the tags of the user's sends and receives
 _KNOWN: dict[str, type[Exception]] = {
@@ -45,14 +48,20 @@ _KNOWN: dict[str, type[Exception]] = {
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+_LATE: list[torch.Tensor] = []  # what receives write to that have not ended in time
 _RECEIPTS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the last one sent
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone. Only one thread may use it at a time."""
+    """The ranks of a process group, or this process alone. Only one thread may use it at a time.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    Args:
+        within_s: a rank that has not answered after so many seconds is an error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, within_s: float = math.inf) -> None:
+        self._group, self._within_s = group, within_s
+        self._deadline = time.monotonic() + within_s
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -92,7 +101,7 @@ class Ranks:
                 sent = self._post([value, fault], 0)
                 reply = self._receive(0)
             except RuntimeError as error:
-                raise own or _gone(0, what) from error
+                raise own or self._gone(0, what) from error
             del sent  # the reply shows that it has arrived
             with contextlib.suppress(RuntimeError):
                 _RECEIPTS[self._group] = self._isend(torch.zeros(1), 0, _RECEIPT)
@@ -114,7 +123,7 @@ class Ranks:
             try:
                 value, fault = self._receive(rank)
             except RuntimeError:
-                gone = _gone(rank, what)
+                gone = self._gone(rank, what)
                 value, fault = None, [None, type(gone).__name__, str(gone)]
             values.append(value)
             faults.append(fault)
@@ -149,29 +158,63 @@ class Ranks:
 
     def _receive(self, rank: int) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group=self._group, tag=_TAG, group_src=rank)
+        self._wait_for(length, rank)
         data = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(data, group=self._group, tag=_TAG, group_src=rank)
+        self._wait_for(data, rank)
         return from_json(bytes(bytes_of(data)))
 
+    def _wait_for(self, data: torch.Tensor, rank: int) -> None:
+        if math.isinf(self._within_s):
+            dist.recv(data, group=self._group, tag=_TAG, group_src=rank)
+            return
+        if self._is_late:
+            raise RuntimeError("the time is over")
+        work = dist.irecv(data, group=self._group, tag=_TAG, group_src=rank)
+        assert work is not None, "this rank is in the group"
+        _LATE.append(data)  # gloo may still write to it after the time is over
+        work.wait(datetime.timedelta(seconds=self._deadline - time.monotonic()))
+        _LATE.pop()
 
-def begin_save() -> None:
-    """Return when all ranks have come to save a checkpoint. Collective.
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def _gone(self, rank: int, what: str) -> Exception:
+        if not self._is_late:
+            return errors.CheckpointIncompleteError(
+                f"rank {rank} did not answer during {what}: it has died or hangs; its log says "
+                "which. Start all ranks again"
+            )
+        who = f"rank {rank} did not come to {what} within {self._within_s:.0f} s"
+        assert self._group is not None, "there are other ranks"
+        ranks = dist.get_process_group_ranks(self._group)
+        what_others_do = waiting.report(ranks, f"gave up {notes.where()}: {who}", [self._group])
+        return errors.RankMismatchError(
+            f"{who}. Rank {self.rank} is in {what}. {what_others_do} "
+            f"{waiting.advice(timed_out=True)}"
+        )
+
+
+def meet(step: str, work: Callable[[], None], timeout_s: float | None) -> None:
+    """Return when all ranks have come to ``step``, and have done ``work``. Collective.
 
     Messages after it have no limit of their own: a rank may write for long.
 
+    Args:
+        work: if it raises on one rank, all ranks raise.
+        timeout_s: for the other ranks, as in `come_together`.
+
     Raises:
-        RankMismatchError: a rank did not come in the time of a collective (`waiting`), or it has
-            come to something else.
+        RankMismatchError: a rank did not come in time, or it has come to something else.
+        CheckpointIncompleteError: a rank has died.
     """
-    if _world() is not None:
-        come_together("the save of a checkpoint")
-
-
-def begin_load() -> None:
-    """As `begin_save`, for a load. Ranks may have prepared for long before it."""
-    if _world() is not None:
-        come_together("the load of a checkpoint", timeout_s=LONG_TIMEOUT_S)
+    world = _world()
+    group = None if world is None else _GROUPS.get(world)
+    if group is None and world is not None:
+        come_together(step, timeout_s=timeout_s)  # the ranks are not connected yet
+    within_s = waiting.limit_s(group) if timeout_s is None else timeout_s
+    with notes.entered(f"in {step}"):
+        Ranks(group, within_s).agree(step, work)
 
 
 def all_ranks() -> Ranks:
@@ -207,13 +250,6 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return work(), None
     except Exception as error:  # noqa: BLE001  every rank must learn of it
         return None, error
-
-
-def _gone(rank: int, what: str) -> Exception:
-    return errors.CheckpointIncompleteError(
-        f"rank {rank} did not answer during {what}: it has died or hangs; its log says which. "
-        "Start all ranks again"
-    )
 
 
 def _error_of(fault: list[Any]) -> Exception:

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.files import write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
-from vescale_fsdp.checkpoint.ranks import all_ranks, begin_load
+from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.safetensors_files import (
     INDEX,
     Entry,
@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.safetensors_files import (
     lay_out,
     make_files,
 )
-from vescale_fsdp.checkpoint.saving import Writing, finish_saves, publish_files
+from vescale_fsdp.checkpoint.saving import Writing, begin_load, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved
 from vescale_fsdp.errors import (
     CheckpointExistsError,
@@ -91,10 +91,8 @@ def save_safetensors(
     writing = Writing(target, f"the export to {target}", into=True)
     files: list[File] = []  # on rank 0
     names: list[str] = []  # in the order of the state dict
-    check_last = finish_saves()  # a save uses the same process group
 
     def collect() -> Contents:
-        check_last()
         _check_texts(metadata or {})
         contents = _contents(model, ties)
         names.extend(contents.planned)
@@ -238,14 +236,12 @@ def load_safetensors(
 
     After an error nothing has changed on any rank.
     """
-    check_last = finish_saves()
     begin_load()
     ranks = all_ranks()
     change = Change(ranks, f"the load of {path}")
     names = LoadedNames([], [])
 
     def prepare() -> Any:
-        check_last()
         files = TensorFiles(Path(path))
         manifest, origin = manifest_of(files, rename)
         # Not strict: missing and unexpected names make one message.

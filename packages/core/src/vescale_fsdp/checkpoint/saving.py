@@ -25,9 +25,9 @@ from vescale_fsdp.checkpoint.contents import (
 )
 from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
-from vescale_fsdp.checkpoint.ranks import all_ranks, begin_save, disconnect
+from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect, meet
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
-from vescale_fsdp.engine import check_reduced
+from vescale_fsdp.engine import LONG_TIMEOUT_S, check_reduced
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 
@@ -95,6 +95,24 @@ def finish_saves() -> Callable[[], None]:
             raise error
 
     return check
+
+
+def begin_save() -> None:
+    """Return when all ranks have come to save a checkpoint. Collective.
+
+    It waits for the save before, which may be under way in the background.
+
+    Raises:
+        RankMismatchError: a rank did not come in the time of a collective (`waiting`), or it has
+            come to something else.
+        Exception: that of the last save, if it was in the background and has failed.
+    """
+    meet("the save of a checkpoint", finish_saves(), None)
+
+
+def begin_load() -> None:
+    """As `begin_save`, for a load. Ranks may have prepared for long before it."""
+    meet("the load of a checkpoint", finish_saves(), LONG_TIMEOUT_S)
 
 
 def leave_saves(seconds: float) -> None:
@@ -173,12 +191,10 @@ def save(
     global _last
     if keep_last is not None and keep_last < FEWEST:
         raise ValueError(f"keep_last is {keep_last}; at least {FEWEST} checkpoints are kept")
-    check_last = finish_saves()
     target = Path(path).absolute()  # the process may change its directory before all is written
     writing = Writing(target, f"the save of {target}")
 
     def collected() -> Contents:
-        check_last()
         if not reduced_by_hand:
             check_reduced(model, "checkpoint.save")
         return collect(model, optimizer, extra, stateful or {}, rng, weights)

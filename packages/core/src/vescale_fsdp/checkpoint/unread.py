@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp import compat
 from vescale_fsdp.compat import pytree
 
 # What is known without the elements.
@@ -84,7 +85,7 @@ class UnreadTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with compat.without_torch_function():
                 return func(*args, **kwargs or {})
         args, kwargs = read_all((args, kwargs or {}))
         return func(*args, **kwargs)

@@ -100,11 +100,8 @@ def warn_of_several_roots(root: Unit) -> None:
 
 
 def _may_be_a_block(root: Unit) -> bool:
-    """Whether a trained root may be a block of a model: a whole model has units inside, as a rule.
-
-    Not if it was said that other code reduces the gradients of parameters around it.
-    """
-    has_units = any(len(units_in(module)) > 1 for module in root.modules())
-    if has_units or root.has_ignored or not root.trainable:
+    """Whether a root is trained, and nothing says that other code reduces gradients around it."""
+    units = [unit for module in root.modules() for unit in units_in(module).values()]
+    if not any(unit.trainable for unit in units) or any(unit.has_ignored for unit in units):
         return False
-    return not any(compat.is_ignored_by_ddp(slot.sharded) for slot in root.slots())
+    return not any(compat.is_ignored_by_ddp(s.sharded) for unit in units for s in unit.slots())

@@ -143,7 +143,8 @@ def check_reduced(root: nn.Module, caller: str) -> None:
             "unit, so each rank trains its own. Call fully_shard on the whole model last, after "
             "its blocks, and on modules that are added later. If their gradients are reduced in "
             "another way, pass them in ignored_params of fully_shard, or pass reduced_by_hand=True "
-            "here; with DistributedDataParallel around the model, pass that"
+            "here; with DistributedDataParallel around the model, which was told to ignore the "
+            "sharded parameters, pass that"
         )
 
 

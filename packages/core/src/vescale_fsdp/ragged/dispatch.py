@@ -181,11 +181,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         if handler is not None:
             return handler(func, *args, **kwargs)
+        if _is_elementwise(func):
+            return run_elementwise(func, args, kwargs)
         if is_collective(func):
             operands = pytree.tree_leaves((args, kwargs))
             refuse_collective(func, next(x for x in operands if isinstance(x, RaggedTensor)))
-        if _is_elementwise(func):
-            return run_elementwise(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
             return turn_in_place(func, *args)
         if is_functional(func):
