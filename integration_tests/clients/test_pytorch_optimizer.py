@@ -29,7 +29,7 @@ CHAOTIC = {"kate"}  # its loss rises from 3 to 39: the last bit of a gradient de
 # between ranks, or change shapes in place. The error says so. Replicated parameters take them all.
 REFUSED_IF_SHARDED = {
     *("adafactor", "adanorm", "alice", "came", "dash", "emofact", "kron", "racs"),
-    *("shampoo", "sm3", "soap", "spam", "splus", "stablespam"),
+    *("shampoo", "sm3", "soap", "spam", "splus"),
 }
 
 

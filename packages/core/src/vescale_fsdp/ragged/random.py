@@ -96,7 +96,9 @@ def numbers_of_first_rank(
     """
     operands = (*args, *kwargs.values())
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    if not is_random or mesh.size() == 1 or any(map(_is_generator, operands)):
+    # By type: Dynamo cannot trace isinstance of a generator.
+    own_generator = any(type(each) is torch.Generator for each in operands)
+    if not is_random or mesh.size() == 1 or own_generator:
         yield
         return
     of_tensor = next(each.device for each in operands if isinstance(each, torch.Tensor))
@@ -118,10 +120,6 @@ def numbers_of_first_rank(
     finally:
         if not torch.equal(own, shared):
             default.set_state(own)
-
-
-def _is_generator(operand: Any) -> bool:
-    return isinstance(operand, torch.Generator)
 
 
 _READING = {aten.bernoulli.default, aten.bernoulli.p, aten.native_dropout.default}
