@@ -110,13 +110,13 @@ def dropped(root: Path) -> None:
         assert state["b.weight"].sum() != 0
     state["steps"] = torch.tensor([float(dist.get_rank())])
     for change in (
-        lambda: state.update({"b.weight": torch.full((3, 4), 2.0)}),
-        lambda: state["b.weight"].add_(1),
-        lambda: state.pop("b.weight"),
+        lambda each: each.update({"b.weight": torch.full((3, 4), 2.0)}),
+        lambda each: each["b.weight"].add_(1),
+        lambda each: each.pop("b.weight"),
     ):
         kept = dict(state)
         if dist.get_rank() == 1:
-            change()
+            change(state)
         with pytest.raises(
             RankMismatchError, match=r"'b\.weight' .* is unchanged on rank 0, and .* same changes"
         ):

@@ -72,7 +72,8 @@ def convert(
         prefix: of the names to write, for safetensors: ``"net."`` of a module that has the model
             in its attribute ``net``. It is removed, and all other tensors are left out. Default:
             ``extra["safetensors_prefix"]``, which the Lightning adapter saves for a
-            LightningModule with one model of ``transformers``, if a name has it. ``""`` writes all names as they are.
+            LightningModule with one model of ``transformers``, if a name has it. ``""`` writes all
+            names as they are.
         rename: for safetensors: the new name of each tensor, or of all below a module, by the
             old one, without the prefix; the longest old one counts. ``""`` moves a module's tensors
             to the root.
@@ -189,15 +190,13 @@ def _new_names(job: _Job, own: Iterable[str]) -> dict[str, str]:
         )
     found: dict[str, str] = {}
     unused = set(job.rename)
-    # Of a module and a part of it, the part first.
-    renamed = sorted(job.rename.items(), key=lambda pair: len(pair[0]), reverse=True)
     for name in kept:
         new = name.removeprefix(prefix)
-        for old, wanted in renamed:
-            if new == old or new.startswith(f"{old}."):
-                unused.discard(old)
-                new = (wanted + new.removeprefix(old)).removeprefix(".")
-                break
+        fitting = {old for old in job.rename if new == old or new.startswith(f"{old}.")}
+        unused -= fitting
+        if fitting:
+            old = max(fitting, key=len)  # of a module and a part of it, the part
+            new = (job.rename[old] + new.removeprefix(old)).removeprefix(".")
         if new in found:
             raise CheckpointMismatchError(f"{found[new]!r} and {name!r} would both become {new!r}")
         found[new] = name

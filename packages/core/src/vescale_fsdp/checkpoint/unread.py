@@ -140,7 +140,7 @@ def changes(
         In words, by name, for entries that the checkpoint has under another name or not at all.
         None: the entry was dropped.
     """
-    found: dict[str, str | None] = {name: None for name in saved.keys() - state.keys()}
+    found: dict[str, str | None] = dict.fromkeys(saved.keys() - state.keys())
     for name, entry in state.items():
         key = key_of(entry)
         if key is not None:
