@@ -231,7 +231,7 @@ class Loading:
     ) -> None:
         def described() -> dict[str, str | None]:
             found = unread.changes(state, full.model_state(model), self._saved, self._key_of)
-            return {**found, "optimizer_states": str(with_optimizers)}
+            return {**found, "optimizer_states": "is kept" if with_optimizers else "is empty"}
 
         def compared(found: list[Any]) -> list[Any]:
             unread.check_same(found)
