@@ -94,6 +94,7 @@ def load(
             another rank has died.
         CheckpointCorruptError: bytes differ from those that were saved; names the file and tensor.
         CheckpointMismatchError: an entry has another shape.
+        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``.
 
     After an error nothing has changed on any rank.
     """
