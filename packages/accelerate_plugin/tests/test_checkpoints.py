@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from vescale_fsdp import CheckpointIncompleteError, RankMismatchError, checkpoint
 from vescale_fsdp.checkpoint import saving
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_accelerate import VeScaleFSDPPlugin
+from vescale_fsdp_accelerate import VeScaleFSDPPlugin, trainer
 from vescale_fsdp_accelerate.checkpoints import load_model, save_model
 
 from .helpers import accelerator, full, loss_of, make_model
@@ -193,6 +194,10 @@ def in_the_main_process(folder: Path, what: str) -> str:
                 acc.save_state(folder)
             elif acc.is_main_process and what == "save of a model":
                 save_model(acc.state.fsdp_plugin, acc, script.model, str(folder))
+            elif acc.is_main_process and what == "save by get_state_dict":
+                acc.get_state_dict(script.model)
+            elif acc.is_main_process and what == "save by a Trainer":
+                trainer._save(SimpleNamespace(), acc.state.fsdp_plugin, str(folder), False)
             elif acc.is_main_process:
                 with patch.object(saving, "LONG_TIMEOUT_S", None):  # as for a save
                     acc.load_state(folder)
@@ -203,7 +208,13 @@ def in_the_main_process(folder: Path, what: str) -> str:
         return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["evaluation", "save", "save of a model", "load"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("evaluation", "save", "save of a model", "save by get_state_dict", "save by a Trainer"),
+        "load",
+    ],
+)
 def test_what_only_the_main_process_does_is_named_in_time(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 
-from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError
+from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, RankMismatchError
 from vescale_fsdp.testing import RankError, run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin, checkpoints, saving
 
@@ -211,6 +211,15 @@ def with_hooks(folder: Path, kind: str) -> None:
                 torch.save(state, f"{output_dir}/own.pt")
                 weights.pop()
 
+        def in_main_alone(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            if acc.is_main_process:
+                weights[0]["other"] = weights[0].pop("scale")
+
+        handle = acc.register_save_state_pre_hook(in_main_alone)
+        message = r"left differ: sharded other of model 0 on rank 0, and sharded scale .* on rank 1"
+        with pytest.raises(RankMismatchError, match=message):
+            acc.save_state(folder.with_name("differs"))
+        handle.remove()
         acc.register_save_state_pre_hook(on_save)
         acc.save_state(folder)
     with accelerator(fsdp_plugin=plugin) as acc:
@@ -223,6 +232,12 @@ def with_hooks(folder: Path, kind: str) -> None:
             while models:
                 models.pop().load_state_dict(torch.load(f"{input_dir}/own.pt"))
 
+        handle = acc.register_load_state_pre_hook(
+            lambda models, _: models.clear() if acc.is_main_process else None
+        )
+        with pytest.raises(RankMismatchError, match=r"left differ: .* model 0 on rank 1\. Make"):
+            acc.load_state(folder)
+        handle.remove()
         handle = acc.register_load_state_pre_hook(on_load)
         acc.load_state(folder)
         for name, param in script.model.named_parameters():

@@ -371,6 +371,44 @@ def elsewhere(root: Path) -> None:
         assert names == ["epoch=1.ckpt", "last.ckpt"]
 
 
+class Looks(pl.Callback):
+    """Its hook is called after the model was loaded."""
+
+    def __init__(self, raises: bool = False) -> None:
+        self.raises = raises
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self.seen = checkpoint["state_dict"]["norm.weight"].clone()
+        if self.raises:
+            raise InterruptedError
+
+
+def seen_by_callbacks(root: Path) -> None:
+    """The local copy stays until they have seen it, also if one of them raises."""
+    copies = root / "copies"
+    copies.mkdir(exist_ok=True)
+    warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(copies))
+        for kind in FORMATS:
+            path = f"elsewhere://{root}/far-{kind}/last.ckpt"
+            for loop in ("fit", "validate"):
+                looks = Looks()
+                options: dict[str, Any] = {"max_epochs": 3, "max_steps": -1, **EPOCH}
+                trainer = make_trainer(ours(), root, callbacks=[looks], **options)
+                data = [loader()] * (2 if loop == "fit" else 1)
+                getattr(trainer, loop)(make_model(Scheduled), *data, ckpt_path=path)
+                assert looks.seen.shape == (12,)
+                assert not list(copies.iterdir())
+            trainer = make_trainer(ours(), root, callbacks=[Looks(raises=True)])
+            with pytest.raises(InterruptedError):
+                trainer.validate(make_model(Scheduled), loader(), ckpt_path=path)
+            dist.barrier()
+            assert not list(copies.iterdir())
+
+
 def interrupted_on_the_way(root: Path) -> None:
     """What arrived of a copy that was cut short does not block its name, and is never loaded."""
     for kind in ("sharded", "dcp"):
@@ -446,6 +484,7 @@ def parts(root: Path) -> None:
     by_torch_in_the_background(root)
     by_a_plug_in_in_the_background(root)
     elsewhere(root)
+    seen_by_callbacks(root)
     interrupted_on_the_way(root)
     the_default_plug_in_is_none(root)
     replaced_by_another_format(root)

@@ -65,6 +65,12 @@ class Lit(pl.LightningModule):
         self.losses, self.rates = Losses(), Losses()
         self.micro: list[torch.Tensor] = []
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is not None:  # what the run has restored does not change
+            for each in checkpoint["state_dict"].values():
+                each.zero_()
+            checkpoint.pop("optimizer_states")
+
     def on_train_start(self) -> None:
         torch.rand(1)  # hooks may draw numbers
 

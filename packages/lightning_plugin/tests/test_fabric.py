@@ -309,6 +309,10 @@ def mistakes(root: Path) -> None:
     for nothing in (None, {}):
         with pytest.raises(ValueError, match="needs the objects to load into"):
             fabric.load(root / "sharded", nothing)
+    beside = nn.Linear(2, 2)  # the same on all ranks
+    fabric.save(root / "beside", {"model": model, "ema": beside})
+    with pytest.raises(ValueError, match=r"fabric\.save: '1\.weight', .* belong to no unit"):
+        fabric.save(root / "x", {"model": nn.ModuleList([model.module, beside]), "other": beside})
     with pytest.raises(TypeError, match="takes no storage_options"):
         fabric.strategy.save_checkpoint(root / "x", {"model": model}, storage_options={})
     with pytest.raises(NotImplementedError, match="CheckpointIO"):

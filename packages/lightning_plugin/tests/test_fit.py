@@ -299,13 +299,15 @@ class Alone(pl.Callback):
 
 
 def fit_with_something_alone(root: Path, what: str) -> str:
-    trainer = make_trainer("vescale_fsdp", root, max_steps=6, callbacks=[Alone(what, root)])
+    kind = "full" if what == "save of one file" else "sharded"
+    strategy = VeScaleFSDPStrategy(state_dict_type=kind)
+    trainer = make_trainer(strategy, root, max_steps=6, callbacks=[Alone(what, root)])
     with pytest.raises(RankMismatchError if trainer.is_global_zero else RuntimeError) as error:
         trainer.fit(make_model(), loader(), loader())
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["evaluation", "save"])
+@pytest.mark.parametrize("what", ["evaluation", "save", "save of one file"])
 def test_what_only_the_first_process_does_is_named_in_time(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from vescale_fsdp import (
     CheckpointIncompleteError,
     CheckpointMismatchError,
     CheckpointValueError,
+    RankMismatchError,
 )
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
@@ -240,12 +241,56 @@ def loaded(root: Path, cls: Any, strategy: str, path: Path) -> dict[str, torch.T
     return {**found, "seen": looks.norm}
 
 
+class Forgets(LitModel):
+    """Begins with new states of its optimizer."""
+
+    how = "empty"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert len(checkpoint["optimizer_states"]) == 1
+        if self.how == "empty":
+            checkpoint["optimizer_states"] = []
+        elif self.how == "clear":
+            checkpoint["optimizer_states"].clear()
+        elif self.how == "pop":
+            checkpoint.pop("optimizer_states")
+        elif self.how == "look":
+            checkpoint["optimizer_states"][0]["param_groups"]
+        elif self.how == "differently" and dist.get_rank() == 0:
+            checkpoint["state_dict"]["norm.weight"] = torch.ones(12)
+
+
+def forgets(root: Path) -> None:
+    def fit(strategy: str, kind: str, how: str) -> set[int]:
+        """The numbers of steps that the optimizer's states have, after one more."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Forgets, "how", how)
+            trainer = make_trainer(strategy, root, max_steps=3)
+            path = root / f"{kind}.ckpt"
+            trainer.fit(make_model(Forgets), loader(), loader(), ckpt_path=path)
+        assert trainer.global_step == 3
+        return {int(each["step"]) for each in trainer.optimizers[0].state.values()}
+
+    for how in ("empty", "clear"):
+        assert fit("ddp", "full", how) == {1}
+    for kind in ("full", "sharded", "dcp"):
+        assert fit("vescale_fsdp", kind, "keep") == {3}
+        for how in ("empty", "clear", "pop"):
+            assert fit("vescale_fsdp", kind, how) == {1}, (kind, how)
+        with pytest.raises(KeyError, match=r"in on_train_start: trainer\.optimizers"):
+            fit("vescale_fsdp", kind, "look")
+        message = r"'norm\.weight' .* CRC32 .* on rank 0, and is unchanged on rank 1: make"
+        with pytest.raises(RankMismatchError, match=message):
+            fit("vescale_fsdp", kind, "differently")
+
+
 def hooks(root: Path) -> None:
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
     for kind in ("full", "sharded", "dcp"):
         trainer = make_trainer(VeScaleFSDPStrategy(state_dict_type=kind), root, max_steps=2)
         trainer.fit(make_model(), loader(), loader())
         trainer.save_checkpoint(root / f"{kind}.ckpt")
+    forgets(root)
     for cls in (Changes, Loads):
         expected = loaded(root, cls, "ddp", root / "full.ckpt")
         for kind in ("full", "sharded", "dcp"):

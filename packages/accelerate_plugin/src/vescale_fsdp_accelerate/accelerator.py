@@ -485,11 +485,23 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if hooks:
                 states = [full.model_state(model) for model in self._models]
                 weights = list(states)
-                saving.in_each(lambda: _call(hooks, self._models, weights, output_dir))
-                # A state that a hook has taken is saved all the same, as Accelerate does with FSDP:
-                # hooks written for that take it in the main process, and do not load the model.
-                kept = weights if len(weights) == len(states) else states
-                self.states_of_hooks = dict(zip(map(id, self._models), kept, strict=True))
+
+                def kept() -> list[dict[str, Any]]:
+                    # A state that a hook has taken is saved all the same, as Accelerate does with
+                    # FSDP: hooks for that take it in the main process, and do not load the model.
+                    return weights if len(weights) == len(states) else states
+
+                def call() -> list[str]:
+                    _call(hooks, self._models, weights, output_dir)
+                    kinds = {True: "sharded", False: "whole"}
+                    return [
+                        f"{kinds[isinstance(value, DTensor)]} {name} of model {i}"
+                        for i, state in enumerate(kept())
+                        for name, value in state.items()
+                    ]
+
+                saving.in_each(call, alike="the states that save_state hooks have left")
+                self.states_of_hooks = dict(zip(map(id, self._models), kept(), strict=True))
             yield
         finally:
             self._save_model_state_pre_hook, self.states_of_hooks = hooks, {}
@@ -502,7 +514,13 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             if hooks and input_dir is not None and Path(input_dir).expanduser().is_dir():
                 left = list(self._models)
                 folder = str(Path(input_dir).expanduser())
-                saving.in_each(lambda: _call(hooks, left, folder))
+
+                def call() -> list[str]:
+                    _call(hooks, left, folder)
+                    own = list(map(id, self._models))
+                    return [f"model {own.index(id(each))}" for each in left if id(each) in own]
+
+                saving.in_each(call, alike="the models that load_state hooks have left")
                 self.loaded_by_hooks = set(map(id, self._models)) - set(map(id, left))
             yield
         finally:

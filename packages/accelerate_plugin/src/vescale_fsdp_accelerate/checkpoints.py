@@ -106,7 +106,9 @@ def save_model(
     if fsdp_plugin.sealed:
         replace_directory(path, lambda new: checkpoint.save(new, model, rng=False, weights=weights))
     elif _is_full(fsdp_plugin):
-        state = changed or full.model_state(model, trained_only=weights == "trained")
+        state = changed
+        if state is None:
+            state = full.model_state(model, trained_only=weights == "trained")
         replace_file(
             folder / _numbered(_MODEL, model_index),
             full.gathered(state, keep=accelerator.is_main_process),

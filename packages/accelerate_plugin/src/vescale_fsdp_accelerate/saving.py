@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import CheckpointIncompleteError
+from vescale_fsdp import CheckpointIncompleteError, RankMismatchError
 
 __all__ = [
     "begin",
@@ -188,16 +188,36 @@ def in_first(work: Callable[[], Any]) -> None:
     in_each(work if dist.get_rank() == 0 else lambda: None)
 
 
-def in_each(work: Callable[[], Any]) -> None:
-    """Call a function in each process, and wait for all. If it raises in one, all raise."""
+def in_each(work: Callable[[], Any], *, alike: str = "") -> None:
+    """Call a function in each process, and wait for all. If it raises in one, all raise.
+
+    Args:
+        alike: what the function returns, in words, if that must be the same in all processes.
+
+    Raises:
+        RankMismatchError: it is not.
+    """
     error: Exception | None = None
+    result: Any = None
     try:
-        work()
+        result = work()
     except Exception as caught:  # noqa: BLE001  every process must learn of it
         error = caught
-    messages: list[Any] = [None] * dist.get_world_size()
+    replies: list[Any] = [None] * dist.get_world_size()
     mine = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(messages, mine)
-    if any(messages):
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+    dist.all_gather_object(replies, (mine, result if alike else None))
+    found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(replies) if text]
+    if found:
         raise error or OSError("\n".join(found))
+    for rank, (_, other) in enumerate(replies):
+        if other != replies[0][1]:
+            raise RankMismatchError(
+                f"{alike} differ: {_shown(replies[0][1], other)} on rank 0, and "
+                f"{_shown(other, replies[0][1])} on rank {rank}. Make the same changes in every "
+                "process, not in the main process alone"
+            )
+
+
+def _shown(own: Any, other: Any) -> str:
+    """The first of the entries that the other list has not."""
+    return next((str(each) for each in own if each not in other), "others, or another order")

@@ -36,6 +36,7 @@ from torch import nn
 
 from vescale_fsdp import FSDPModule, generating, unsharded
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp_accelerate import elastic_loop
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.saving import in_each, in_first
@@ -98,6 +99,7 @@ def _replace_in_seq2seq(module: ModuleType) -> None:
 
 def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:
     """Save a model for ``from_pretrained``. Collective: all processes see the files afterwards."""
+    begin_save()
     in_first(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     is_full = plugin.state_dict_type.name == "FULL_STATE_DICT"
@@ -107,11 +109,11 @@ def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: b
     if by_itself:
         with unsharded(model):
             in_each(lambda: trainer._save(folder) if trainer.args.should_save else None)
-        return
-    state = _state_of_adapters(model) if is_peft(model) else full.model_state(model)
-    whole = full.gathered(state, keep=trainer.args.should_save)
-    with _prompts_gathered(model):
-        in_each(lambda: trainer._save(folder, state_dict=whole))
+    else:
+        state = _state_of_adapters(model) if is_peft(model) else full.model_state(model)
+        whole = full.gathered(state, keep=trainer.args.should_save)
+        with _prompts_gathered(model):
+            in_each(lambda: trainer._save(folder, state_dict=whole))
     if trainer.args.push_to_hub and not is_checkpoint:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 

@@ -167,11 +167,15 @@ def test_safetensors_get_other_names(tmp_path: Path) -> None:
     assert names() == (["a.weight", "ab.weight"], others)
     assert names(rename={"a": "c.d"}) == (["ab.weight", "c.d.weight"], others)
     assert names(rename={"a": "", "ab.weight": "e"}) == (["e", "weight"], others)
+    assert names(rename={"a": "c", "a.weight": "d"}) == (["ab.weight", "d"], others)
     assert names(prefix="net.a") == (["weight"], ["net.ab.weight", *others])
     with pytest.raises(
         CheckpointValueError, match=r"'b\._extra_state' of the model is not a tensor"
     ):
         names(prefix="")
+    checkpoint.save(tmp_path / "hooked", net, extra={"safetensors_prefix": "net."})
+    assert checkpoint.convert(tmp_path / "hooked", tmp_path / "y", to="safetensors") == []
+    assert sorted(checkpoint.read(tmp_path / "y")["model"]) == ["a.weight", "ab.weight"]
     for options, message in (
         ({"prefix": "model"}, r"has the prefix 'model\.': the names begin with 'net', 'b'"),
         ({"rename": {"x": "y"}}, r"rename has 'x', .*: the names begin with 'a', 'ab'"),

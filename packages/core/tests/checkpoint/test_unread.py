@@ -15,6 +15,7 @@ from torch import nn
 from vescale_fsdp import (
     CheckpointIncompleteError,
     CheckpointMismatchError,
+    RankMismatchError,
     checkpoint,
     fully_shard,
 )
@@ -105,6 +106,25 @@ def dropped(root: Path) -> None:
         checkpoint.load(path, model, weights=state)
     check_values(model, untouched)
     del state["a.weight"]
+    if dist.get_rank() == 1:  # it may look, and its buffers may differ
+        assert state["b.weight"].sum() != 0
+    state["steps"] = torch.tensor([float(dist.get_rank())])
+    for change in (
+        lambda each: each.update({"b.weight": torch.full((3, 4), 2.0)}),
+        lambda each: each["b.weight"].add_(1),
+        lambda each: each.pop("b.weight"),
+    ):
+        kept = dict(state)
+        if dist.get_rank() == 1:
+            change(state)
+        with pytest.raises(
+            RankMismatchError, match=r"'b\.weight' .* is unchanged on rank 0, and .* same changes"
+        ):
+            checkpoint.load(path, model, weights=state, strict=False)
+        state = kept
+    state = checkpoint.unread_state(path)
+    del state["a.weight"]
+    check_values(model, untouched)
     checkpoint.load(path, model, weights=state, strict=False)
     check_values(model, {**before, "a.weight": untouched["a.weight"]})
 

@@ -17,6 +17,15 @@ from .helpers import GLOBAL_BATCH, Numbers, make
 def makes_no_group_after_its_first_step(root: Path) -> list[str]:
     """A rank that has died would never come to it, and torch waits for it until its timeout."""
     model, optimizer, _ = make()
+    both = torch.nn.ModuleDict({"units": model, "head": torch.nn.Linear(1, 1)})
+    place = {"memory_directory": root / "m"}
+    with (
+        pytest.raises(ValueError, match=r"elastic\.training: 'head\.weight', .* to no unit"),
+        elastic.training(root / "by hand", both, optimizer, **place),
+    ):
+        pass
+    with elastic.training(root / "by hand", both, optimizer, **place, reduced_by_hand=True):
+        pass  # saves at its end
     with pytest.MonkeyPatch.context() as patch:
         with elastic.training(
             root / "run", model, optimizer, every=3, every_on_disk=4, memory_directory=root / "m"

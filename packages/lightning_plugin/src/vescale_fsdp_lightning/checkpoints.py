@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from vescale_fsdp import CheckpointMismatchError, checkpoint
-from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint import full, unread
 from vescale_fsdp.checkpoint.contents import Weights
+from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.seal import read_manifest as read_sealed
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
@@ -36,6 +37,7 @@ __all__ = [
     "ALSO",
     "Checkpoints",
     "Loading",
+    "OptimizerStates",
     "Optimizers",
     "load_sealed",
     "read_manifest",
@@ -172,43 +174,74 @@ class Loading:
     """A checkpoint that is open, from the first look at its values to the load of its tensors.
 
     Between both the hooks of the user may change ``values["state_dict"]``, whose tensors are read
-    when they are needed.
+    when they are needed, and remove or empty ``values["optimizer_states"]``.
 
     Attributes:
-        values: Lightning's dictionary, without the states of optimizers.
+        values: Lightning's dictionary. Sharded states of optimizers are `OptimizerStates` in it.
+        copy: has the local copy of a checkpoint on another file system, until it is closed.
+            Collective.
     """
 
     values: dict[str, Any]
 
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        self.path, self._stack = path, stack
+    def __init__(self, path: Path, copy: contextlib.ExitStack) -> None:
+        self.path, self.copy = path, copy
+
+    def _hand_out(self, num_optimizers: int, saved: Mapping[str, str]) -> None:
+        """Complete ``values`` for hooks, and remember what the state dict has under each name."""
+        if num_optimizers:
+            self.values["optimizer_states"] = [OptimizerStates() for _ in range(num_optimizers)]
+        self._saved = saved
 
     def load(
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        state: Mapping[str, Any],
+        values: Mapping[str, Any],
         *,
         strict: bool,
         prepare: Prepare | None = None,
     ) -> None:
         """Load model and optimizers in place. Collective. Saved by any number of processes.
 
-        If the checkpoint has only weights, the optimizers do not change.
+        If the checkpoint has only weights, the optimizers do not change. Neither do those of the
+        Trainer if hooks have removed or emptied their states.
 
         Args:
-            state: ``values["state_dict"]`` as hooks have left it.
+            values: those of this object, as hooks have left them.
             prepare: called with the other values, before optimizers are loaded.
 
         Raises:
             CheckpointCorruptError: bytes differ from those that were saved.
             CheckpointMismatchError: it is of another model.
+            RankMismatchError: hooks have left different values on the ranks.
         """
-        with self._stack:
-            is_own = type(model).load_state_dict is not nn.Module.load_state_dict
-            if is_own:  # may change the state dict too, and has to see all of it
-                agree(lambda: model.load_state_dict(dict(state), strict=strict))
-            self._load(model, optimizers, None if is_own else state, strict, prepare)
+        state = values["state_dict"]
+        with_optimizers = bool(values.get("optimizer_states"))
+        self._check_same(state, with_optimizers, model)
+        if not with_optimizers:
+            optimizers = {n: each for n, each in optimizers.items() if not n.isdecimal()}
+        is_own = type(model).load_state_dict is not nn.Module.load_state_dict
+        if is_own:  # may change the state dict too, and has to see all of it
+            agree(lambda: model.load_state_dict(dict(state), strict=strict))
+        self._load(model, optimizers, None if is_own else state, strict, prepare)
+
+    def _check_same(
+        self, state: Mapping[str, Any], with_optimizers: bool, model: nn.Module
+    ) -> None:
+        def described() -> dict[str, str | None]:
+            found = unread.changes(state, full.model_state(model), self._saved, self._key_of)
+            return {**found, "optimizer_states": "is kept" if with_optimizers else "is empty"}
+
+        def compared(found: list[Any]) -> list[Any]:
+            unread.check_same(found)
+            return [None] * len(found)
+
+        all_ranks().exchange(f"the load of {self.path}", described, compared)
+
+    def _key_of(self, entry: Any) -> str | None:
+        """The key in the checkpoint of an entry that has not changed; else None."""
+        return unread.key_of(entry)
 
     def _load(
         self,
@@ -220,6 +253,17 @@ class Loading:
     ) -> None:
         """Load. If ``state`` is None, only the optimizers."""
         raise NotImplementedError
+
+
+class OptimizerStates(dict[str, Any]):
+    """Stands for the state of one optimizer, which each rank reads by itself."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key!r}: on_load_checkpoint sees that there is a state of an optimizer, and may "
+            'remove or empty checkpoint["optimizer_states"]. Change what is in it when it is '
+            "loaded, in on_train_start: trainer.optimizers"
+        )
 
 
 def without_states(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,12 +287,12 @@ def save_sealed(
     """Write a sealed directory. Collective. Returns a handle if it is written in the background.
 
     Args:
-        models: Fabric: the user's keys of the models.
+        models: Fabric: the user's keys of the models, whose gradients have been checked.
         weights: as of `vescale_fsdp.checkpoint.save`.
     """
     extra: dict[str, Any] = {"models": list(models)} if models else {}
     agree(lambda: extra.update(lightning=to_plain(rest)))  # hooks may differ between ranks
-    if pretrained := pretrained_in(model):
+    if not models and (pretrained := pretrained_in(model)):
         extra["safetensors_prefix"] = f"{pretrained}."
     if type(step) is int:
         extra["step"] = step
@@ -261,6 +305,7 @@ def save_sealed(
         rng=options.save_rng and bool(optimizers),
         async_=is_async,
         weights=weights,
+        reduced_by_hand=bool(models),
     )
     return handle if is_async else None
 
@@ -331,14 +376,30 @@ def read_manifest(path: Path) -> checkpoint.Manifest:
     return found[0]
 
 
+def _is_of_trainer(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+
+
+def _keys(state: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: unread.key_of(each) for name, each in state.items()}
+    return {name: key for name, key in found.items() if key is not None}
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
 class _Sealed(Loading):
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        super().__init__(path, stack)
+    def __init__(self, path: Path, copy: contextlib.ExitStack) -> None:
+        super().__init__(path, copy)
 
         def read() -> None:
             extra = checkpoint.read_extra(path)
             self.values = from_plain(extra.get("lightning", extra))
-            self.values["state_dict"] = checkpoint.unread_state(path)
+            state = self.values["state_dict"] = checkpoint.unread_state(path)
+            saved = read_sealed(path).values
+            of_trainer = [name for name in saved if _is_of_trainer(name, "optimizer.")]
+            self._hand_out(len(of_trainer), _keys(state))
 
         agree(read)
 
@@ -356,12 +417,14 @@ class _Sealed(Loading):
 
 
 class _Directory(Loading):
-    def __init__(self, path: Path, stack: contextlib.ExitStack, weights_only: bool) -> None:
-        super().__init__(path, stack)
+    def __init__(self, path: Path, copy: contextlib.ExitStack, weights_only: bool) -> None:
+        super().__init__(path, copy)
         self._directory = torch_format.Directory(path)
         self.values = self._directory.values(weights_only)
         key = self._directory.first_of(("model", "state_dict"))
-        self.values["state_dict"] = self._directory.unread_state(key)
+        state = self.values["state_dict"] = self._directory.unread_state(key)
+        of_trainer = [name for name in self._directory.keys if _is_of_trainer(name, "optimizer_")]
+        self._hand_out(len(of_trainer), _keys(state))
 
     def _load(
         self,
@@ -384,15 +447,25 @@ class _Directory(Loading):
 
 
 class _File(Loading):
-    def __init__(self, path: Path, stack: contextlib.ExitStack, weights_only: bool) -> None:
-        super().__init__(path, stack)
+    def __init__(self, path: Path, copy: contextlib.ExitStack, weights_only: bool) -> None:
+        super().__init__(path, copy)
 
         def read() -> None:
             self.values = torch_format.read_file(path, weights_only)
             self._own = self.values.pop("optimizer_states", [])
             self._also = self.values.pop(ALSO, {})
+            # Held, so that other tensors get other ids.
+            self._state = dict(self.values["state_dict"])
+            self._known = {
+                id(each): (name, _version_of(each)) for name, each in self._state.items()
+            }
+            self._hand_out(len(self._own), {name: name for name in self._state})
 
         agree(read)
+
+    def _key_of(self, entry: Any) -> str | None:
+        name, version = self._known.get(id(entry), (None, None))
+        return name if version == _version_of(entry) else None
 
     def _load(
         self,

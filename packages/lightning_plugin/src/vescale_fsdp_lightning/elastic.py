@@ -32,7 +32,7 @@ from vescale_fsdp import elastic
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import capture, restore, restorer
 from vescale_fsdp.elastic.restoring import KEY
-from vescale_fsdp_lightning.checkpoints import without_states
+from vescale_fsdp_lightning.checkpoints import OptimizerStates, without_states
 from vescale_fsdp_lightning.elastic_loader import Loader
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import from_plain, to_plain
@@ -189,10 +189,21 @@ class Elastic:
         self._trainer._checkpoint_connector._loaded_checkpoint = self.as_checkpoint()
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """Return Lightning's dictionary for hooks to see. Changes of the model have no effect."""
+        """Return Lightning's dictionary for hooks to see. Changes of the states have no effect.
+
+        The tensors of the model are copies of its shards.
+        """
         assert self.loaded is not None, "there was a state"
+        own = full.model_state(self._trainer.strategy.model)
         # Not kept: it would hold the shards of a world that has ended.
-        return {**self.loaded, "state_dict": full.model_state(self._trainer.strategy.model)}
+        return {
+            **self.loaded,
+            "state_dict": {
+                name: each.detach().clone() if isinstance(each, torch.Tensor) else each
+                for name, each in own.items()
+            },
+            "optimizer_states": [OptimizerStates() for _ in self._trainer.optimizers],
+        }
 
     def adopt(self, saved: dict[str, Any], path: str) -> None:
         """Change Lightning's dictionary of a checkpoint to the micro-batches of this training.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.saving import check_reduced
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.checkpoints import (
     Checkpoints,
@@ -91,7 +92,13 @@ def save(checkpoints: Checkpoints, path: str, state: Mapping[str, Any], filter: 
         key: each.state_dict() if hasattr(each, "state_dict") else each
         for key, each in parts.rest.items()
     }
+
+    def check() -> None:  # each by itself: one may be sharded, and another the same on all ranks
+        for model in parts.models.values():
+            check_reduced(model, "fabric.save")
+
     if not checkpoints.is_full and checkpoints.options.state_dict_type == "sharded":
+        agree(check)
         checkpoints.store.publish(
             path,
             lambda target, may_wait: save_sealed(

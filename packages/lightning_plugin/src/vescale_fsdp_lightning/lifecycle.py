@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Lifecycle(ElasticHooks):
 
     strategy_name = "vescale_fsdp"
     _checkpoint_io: Any  # of Lightning's base class: the plug-in that the user passed
-    _loading: Loading | None = None  # until hooks have seen the checkpoint
+    _loading: Loading | None = None  # until the module's hook has seen the checkpoint
+    _copy = ExitStack()  # of a checkpoint on another file system, until all hooks have seen it
 
     # Processes
 
@@ -73,6 +74,7 @@ class Lifecycle(ElasticHooks):
     def teardown(self) -> None:
         """Wait for saves in the background, ours and those of a plug-in of Lightning."""
         try:
+            self._copy.close()
             self._end_elastic()
             self._checkpoints.store.finish()
             if self._checkpoint_io is not None:
@@ -166,6 +168,42 @@ class Lifecycle(ElasticHooks):
         with gradient_sync(self.model, False):
             yield
 
+    # A local copy of a checkpoint is there until hooks can no longer look at its tensors.
+
+    def on_train_start(self) -> None:
+        """Delete it: all is loaded."""
+        self._copy.close()
+        super().on_train_start()
+
+    def on_validation_start(self) -> None:
+        """The same for the other loops."""
+        self._copy.close()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def on_test_start(self) -> None:
+        """The same."""
+        self._copy.close()
+        super().on_test_start()  # type: ignore[misc]
+
+    def on_predict_start(self) -> None:
+        """The same."""
+        self._copy.close()
+        super().on_predict_start()  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Delete it without waiting for others, who may have no error."""
+        self._drop_copy()
+        super().on_exception(exception)
+
+    def end_fit(self, error: Exception) -> None:
+        """The same after ranks were lost."""
+        self._drop_copy()
+        super().end_fit(error)
+
+    def _drop_copy(self) -> None:
+        self._loading = None
+        self._copy.__exit__(GeneratorExit, GeneratorExit(), None)
+
     # Checkpoints
 
     @property
@@ -246,13 +284,14 @@ class Lifecycle(ElasticHooks):
         if self._elastic is not None and self._elastic.loaded is not None:
             return self._elastic.as_checkpoint()  # what this run has made of it is newer
         begin_load()
+        self._copy.close()
         source = str(self.broadcast(checkpoint_path))
         loading = self._checkpoints.open(
             source, weights_only=weights_only, local_rank=self.local_rank
         )
+        self._loading, self._copy = loading, loading.copy
         if self._elastic is not None:
             self._elastic.adopt(loading.values, source)
-        self._loading = loading
         return loading.values
 
     def _restore_groups(self, saved: Mapping[str, Any]) -> None:
@@ -285,7 +324,7 @@ class Lifecycle(ElasticHooks):
             loading.load(
                 self.model,
                 {**(self._own_optimizers() if self._is_fitting else {}), **self._companions},
-                checkpoint["state_dict"],
+                checkpoint,
                 strict=strict,
                 prepare=self._restore_groups if self._is_fitting else None,
             )

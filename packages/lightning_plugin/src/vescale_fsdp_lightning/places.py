@@ -220,9 +220,9 @@ def download(source: Place, local_rank: int) -> Path:
     return target
 
 
-def clear(folder: Path, *, is_mine: bool) -> None:
-    """Wait for all processes, then delete a folder of `stage` or `download`. Collective."""
-    if dist.is_initialized():
+def clear(folder: Path, *, is_mine: bool, waits: bool = True) -> None:
+    """Delete a folder of `stage` or `download`, if it ``waits`` after all processes have come."""
+    if waits and dist.is_initialized():
         dist.barrier()
     if is_mine:
         shutil.rmtree(folder, ignore_errors=True)

@@ -137,6 +137,7 @@ class Store:
         try:
             yield copy
         except GeneratorExit:  # dropped after an error, perhaps on this rank alone
+            places.clear(copy.parent, is_mine=local_rank == 0, waits=False)
             raise
         except BaseException:
             places.clear(copy.parent, is_mine=local_rank == 0)

@@ -137,8 +137,10 @@ class Directory:
             )
         targets: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
-        for name in own.keys() & state.keys():
-            value, target = state[name], own[name]
+        for name, target in own.items():  # the same order on all ranks: tensors may be gathered
+            if name not in state:
+                continue
+            value = state[name]
             is_unread = isinstance(value, UnreadTensor) and not value.is_read
             if is_unread and value.key not in targets:
                 loaded[name] = targets[value.key] = target

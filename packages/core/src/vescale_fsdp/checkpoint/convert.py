@@ -72,9 +72,11 @@ def convert(
         prefix: of the names to write, for safetensors: ``"net."`` of a module that has the model
             in its attribute ``net``. It is removed, and all other tensors are left out. Default:
             ``extra["safetensors_prefix"]``, which the Lightning adapter saves for a
-            LightningModule with one model of ``transformers``. ``""`` writes all names as they are.
+            LightningModule with one model of ``transformers``, if a name has it. ``""`` writes all
+            names as they are.
         rename: for safetensors: the new name of each tensor, or of all below a module, by the
-            old one, without the prefix. ``""`` moves a module's tensors to the root.
+            old one, without the prefix; the longest old one counts. ``""`` moves a module's tensors
+            to the root.
         progress: called with the bytes of tensors written so far, and the total.
 
     Returns:
@@ -173,9 +175,11 @@ def _to_safetensors(job: _Job) -> list[str]:
 
 def _new_names(job: _Job, own: Iterable[str]) -> dict[str, str]:
     """Return the names to write, and for each the model's own one. Keeps the order."""
-    prefix = job.prefix
+    own, prefix = list(own), job.prefix
     if prefix is None:
         prefix = str(job.source.texts.get("extra", {}).get("safetensors_prefix", ""))
+        if not any(name.startswith(prefix) for name in own):  # a hook has renamed what was saved
+            prefix = ""
     if prefix and not prefix.endswith("."):
         prefix += "."
     kept = [name for name in own if name.startswith(prefix)]
@@ -188,11 +192,11 @@ def _new_names(job: _Job, own: Iterable[str]) -> dict[str, str]:
     unused = set(job.rename)
     for name in kept:
         new = name.removeprefix(prefix)
-        for old, wanted in job.rename.items():
-            if new == old or new.startswith(f"{old}."):
-                unused.discard(old)
-                new = (wanted + new.removeprefix(old)).removeprefix(".")
-                break
+        fitting = {old for old in job.rename if new == old or new.startswith(f"{old}.")}
+        unused -= fitting
+        if fitting:
+            old = max(fitting, key=len)  # of a module and a part of it, the part
+            new = (job.rename[old] + new.removeprefix(old)).removeprefix(".")
         if new in found:
             raise CheckpointMismatchError(f"{found[new]!r} and {name!r} would both become {new!r}")
         found[new] = name

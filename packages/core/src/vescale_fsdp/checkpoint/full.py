@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from vescale_fsdp import compat
 from vescale_fsdp.checkpoint.contents import weights_of
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
+from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp.errors import CheckpointMismatchError
 
 Models = nn.Module | Sequence[nn.Module]
@@ -81,7 +82,11 @@ def gathered(tree: Any, *, keep: bool) -> Any:
 
     Cost: one all-gather for each sharded tensor. A tensor that is in the tree twice is gathered
     once and stays one tensor.
+
+    Raises:
+        RankMismatchError: a rank did not come to it, as for `begin_save`.
     """
+    begin_save()  # a gather that one rank alone begins ends in an abort of gloo
     made: dict[int, torch.Tensor | None] = {}
 
     def each(value: Any) -> Any:

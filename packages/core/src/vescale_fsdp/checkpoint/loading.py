@@ -49,6 +49,7 @@ from vescale_fsdp.checkpoint.targets import (
     ValueTarget,
     optimizer_targets,
 )
+from vescale_fsdp.checkpoint.unread import check_same
 from vescale_fsdp.engine import mark_blank
 from vescale_fsdp.errors import CheckpointCorruptError, RankMismatchError
 
@@ -93,6 +94,7 @@ def load(
             another rank has died.
         CheckpointCorruptError: bytes differ from those that were saved; names the file and tensor.
         CheckpointMismatchError: an entry has another shape.
+        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``.
 
     After an error nothing has changed on any rank.
     """
@@ -386,23 +388,29 @@ class Change:
 
         Args:
             prepare: sets `targets` and reads their data. Returns JSON that identifies the
-                checkpoint; it must be the same on every rank.
+                checkpoint; it must be the same on every rank. So must be what was changed in a
+                state dict to load.
         """
         try:
-            self.ranks.exchange(self._title, prepare, self._same)
+            self.ranks.exchange(self._title, lambda: [prepare(), self._changes()], self._same)
             self.ranks.agree(self._title, self._apply)
         except BaseException:
             self._undo()
             raise
 
-    def _same(self, identities: list[Any]) -> list[Any]:
-        for rank, identity in enumerate(identities):
-            if identity != identities[0]:
+    def _changes(self) -> dict[str, str | None]:
+        models = (each for each in self.targets if isinstance(each, ModelTarget))
+        return {name: said for each in models for name, said in each.changes.items()}
+
+    def _same(self, found: list[Any]) -> list[Any]:
+        for rank, (identity, _) in enumerate(found):
+            if identity != found[0][0]:
                 raise RankMismatchError(
                     f"rank {rank} reads another checkpoint than rank 0 in {self._title}: the path "
                     "must be on a file system that all ranks share, and the same on every rank"
                 )
-        return [None] * len(identities)
+        check_same([changes for _, changes in found])
+        return [None] * len(found)
 
     def _apply(self) -> None:
         """Write the data to their tensors, then set the other values of each target."""

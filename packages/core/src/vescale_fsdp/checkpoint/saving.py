@@ -27,7 +27,8 @@ from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
 from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect, meet
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
-from vescale_fsdp.engine import LONG_TIMEOUT_S, check_reduced
+from vescale_fsdp.engine import LONG_TIMEOUT_S
+from vescale_fsdp.engine import check_reduced as check_reduced  # also for the adapters
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
 
 

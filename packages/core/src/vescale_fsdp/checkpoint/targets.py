@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import contents, encoding, full
 from vescale_fsdp.checkpoint.contents import Stateful, Weights, read_stateful, weights_of
 from vescale_fsdp.checkpoint.manifest import DTYPES, Manifest
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
-from vescale_fsdp.checkpoint.unread import UnreadTensor, read_all
+from vescale_fsdp.checkpoint.unread import UnreadTensor, changes, read_all
 from vescale_fsdp.engine import ErrorFeedback, Residuals, blank_tensors
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
@@ -147,6 +147,7 @@ class ModelTarget(Target):
         names: the names of all tensors that the model saves.
         lacking: names that the checkpoint does not have. Of tied names one is enough.
         blank: the tensors in ``live`` that have had no values since ``to_empty``.
+        changes: what was changed in the state dict to load. The same on all ranks.
     """
 
     def __init__(
@@ -162,6 +163,11 @@ class ModelTarget(Target):
         self._strict = saved.strict and (given is not None or weights == "all")
         self._state = weights_of(model, weights if given is None else "all")
         super().__init__()
+        self.changes: dict[str, str | None] = {}
+        if given is not None:
+            of_model = (key for key in saved.manifest.tensors if key.startswith("model."))
+            keys_saved = {key.removeprefix("model."): key for key in of_model}
+            self.changes = changes(given, self._state, keys_saved)
         self._before: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for variant in saved.variants("model"):
@@ -237,8 +243,10 @@ class ModelTarget(Target):
             )
         with torch.no_grad():
             part = full.part_of(value, own, fqn)
-            # A copy, because what is loaded and what was there change places.
-            pair = compat.local_tensor(own), compat.local_tensor(part).detach().clone()
+            # A copy, because what is loaded and what was there change places. On the host, as what
+            # is read from files: the device need not hold the model twice.
+            copied = compat.local_tensor(part).detach().to("cpu", copy=True)
+            pair = compat.local_tensor(own), copied
         self.changed[f"changed {fqn}"] = pair
         return f"changed {fqn}"
 

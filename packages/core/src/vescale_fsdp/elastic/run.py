@@ -417,6 +417,7 @@ class Run:
             keep_last=options.keep_last,
             keep_names=attempts.NAMES,
             async_=async_,
+            reduced_by_hand=True,  # `training` has checked it
         )
         self._step_on_disk = self.step
 

@@ -17,7 +17,7 @@ from vescale_fsdp.elastic.losses import is_loss
 from vescale_fsdp.elastic.meeting import MEETING
 from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.run import Run
-from vescale_fsdp.engine import check_remesh
+from vescale_fsdp.engine import check_reduced, check_remesh
 
 
 @contextmanager
@@ -34,6 +34,7 @@ def training(
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
     after_regroup: Callable[[], None] | None = None,
     memory_directory: str | os.PathLike[str] | None = None,
+    reduced_by_hand: bool = False,
 ) -> Iterator[Run]:
     """Restore the newest state, keep copies of it while training, and resume after a restart.
 
@@ -74,6 +75,7 @@ def training(
             for what depends on the rank or the number of ranks.
         memory_directory: by default ``VESCALE_FSDP_MEMORY_DIR``, or a folder of this user in
             ``/dev/shm``.
+        reduced_by_hand: as for `vescale_fsdp.checkpoint.save`.
 
     Cost: in host memory (1 + replicas) times a rank's part (parameters, optimizer states and small
     ones), twice; while one is made, once more the part itself. After a restart from memory a host
@@ -90,7 +92,10 @@ def training(
         NotImplementedError: ranks meet (``VESCALE_FSDP_MEETING``), and a model cannot move.
         RankMismatchError: ranks see different folders. In the loop: a later attempt of this run has
             begun elsewhere (see `attempts`), or another rank has died.
+        ValueError: the model contains units, and has trainable parameters that nothing reduces.
     """
+    if not reduced_by_hand:
+        check_reduced(model, "elastic.training")
     options = Options(
         Path(directory), model, optimizer, dict(stateful or {}),
         every, replicas, every_on_disk, keep_last, signals,
