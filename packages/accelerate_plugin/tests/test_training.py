@@ -450,6 +450,9 @@ def prepare_what_is_sharded_in_part() -> None:
         assert all(isinstance(param, RaggedTensor) for param in prepared.parameters())
         params = optimizer.param_groups[0]["params"]
         assert sum(not isinstance(param, RaggedTensor) for param in params) == num_replaced
+        prepared.added = torch.nn.Linear(2, 2)  # and not prepared
+        with pytest.raises(ValueError, match=r"^save_state: 'added.weight', 'added.bias' of "):
+            acc.save_state("unused")
 
 
 def test_a_model_that_is_sharded_in_part_becomes_a_unit_and_its_optimizer_is_warned_of() -> None:

@@ -273,7 +273,12 @@ def test_modules_added_between_trainings_equal_ddp(tmp_path: Path) -> None:
 
 def fit_with_a_stray(root: Path) -> None:
     model = make_model()
-    make_trainer("vescale_fsdp", root, max_steps=1).fit(model, loader(), loader())
+    trainer = make_trainer("vescale_fsdp", root, max_steps=1)
+    trainer.fit(model, loader(), loader())
+    model.added = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^save_checkpoint: 'added.weight', 'added.bias' of "):
+        trainer.save_checkpoint(root / "unused.ckpt")
+    del model.added
     model.blocks[0].gain = torch.nn.Parameter(torch.ones(12))
     with pytest.raises(ValueError, match=r"\['blocks.0.gain'\] were added to modules"):
         make_trainer("vescale_fsdp", root, max_steps=1).fit(model, loader(), loader())

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from vescale_fsdp import FSDPModule, clip_grad_norm_, elastic
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save
+from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.budgets import budget_for
@@ -425,8 +425,14 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
 
         Returns:
             The directory.
+
+        Raises:
+            ValueError: a module was added to a model after `prepare`, and is trained by each
+                process alone.
         """
         begin_save()
+        for model in self._models:
+            check_reduced(model, "save_state")
         config = self.project_configuration
         is_named = config.automatic_checkpoint_naming
         if is_named:

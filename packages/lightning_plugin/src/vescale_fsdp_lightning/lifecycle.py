@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save
+from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
@@ -264,6 +264,7 @@ class Lifecycle(ElasticHooks):
                 "path's protocol or the environment, as for fsspec"
             )
         begin_save()
+        check_reduced(self.lightning_module, "save_checkpoint")  # in each format
         target = str(self.broadcast(filepath))
         checkpoint = self._with_counts(checkpoint)
         optimizers = dict(self._companions)  # averages are also saved with weights_only
