@@ -412,9 +412,7 @@ class Queued:
 
 def save_beside_one_that_dies(root: Path, victim: int) -> None:
     checkpoint.save(root / "step-1", nn.Linear(4, 4))
-    if dist.get_rank() == victim:
-        contents.LocalPlan.offer = kill  # type: ignore[method-assign]
-    isend, send = dist.isend, dist.send
+    isend, send, offer = dist.isend, dist.send, contents.LocalPlan.offer
 
     def lost(data: torch.Tensor, *_: Any, group_dst: int, **others: Any) -> Any:
         if group_dst == victim:
@@ -424,12 +422,18 @@ def save_beside_one_that_dies(root: Path, victim: int) -> None:
     def waited(data: torch.Tensor, *_: Any, group_dst: int, **others: Any) -> Any:
         return lost(data, group_dst=group_dst, **others).wait()
 
-    dist.isend, dist.send = lost, waited
+    def offers(plan: contents.LocalPlan) -> Any:  # when all have come to the save
+        if dist.get_rank() == victim:
+            kill()
+        dist.isend, dist.send = lost, waited
+        return offer(plan)
+
+    contents.LocalPlan.offer = offers  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointIncompleteError, match=f"rank {victim} did not answer"):
             checkpoint.save(root / "step-2", nn.Linear(4, 4))
     finally:
-        dist.isend, dist.send = isend, send
+        dist.isend, dist.send, contents.LocalPlan.offer = isend, send, offer  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -144,9 +144,9 @@ class Ranks:
                 receipt = torch.zeros(1)
                 wait = dist.irecv(receipt, group=self._group, tag=_RECEIPT, group_src=rank)
                 waits.append((wait, receipt, self._post(replies[rank], rank)))
-        for wait, *_ in waits:
+        for wait, receipt, _ in waits:
             with contextlib.suppress(RuntimeError):
-                wait.wait()
+                self._end(wait, receipt)
 
     def _post(self, message: Any, rank: int) -> list[Any]:
         """Begin to send. The caller holds the result until the other rank has answered."""
@@ -164,15 +164,16 @@ class Ranks:
         return from_json(bytes(bytes_of(data)))
 
     def _wait_for(self, data: torch.Tensor, rank: int) -> None:
-        if math.isinf(self._within_s):
-            dist.recv(data, group=self._group, tag=_TAG, group_src=rank)
-            return
-        if self._is_late:
-            raise RuntimeError("the time is over")
         work = dist.irecv(data, group=self._group, tag=_TAG, group_src=rank)
-        assert work is not None, "this rank is in the group"
+        self._end(work, data)
+
+    def _end(self, work: Any, data: torch.Tensor) -> None:
+        """Wait for a receive into ``data``, until the deadline."""
+        if math.isinf(self._within_s):
+            work.wait()
+            return
         _LATE.append(data)  # gloo may still write to it after the time is over
-        work.wait(datetime.timedelta(seconds=self._deadline - time.monotonic()))
+        work.wait(datetime.timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         _LATE.pop()
 
     @property
