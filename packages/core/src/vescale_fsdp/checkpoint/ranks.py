@@ -173,7 +173,9 @@ class Ranks:
             work.wait()
             return
         _LATE.append(data)  # gloo may still write to it after the time is over
-        work.wait(datetime.timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+        left = max(self._deadline - time.monotonic(), 0.0)
+        # Gloo counts in milliseconds: one more, so that a wait without an answer ends late.
+        work.wait(datetime.timedelta(seconds=left + 0.001))
         _LATE.pop()
 
     @property
