@@ -23,7 +23,7 @@ from vescale_fsdp import (
     RaggedTensor,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import Throughput, VeScaleFabricStrategy, VeScaleFSDPStrategy
+from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
 from vescale_fsdp_lightning.sharding import materialize
 
 from .gan import gan_loader, make_gan
@@ -408,20 +408,3 @@ def test_half_precision_with_a_scaler_is_refused_on_cpu_instead_of_replaced() ->
         warnings.simplefilter("ignore")
         replaced = pl.Trainer(strategy="ddp", precision="16-mixed", **options)
     assert replaced.precision == "bf16-mixed"  # what happens without us
-
-
-@pytest.mark.parametrize(
-    ("former", "name"), [("gather", "gather_codec"), ("reduce", "reduce_codec")]
-)
-@pytest.mark.parametrize("strategy", [VeScaleFSDPStrategy, VeScaleFabricStrategy])
-def test_former_names_work_and_warn_once(strategy: Any, former: str, name: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        made = [strategy(**{former: "int8"}) for _ in range(3)]
-    (warning,) = caught
-    assert warning.category is FutureWarning
-    assert warning.filename == __file__
-    assert str(warning.message).startswith(f"{strategy.__name__}: {former} is now called {name};")
-    assert made[0].options == strategy(**{name: "int8"}).options
-    with pytest.raises(ValueError, match=f"{former} is the former name of {name}, and both"):
-        strategy(**{former: "int8", name: "int8"})

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "PREFIX",
     "Options",
     "asked_for",
-    "current_fields",
     "engine_of",
     "from_config",
     "from_environment",
@@ -101,7 +100,6 @@ class Options:
         reduce_codec: send gradients in 8 bits: ``int8``, or the arguments of
             ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
         sealed: checkpoints are sealed, with a CRC32 of each byte, with every state dict type.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value is not accepted; the message lists the accepted ones.
@@ -195,13 +193,10 @@ class Options:
         "checkpoints with a CRC32 of each byte, instead of torch's format",
         "true or false",
     )
-    gather: Any = _option(None, "", "", now="gather_codec")  # noqa: RUF009  # None by default
-    reduce: Any = _option(None, "", "", now="reduce_codec")  # noqa: RUF009  # None by default
 
     def check_options(self) -> None:
-        """Raise if a value is not accepted. Values under former names are moved."""
-        self._take_former_names()
-        for each in current_fields():
+        """Raise if a value is not accepted."""
+        for each in fields(Options):
             value = getattr(self, each.name)
             if value is None and each.default is None:
                 continue
@@ -228,26 +223,7 @@ class Options:
 
     def options(self) -> dict[str, Any]:
         """Return the options by name, without Accelerate's."""
-        return {each.name: getattr(self, each.name) for each in current_fields()}
-
-    def _take_former_names(self) -> None:
-        from vescale_fsdp.errors import renamed
-
-        where, prefix = type(self).__name__, ""
-        if type(self) is Options:
-            where, prefix = "fsdp_config", PREFIX
-        for each in fields(Options):
-            now = each.metadata.get("now")
-            if now is not None:
-                values = getattr(self, each.name), getattr(self, now)
-                setattr(self, each.name, None)
-                value = renamed(where, prefix + each.name, values[0], prefix + now, values[1])
-                setattr(self, now, value)
-
-
-def current_fields() -> list[Field[Any]]:
-    """Return the fields of `Options`, without those that are former names."""
-    return [each for each in fields(Options) if "now" not in each.metadata]
+        return {each.name: getattr(self, each.name) for each in fields(Options)}
 
 
 def _fits(each: Any, value: Any) -> bool:
@@ -338,9 +314,8 @@ def from_config(fsdp_config: Mapping[str, Any]) -> Options:
         if not key.startswith(PREFIX):
             continue
         if key not in known:
-            current = [PREFIX + each.name for each in current_fields()]
-            near = difflib.get_close_matches(key, current, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(current)}"
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise ValueError(f"fsdp_config has the unknown key {key!r}; {hint}")
         found[known[key]] = value
     options = Options(**found)

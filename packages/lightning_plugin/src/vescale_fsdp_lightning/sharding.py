@@ -31,7 +31,6 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.elastic import ElasticOptions
-from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
@@ -123,7 +122,6 @@ class Sharding(Processes):
             ``torchrun --nnodes 1:4 --max-restarts N``: an ``ElasticOptions``, or a mapping of its
             arguments. See the guide to elastic training.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -159,12 +157,9 @@ class Sharding(Processes):
         elastic: Elasticity = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        gather: Gather = None,
-        reduce: Reduce = None,
         **others: Never,
     ) -> None:
-        name = type(self).__name__
-        refuse_others(name, others)
+        refuse_others(type(self).__name__, others)
         self.options = Options(
             wrap=wrap,
             granularity=granularity,
@@ -180,8 +175,8 @@ class Sharding(Processes):
             unused=unused,
             in_flight=in_flight,
             broadcast_buffers=broadcast_buffers,
-            gather_codec=renamed(name, "gather", gather, "gather_codec", gather_codec),
-            reduce_codec=renamed(name, "reduce", reduce, "reduce_codec", reduce_codec),
+            gather_codec=gather_codec,
+            reduce_codec=reduce_codec,
             state_dict_type=state_dict_type,
             async_save=async_save,
             save_rng=save_rng,

@@ -86,7 +86,6 @@ _ReduceCodec = Annotated[
         "256.",
     ),
 ]
-_Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
 _Optimizer = Annotated[
     OptimizerName,
     typer.Option(help="Optimizer whose states are counted (sgd: with momentum)."),
@@ -172,8 +171,6 @@ def plan(
     reduce_dtype: _ReduceDtype = "fp32",
     gather_codec: _GatherCodec = None,
     reduce_codec: _ReduceCodec = None,
-    gather: _Former = None,
-    reduce: _Former = None,
     optimizer: _Optimizer = "adamw",
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
@@ -195,8 +192,6 @@ def plan(
     vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
     vescale-fsdp plan llama --ranks 64 --batch 8x1024 --activations recompute
     """
-    gather_codec = _renamed("--gather", gather, "--gather-codec", gather_codec)
-    reduce_codec = _renamed("--reduce", reduce, "--reduce-codec", reduce_codec)
     settings = Settings(
         num_ranks=ranks,
         num_replicas=replicas,
@@ -231,20 +226,6 @@ def plan(
     _write(report, files)
     if "-" not in files.values():
         print_report(report, console())
-
-
-def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
-    """Return the value of an option that also has a former name."""
-    if old is None:
-        return new
-    if new is not None:
-        raise InputError(f"{old_name} is the former name of {new_name}; leave it out")
-    print(
-        f"vescale-fsdp: warning: {old_name} is now called {new_name}; the former name works until "
-        "version 1.0",
-        file=sys.stderr,
-    )
-    return old
 
 
 def _code(text: str | None, option: str, dtypes: tuple[str, ...]) -> Code | None:

@@ -115,7 +115,6 @@ from vescale_fsdp.compat.versions import (
     storages_of,
     store_wait,
     takes_functional_gradient,
-    wish_of_backward,
     without_torch_function,
 )
 
@@ -151,5 +150,5 @@ __all__ = [
     "store_wait", "support_foreach", "symmetric_memory", "take_spmd_type",
     "takes_functional_gradient", "unregister", "unregister_recompute",
     "uses_symmetric_memory",
-    "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
+    "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

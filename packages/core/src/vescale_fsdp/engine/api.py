@@ -51,7 +51,6 @@ from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.errors import renamed
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -76,8 +75,6 @@ def fully_shard(
     gather_codec: QuantizedGather | None = None,
     reduce_codec: QuantizedReduce | None = None,
     budget: Budget | str | int | None = None,
-    gather: QuantizedGather | None = None,
-    reduce: QuantizedReduce | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 
@@ -152,7 +149,6 @@ def fully_shard(
             ``reshard_after_forward``, ``in_flight``, ``activations``, and only if the `Budget`
             allows it codecs and ``offload_policy``: the fastest that fit, by a prediction. Pass
             none of these, and no ``accumulate``, ``shard_placement_fn`` or ``dp_mesh_dims``.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Returns:
         ``module`` itself.
@@ -187,8 +183,8 @@ def fully_shard(
             module in ``module``.
         ValueError: the machine has no device of the mesh's type.
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
-            codec; a parameter with a codec is smaller than a block, gathers itself or has a
-            ``Shard(d)``; or a codec is passed by both of its names.
+            codec; or a parameter with a codec is smaller than a block, gathers itself or has a
+            ``Shard(d)``.
         NotImplementedError: ``Shard(d)`` of a dimension that tensor parallelism shards unevenly; a
             codec with ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor
             or for a parameter that gathers itself.
@@ -199,8 +195,6 @@ def fully_shard(
 
     Source: FSDP2 for the signature, up to ``dp_mesh_dims``; arXiv 2602.22437 for the engine.
     """
-    gather_codec = renamed("fully_shard", "gather", gather, "gather_codec", gather_codec)
-    reduce_codec = renamed("fully_shard", "reduce", reduce, "reduce_codec", reduce_codec)
     modules = checked_modules(module)
     _refuse_other_engines(modules)
     check_arguments(reshard_after_forward, granularity)
