@@ -44,10 +44,10 @@ from vescale_fsdp_lightning.options import (
     Wrap,
     data_mesh,
     refuse_others,
+    timeout_of,
 )
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.processes import Processes
-from vescale_fsdp_lightning.words import timeout_of
 
 __all__ = [
     "MakeOptimizer",
