@@ -28,7 +28,6 @@ from vescale_fsdp import (
     callable_units,
     repeated_blocks,
 )
-from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.options import (
     ACTIVATIONS,
     BUDGET,
@@ -44,6 +43,7 @@ from vescale_fsdp.options import (
     only,
     option,
 )
+from vescale_fsdp_elastic import ElasticOptions
 
 __all__ = [
     "DATA",
