@@ -24,7 +24,6 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
-from vescale_fsdp_lightning.sharding import materialize
 
 from .gan import gan_loader, make_gan
 from .lit import (
@@ -312,23 +311,6 @@ def test_replicas_of_shards_and_tensor_parallelism(tmp_path: Path) -> None:
 
 
 # Without processes
-
-
-class Bare(nn.Module):
-    """Has no way to get values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("buffer", torch.ones(2))
-
-
-def test_what_cannot_be_given_values_is_named() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), Bare())
-    with pytest.warns(UserWarning, match="Bare were made on the meta device"):
-        materialize(model, torch.device("cpu"))
-    assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 def test_the_mesh_is_there_when_processes_are() -> None:

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
@@ -29,6 +27,7 @@ from vescale_fsdp import (
     combine,
     fully_shard,
     late_modules,
+    refuse_other_engines,
     repeated_blocks,
 )
 from vescale_fsdp.options import arguments
@@ -103,7 +102,7 @@ class Sharder:
             ValueError: a class to wrap is not in it; or it has no plan for tensor or expert
                 parallelism.
         """
-        refuse_other_engines(model)
+        refuse_other_engines(model, "or leave it to accelerator.prepare")
         plugin, meshes = self.plugin, self.meshes
         parts_are_units = bool(units_of(model)) or bool(_sharded_in(model))
         plans = None
@@ -388,22 +387,6 @@ def upcast(model: nn.Module) -> None:
             len(found),
             shown,
         )
-
-
-def refuse_other_engines(model: nn.Module) -> None:
-    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
-
-    Raises:
-        TypeError: names the module.
-    """
-    for name, child in model.named_modules():
-        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
-        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or type(model).__name__} has been sharded by torch.distributed.fsdp; with "
-                "fsdp_engine: vescale use vescale_fsdp.fully_shard, which takes the same "
-                "arguments, or leave it to accelerator.prepare"
-            )
 
 
 def weak_parameters(model: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 
 from vescale_fsdp import (
     FSDPModule,
@@ -26,6 +25,8 @@ from vescale_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     late_modules,
+    materialize,
+    refuse_other_engines,
     register_fsdp_forward_method,
     tuning_of,
 )
@@ -241,7 +242,7 @@ class Sharding(Processes):
             methods: names of the module's methods that count as forward.
             roots: the user calls submodules separately, with backwards in between.
         """
-        refuse_other_engines(module)
+        refuse_other_engines(module, "or leave it to the strategy")
         if self.options.budget is None:
             self._shard_units(module, precision, roots=roots)
         else:
@@ -393,66 +394,6 @@ def _is_offloaded(module: nn.Module) -> bool:
     """Whether a budget has chosen to keep shards in host memory."""
     tuning = tuning_of(module)
     return tuning is not None and tuning.chosen.candidate.offload
-
-
-def refuse_other_engines(module: nn.Module) -> None:
-    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
-
-    Raises:
-        TypeError: names the module.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for name, child in module.named_modules():
-        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
-        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or type(module).__name__} has been sharded by torch.distributed.fsdp; "
-                'with strategy="vescale_fsdp" use vescale_fsdp.fully_shard, which takes the same '
-                "arguments, or leave it to the strategy"
-            )
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors that are on the meta device.
-
-    Values come from ``reset_parameters()``, or from the model's ``_init_weights(module)``, which
-    models of ``transformers`` have. Other tensors do not change. Each process fills its own shards
-    with the values that the full parameters would get.
-    """
-    lacking = [
-        each
-        for each in module.modules()
-        if any(
-            t.is_meta
-            for t in (*each._parameters.values(), *each._buffers.values())
-            if t is not None
-        )
-    ]
-    if not lacking:
-        return
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    module._apply(fill)
-    owners = [each for each in module.modules() if callable(getattr(each, "_init_weights", None))]
-    left: set[str] = set()
-    for each in lacking:
-        reset = getattr(each, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif owners:
-            owners[-1]._init_weights(each)  # type: ignore[operator]
-        else:
-            left.add(type(each).__name__)
-    if left:
-        warnings.warn(
-            f"{', '.join(sorted(left))} were made on the meta device and have no "
-            "reset_parameters(): their parameters and buffers have no values yet; load a "
-            "checkpoint, or initialize them in configure_model",
-            stacklevel=2,
-        )
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 
 from vescale_fsdp.dbuffer import Residuals
 from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
-from vescale_fsdp.engine.api import fully_shard
+from vescale_fsdp.engine.api import fully_shard, refuse_other_engines
 from vescale_fsdp.engine.budget import (
     Budget,
     Subject,
@@ -76,7 +76,7 @@ from vescale_fsdp.engine.remesh import check_remesh, remesh
 from vescale_fsdp.engine.settling import come_together
 from vescale_fsdp.engine.store import AbsentError, init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
-from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
+from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
 
 __all__ = [
     "HEADS",
@@ -119,8 +119,10 @@ __all__ = [
     "late_modules",
     "map_tensors",
     "mark_blank",
+    "materialize",
     "may_be_hidden",
     "profile",
+    "refuse_other_engines",
     "register_fsdp_forward_method",
     "remesh",
     "repeated_blocks",

@@ -196,7 +196,8 @@ def fully_shard(
     Source: FSDP2 for the signature, up to ``dp_mesh_dims``; arXiv 2602.22437 for the engine.
     """
     modules = checked_modules(module)
-    _refuse_other_engines(modules)
+    for each in modules:
+        refuse_other_engines(each, "for all of it")
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     check_activations(modules, activations)
@@ -270,16 +271,23 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
 
 
-def _refuse_other_engines(modules: list[nn.Module]) -> None:
-    for module in modules:
-        for name, child in module.named_modules():
-            is_fsdp2 = isinstance(child, TorchFSDPModule) and not isinstance(child, FSDPModule)
-            if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-                raise TypeError(
-                    f"fully_shard: {name or type(child).__name__!r} has been sharded by "
-                    "torch.distributed.fsdp, and two engines cannot share a model; use "
-                    "vescale_fsdp.fully_shard, which takes the same arguments, for all of it"
-                )
+def refuse_other_engines(module: nn.Module, way_out: str) -> None:
+    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of a model.
+
+    Args:
+        way_out: what to do instead, the end of the error.
+
+    Raises:
+        TypeError: names the module.
+    """
+    for name, child in module.named_modules():
+        is_fsdp2 = isinstance(child, TorchFSDPModule) and not isinstance(child, FSDPModule)
+        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
+            raise TypeError(
+                f"fully_shard: {name or type(child).__name__!r} has been sharded by "
+                "torch.distributed.fsdp, and two engines cannot share a model; use "
+                f"vescale_fsdp.fully_shard, which takes the same arguments, {way_out}"
+            )
 
 
 def _default_mesh() -> DeviceMesh:
