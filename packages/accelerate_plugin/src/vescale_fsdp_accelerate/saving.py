@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import CheckpointIncompleteError, RankMismatchError
+from vescale_fsdp import CheckpointIncompleteError, RankMismatchError, checkpoint
 
 __all__ = [
     "begin",
@@ -161,23 +161,13 @@ def replace_file(file: Path, state: Any) -> None:
 
 def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a new directory at ``path``. An old one is deleted when the new one is complete."""
-    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
-
-    def clean() -> None:
-        if old.exists() and not path.exists():
-            old.rename(path)  # an earlier save was killed between the two renames below
-        _remove(new)
-        _remove(old)
-
-    in_first(clean)
-    write(new)
+    place = checkpoint.Place(path)
+    new = place.beside(".new")
+    in_first(place.mend)
+    write(Path(new.path))
 
     def replace() -> None:
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
-        _flush(path.parent)
-        _remove(old)
+        place.replace_by(new)
         _remove_twin(path)
 
     in_first(replace)
