@@ -30,7 +30,7 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 from accelerate.state import GradientState  # type: ignore[import-untyped]
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp.checkpoint.contents import capture, restorer
+from vescale_fsdp.spi import capture, restorer
 from vescale_fsdp_accelerate.elastic import elastic_training, take_world
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_elastic import repeating

@@ -36,7 +36,7 @@ from torch import nn
 
 from vescale_fsdp import FSDPModule, generating, unsharded
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_save
+from vescale_fsdp.spi import begin_save
 from vescale_fsdp_accelerate import elastic_loop
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.saving import in_each, in_first

@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from vescale_fsdp import CheckpointMismatchError, checkpoint
-from vescale_fsdp.checkpoint import full, unread
-from vescale_fsdp.checkpoint.contents import Weights
-from vescale_fsdp.checkpoint.ranks import all_ranks
-from vescale_fsdp.checkpoint.seal import read_manifest as read_sealed
+from vescale_fsdp.checkpoint import full
+from vescale_fsdp.spi import Weights, all_ranks, unread
+from vescale_fsdp.spi import read_manifest as read_sealed
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
 from vescale_fsdp_lightning.places import agree, from_first

@@ -30,7 +30,7 @@ import torch
 
 import vescale_fsdp_elastic as elastic
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.contents import capture, restore, restorer
+from vescale_fsdp.spi import capture, restore, restorer
 from vescale_fsdp_elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import OptimizerStates, without_states
 from vescale_fsdp_lightning.elastic_loader import Loader

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
+from vescale_fsdp.spi import begin_load, begin_save, check_reduced
 from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.elastic_hooks import ElasticHooks

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.checkpoint.replacing import SEALS, LocalFiles
+from vescale_fsdp.spi import SEALS, LocalFiles
 
 __all__ = ["Place", "agree", "from_first"]
 

@@ -182,8 +182,8 @@ def tune(
     from vescale_fsdp.cli.sources import load
     from vescale_fsdp.cli.tune_report import as_json, print_tuning
     from vescale_fsdp.cli.tuning import Work, problem_of
+    from vescale_fsdp.costs import choice_text
     from vescale_fsdp.costs import tune as search
-    from vescale_fsdp.costs.choice_file import choice_text
 
     loaded = load(model, dtype)
     if out is not None and loaded.module is None:

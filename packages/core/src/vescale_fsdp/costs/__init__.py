@@ -13,9 +13,10 @@ Formulas and their errors: docs/design/costs.md.
 
 from vescale_fsdp.costs.account import KINDS, Peak
 from vescale_fsdp.costs.amount import Amount, is_path
-from vescale_fsdp.costs.choice_file import Choice, choice_of, read_choice, write_choice
+from vescale_fsdp.costs.choice_file import Choice, choice_of, choice_text, read_choice, write_choice
 from vescale_fsdp.costs.divisions import grouped
 from vescale_fsdp.costs.estimate import Figures, Traffic, figures_of, figures_of_others
+from vescale_fsdp.costs.hardware import HARDWARE, published
 from vescale_fsdp.costs.layouts import (
     ALIGNMENT_BYTES,
     BlockOf,
@@ -54,7 +55,7 @@ from vescale_fsdp.costs.problem import (
     Tuning,
     split_anywhere,
 )
-from vescale_fsdp.costs.report import report, shown_of
+from vescale_fsdp.costs.report import report_of, shown_of
 from vescale_fsdp.costs.search import candidates, tune
 from vescale_fsdp.costs.settings import (
     NUM_STATES,
@@ -71,6 +72,7 @@ __all__ = [
     "BF16",
     "DTYPES",
     "FP32",
+    "HARDWARE",
     "KINDS",
     "NUM_STATES",
     "Activations",
@@ -108,6 +110,7 @@ __all__ = [
     "Unit",
     "candidates",
     "choice_of",
+    "choice_text",
     "described",
     "figures_of",
     "figures_of_others",
@@ -120,8 +123,9 @@ __all__ = [
     "make_model",
     "megatron_shard_size",
     "predict",
+    "published",
     "read_choice",
-    "report",
+    "report_of",
     "shown_of",
     "split_anywhere",
     "tune",

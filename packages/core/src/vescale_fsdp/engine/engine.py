@@ -35,10 +35,18 @@ from vescale_fsdp.engine.settling import (
 from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
-from vescale_fsdp.program.order import Program
-from vescale_fsdp.program.residency import Lease
-from vescale_fsdp.program.window import Policy
+from vescale_fsdp.program import (
+    Executor,
+    Lease,
+    Names,
+    Passes,
+    Policy,
+    Program,
+    Record,
+    Reduction,
+    Residency,
+    policy_of,
+)
 
 _SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
 _SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"

@@ -41,7 +41,7 @@ from vescale_fsdp.engine.slot import ParamToShard, Slot, carry, checked_local, l
 from vescale_fsdp.engine.store import first_and_other
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
-from vescale_fsdp.program.residency import State
+from vescale_fsdp.program import State
 from vescale_fsdp.ragged import contiguous_strides
 
 

@@ -35,7 +35,7 @@ from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.store import first_and_other, store_for
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program.record import Record, merge
+from vescale_fsdp.program import Record, merge
 
 _STORE_S = 60.0  # for the store's name, which the ranks have agreed on before
 _ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (

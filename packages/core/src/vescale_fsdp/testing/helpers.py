@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from vescale_fsdp.compat import pytree
-from vescale_fsdp.dbuffer import memory
+from vescale_fsdp.dbuffer import SlabPool
 
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
@@ -103,8 +103,8 @@ def through_the_allocator() -> AbstractContextManager[object]:
 
     They get pools of their own: those of the process may have regions that bypass it.
     """
-    pools = weakref.WeakValueDictionary[torch.device, memory.SlabPool]()
-    return mock.patch.multiple(memory, CAN_MAP=False, _POOLS=pools)
+    pools = weakref.WeakValueDictionary[torch.device, SlabPool]()
+    return mock.patch.multiple("vescale_fsdp.dbuffer.memory", CAN_MAP=False, _POOLS=pools)
 
 
 def traced(run: Callable[[], object]) -> list[Block]:
