@@ -32,10 +32,9 @@ from torch.utils.data import DataLoader
 
 import vescale_fsdp_elastic as elastic
 from vescale_fsdp import FSDPModule, clip_grad_norm_
-from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import offload_
-from vescale_fsdp.spi import begin_load, begin_save, check_reduced
+from vescale_fsdp.spi import backend_name, begin_load, begin_save, check_reduced
 from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
 from vescale_fsdp_accelerate.budgets import budget_for
 from vescale_fsdp_accelerate.elastic import elastic_training

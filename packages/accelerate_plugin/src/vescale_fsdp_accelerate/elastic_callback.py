@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from vescale_fsdp_elastic import ElasticOptions, Run
-
-if TYPE_CHECKING:
-    from vescale_fsdp_accelerate.elastic_loop import Loop
 
 __all__ = ["ElasticCallback"]
 
@@ -44,7 +41,7 @@ class ElasticCallback(TrainerCallback):
             {"directory": directory, "global_batch": global_batch, **options}
         )
         self.run: Run | None = None
-        self.loop: Loop | None = None
+        self.loop: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raise if the Trainer does not use this package. Else count from its step."""

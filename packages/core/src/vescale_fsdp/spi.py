@@ -9,7 +9,7 @@ are provisional: they may change in each version, and nothing else should use th
 """
 
 from vescale_fsdp import engine, interruptible, waiting
-from vescale_fsdp.backends import backends_of, is_fake
+from vescale_fsdp.backends import backend_name, backends_of, is_fake
 from vescale_fsdp.checkpoint import parts, unread
 from vescale_fsdp.checkpoint.contents import (
     PER_RANK,
@@ -69,7 +69,8 @@ __all__ = [
     "MANIFEST", "PER_RANK", "SEALS", "AbsentError", "Contents", "DataReader", "FileStore",
     "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler", "NamedOptimizer", "Optimizers",
     "Ranks", "Seal", "Span", "Stateful", "Store", "TensorEntry", "Variant", "Weights", "agents_in",
-    "all_ranks", "all_reduce", "backends_of", "begin_load", "begin_save", "bytes_of", "capture",
+    "all_ranks", "all_reduce", "backend_name", "backends_of", "begin_load", "begin_save",
+    "bytes_of", "capture",
     "check_reduced", "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide",
     "finish_saves", "folder_of", "forget_stages", "interruptible", "is_fake", "is_stage",
     "leave_saves", "load_from", "local_tensor", "named", "new_gloo_group", "open_regular", "parts",

@@ -186,6 +186,7 @@ def test_good_variables_are_shown_and_others_are_not() -> None:
     environ = {
         "OMP_NUM_THREADS": "4,2",
         "NCCL_DEBUG": "WARN",
+        "VESCALE_FSDP_HOSTS": "1:4",
         "VESCALE_FSDP_REDUCE": "native",
         "RANK": "1",
         "WORLD_SIZE": "2",

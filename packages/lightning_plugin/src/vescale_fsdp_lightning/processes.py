@@ -17,8 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import init_process_group
+from vescale_fsdp.spi import backend_name
 
 __all__ = ["Processes"]
 

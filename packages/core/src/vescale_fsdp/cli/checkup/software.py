@@ -32,7 +32,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_TIMEOUT_S": (),
     "VESCALE_FSDP_WATCHDOG_S": (),
 }
-_PATHS = ("VESCALE_FSDP_MEETING", "VESCALE_FSDP_MEMORY_DIR")
+_TEXTS = ("VESCALE_FSDP_HOSTS", "VESCALE_FSDP_MEETING", "VESCALE_FSDP_MEMORY_DIR")
 # Variables that begin so are shown.
 _SHOWN = (
     *("CUDA_", "HIP_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "VESCALE_FSDP_"),
@@ -153,7 +153,7 @@ def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None
             section.better(f"{name} is not one of our variables", f"unset it; there is {close[0]}")
         elif OURS[name] and value not in OURS[name]:
             section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
-        elif not OURS[name] and name not in _PATHS and not _is_amount(value):
+        elif not OURS[name] and name not in _TEXTS and not _is_amount(value):
             section.broken(f"{name}={value}", "unset it, or set a number that is not negative")
 
 
