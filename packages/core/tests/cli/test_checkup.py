@@ -202,8 +202,8 @@ def test_good_variables_are_shown_and_others_are_not() -> None:
 
 def test_every_variable_that_the_source_reads_is_known() -> None:
     read = set()
-    for package in ("packages/core", "packages/lightning_plugin", "packages/accelerate_plugin"):
-        for path in Path(__file__).parents[4].glob(f"{package}/src/**/*.py"):
+    for package in ("core", "elastic", "lightning_plugin", "accelerate_plugin"):
+        for path in Path(__file__).parents[4].glob(f"packages/{package}/src/**/*.py"):
             if path.name != "software.py":
                 read |= set(re.findall(r'"(VESCALE_FSDP_[A-Z_]+)"', path.read_text()))
     between_processes = {"VESCALE_FSDP_ACCELERATE"}  # the plug-in sets it for its workers
