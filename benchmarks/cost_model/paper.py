@@ -46,8 +46,8 @@ from benchmarks.cost_model.large import Assumptions, Layers, read_model
 from benchmarks.cost_model.timing import UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.costs.hardware import COMPUTE_SHARE, MEMORY_SHARE, NETWORK_SHARE, published
+from vescale_fsdp.costs.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
 
 __all__ = ["FILE", "causes_lines", "lines", "table_1_lines"]

@@ -32,6 +32,7 @@ from vescale_fsdp.checkpoint.deepspeed import folder_of
 from vescale_fsdp.checkpoint.files import (
     DataReader,
     bytes_of,
+    flush,
     open_regular,
     read_regular,
     size_of,
@@ -72,7 +73,7 @@ __all__ = [
     "all_ranks", "all_reduce", "backend_name", "backends_of", "begin_load", "begin_save",
     "bytes_of", "capture",
     "check_reduced", "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide",
-    "finish_saves", "folder_of", "forget_stages", "interruptible", "is_fake", "is_stage",
+    "finish_saves", "flush", "folder_of", "forget_stages", "interruptible", "is_fake", "is_stage",
     "leave_saves", "load_from", "local_tensor", "named", "new_gloo_group", "open_regular", "parts",
     "parts_of", "read_all", "read_manifest", "read_regular", "remesh", "restore", "restorer",
     "sealed", "seed_for", "size_of", "unread", "unreduced_parameters", "waiting", "weights_of",

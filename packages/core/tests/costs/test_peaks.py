@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.costs import BF16, FP32, Candidate, OptimizerName, Predictor, Problem, grouped
+from vescale_fsdp.costs import Candidate, OptimizerName, Problem
+from vescale_fsdp.costs.divisions import grouped
+from vescale_fsdp.costs.model import BF16, FP32
+from vescale_fsdp.costs.predicting import Predictor
 from vescale_fsdp.engine.budget.apply import apply
 from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject, divide

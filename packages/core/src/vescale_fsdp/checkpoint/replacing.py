@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Self
 
-from vescale_fsdp.checkpoint.files import flush_folder
+from vescale_fsdp.checkpoint.files import flush
 from vescale_fsdp.checkpoint.manifest import NAME
 
 # A complete directory has one of these, which are written last: our manifest, or torch's metadata.
@@ -48,7 +48,7 @@ class LocalFiles:
     def mv(self, path: str, target: str, recursive: bool = False) -> None:
         """Rename a file or a directory, and flush the name."""
         os.rename(path, target)
-        flush_folder(Path(target).parent)
+        flush(Path(target).parent)
 
 
 class Place:
@@ -116,7 +116,7 @@ class Place:
         old = self.beside(".old")
         if isinstance(self.fs, LocalFiles) and new.is_file and (self.is_file or not self.exists):
             os.replace(new.path, self.path)  # at no moment is there none
-            flush_folder(Path(self.path).parent)
+            flush(Path(self.path).parent)
             return
         if self.exists:
             self.move_to(old)

@@ -9,14 +9,8 @@ encodes what is sent: `block_codec` sends the codes of `eight_bits`. On CUDA the
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, KeptCodes
-from vescale_fsdp.dbuffer.buffer import (
-    DBuffer,
-    FlatBuffer,
-    ParameterBuffer,
-    plain_tensors,
-    shard_view,
-)
-from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
+from vescale_fsdp.dbuffer.buffer import DBuffer, ParameterBuffer, plain_tensors, shard_view
+from vescale_fsdp.dbuffer.codec import Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.eight_bits import (
     CodeDtype,
@@ -24,7 +18,6 @@ from vescale_fsdp.dbuffer.eight_bits import (
     checked_block,
     decode_blocks,
     encode,
-    encode_blocks,
     is_offered,
 )
 from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
@@ -53,7 +46,6 @@ __all__ = [
     "SHORTEST_BYTES",
     "SMALLEST_LASTING",
     "BlockCodec",
-    "Cast",
     "CodeDtype",
     "Codec",
     "Coding",
@@ -61,7 +53,6 @@ __all__ = [
     "DBuffer",
     "Exchange",
     "Flags",
-    "FlatBuffer",
     "GatherMessage",
     "GradientBuffer",
     "KeptCodes",
@@ -79,7 +70,6 @@ __all__ = [
     "choose_reduction",
     "decode_blocks",
     "encode",
-    "encode_blocks",
     "hand_back",
     "is_offered",
     "let_ranks_go_first",

@@ -9,7 +9,7 @@ sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.order import MOST_BYTES, Bundles, Parcel, Program
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record, merge
@@ -19,7 +19,6 @@ from vescale_fsdp.program.window import Policy, policy_of
 from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
 
 __all__ = [
-    "MOST_BYTES",
     "ZERO_TABLE",
     "Bundles",
     "Executor",

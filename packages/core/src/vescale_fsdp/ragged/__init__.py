@@ -17,14 +17,12 @@ from vescale_fsdp.ragged.holdings import (
     Box,
     boxes_of,
     contiguous_strides,
-    flat_range_to_boxes,
     holding_of,
     ragged_axis_of,
     remaining_box,
 )
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
-from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.tensor import RaggedTensor, make_spec, wrap, wrap_local
@@ -40,14 +38,12 @@ __all__ = [
     "PendingTensor",
     "RaggedShard",
     "RaggedTensor",
-    "ReducedTensor",
     "Region",
     "ReplicatedTensor",
     "access_of",
     "as_bytes",
     "boxes_of",
     "contiguous_strides",
-    "flat_range_to_boxes",
     "group_along",
     "holding_of",
     "make_spec",
