@@ -23,8 +23,8 @@ from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
+from ..allocations import peak_of, through_the_allocator, traced
 from .problems import machine
 
 pytestmark = pytest.mark.usefixtures("each_alone")
