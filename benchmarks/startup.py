@@ -51,11 +51,11 @@ from rich.table import Table
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from vescale_fsdp.engine.store import FAN_IN, Rounds
 
 from vescale_fsdp import compat, fully_shard
 from vescale_fsdp.engine import store as stores
 from vescale_fsdp.engine.agreement import Digests, Subject, fingerprint_of
-from vescale_fsdp.engine.store import FAN_IN, Rounds
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records

@@ -14,7 +14,7 @@ from elastic_adapters_run import fit, make, schedule_of
 from elastic_run import GLOBAL_BATCH, Numbers
 from torch import nn
 
-from vescale_fsdp import compat
+from vescale_fsdp.ranks import collectives
 
 
 class Log:
@@ -38,7 +38,7 @@ class Log:
         self.forget()
         group = dist.group.WORLD
         assert group is not None
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         time.sleep(0 if (self._out / "hurry").exists() else self._pause_s)
         line = {"step": number, "loss": float(total) / GLOBAL_BATCH, "ranks": dist.get_world_size()}
         line |= {"attempt": run.attempt, "source": run.source, "time": time.time(), **more}

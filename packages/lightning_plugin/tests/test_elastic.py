@@ -17,8 +17,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from vescale_fsdp import compat
 from vescale_fsdp.elastic import ElasticOptions
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
@@ -95,7 +95,7 @@ class Lit(pl.LightningModule):
         self.micro.clear()
         group = dist.group.WORLD
         assert group is not None
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         step = self.global_step - 1
         global_batch = self.trainer.strategy.options.elastic.global_batch  # type: ignore[attr-defined]
         self.losses[step] = float(total) / global_batch

@@ -43,10 +43,10 @@ from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.saving import Writing, begin_load, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
+from vescale_fsdp.ranks import everyone
 
 
 def write_item(writer: DataWriter, value: Any, label: str) -> Span:
@@ -304,7 +304,7 @@ def import_dcp(
     After an error nothing has changed on any rank.
     """
     begin_load()
-    ranks = all_ranks()
+    ranks = everyone()
     change = Change(ranks, f"the import of {path}")
     others: dict[str, Any] = {}
 

@@ -20,7 +20,6 @@ from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.files import write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
-from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.safetensors_files import (
     INDEX,
     Entry,
@@ -41,6 +40,7 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
     CheckpointWriteError,
 )
+from vescale_fsdp.ranks import everyone
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -237,7 +237,7 @@ def load_safetensors(
     After an error nothing has changed on any rank.
     """
     begin_load()
-    ranks = all_ranks()
+    ranks = everyone()
     change = Change(ranks, f"the load of {path}")
     names = LoadedNames([], [])
 

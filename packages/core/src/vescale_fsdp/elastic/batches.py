@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from vescale_fsdp import compat
 from vescale_fsdp.elastic.losses import is_loss
 from vescale_fsdp.elastic.order import Order, Part, parts
+from vescale_fsdp.ranks import collectives
 
 
 class Step:
@@ -117,7 +117,7 @@ class Step:
         group = dist.group.WORLD
         assert group is not None, "it is initialized"
         total = total.clone()
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         return float(total) / dist.get_world_size()
 
     def _check_current(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.contents import Optimizers, Stateful
 from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
@@ -20,6 +19,7 @@ from vescale_fsdp.elastic import connecting, leaving, liveness, memory
 from vescale_fsdp.elastic.keeping import Keeper
 from vescale_fsdp.elastic.leaving import Left
 from vescale_fsdp.elastic.restoring import Restored, Restoring, meet
+from vescale_fsdp.ranks import collectives, waits
 
 _log = logging.getLogger(__name__)
 
@@ -135,12 +135,12 @@ def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or is_fake():
         return Ranks(None), None
-    group = compat.new_gloo_group()
+    group = collectives.new_gloo_group()
     if group is None:
         raise RuntimeError(
             "ranks of an elastic training send messages by gloo, and this torch was built "
             "without it: install one with gloo"
         )
     # When another wait fails, these connections are closed too, so that no thread waits for long.
-    waiting.register(group)
+    waits.register(group)
     return Ranks(group), group

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp import waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.elastic import idle, memory, sockets
 from vescale_fsdp.elastic.choice import Transfer
 from vescale_fsdp.errors import CheckpointWriteError
+from vescale_fsdp.ranks import limit_s
 
 # A sender gives the kernel so many bytes at once, which queues up to _QUEUE of them. They delay a
 # collective that begins: by 1 ms at 1 Gbit/s. Larger ones took more time of the steps.
@@ -140,7 +140,7 @@ class Copying:
             assert self._server is not None, "it listens"
             with _cut(f"rank {rank} waits for ranks {sorted(self._incoming)} to connect"):
                 sender, connection = self._server.accept()
-            _limit(connection, patience_s + waiting.limit_s())
+            _limit(connection, patience_s + limit_s())
             self._start(connection, _receive, self._paths(self._incoming[sender]))
         for each in self._streams:
             with _cut(f"a copy from or to rank {rank} was cut"):

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vescale_fsdp import interruptible
 from vescale_fsdp.checkpoint import parts
 from vescale_fsdp.checkpoint.contents import Contents, LocalPlan, divide
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
@@ -39,6 +38,7 @@ from vescale_fsdp.elastic import attempts, memory
 from vescale_fsdp.elastic.choice import Age, Hosts, to_neighbours
 from vescale_fsdp.elastic.copies import Copying
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
+from vescale_fsdp.ranks import threads
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Keeper:
                 remains.
         """
         if self._thread is not None:
-            interruptible.carry_out(self._thread.join)  # its thread may wait for a rank that hangs
+            threads.carry_out(self._thread.join)  # its thread may wait for a rank that hangs
         error, self._error = self._error, None
         if error is not None:
             raise error

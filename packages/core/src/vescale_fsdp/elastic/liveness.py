@@ -31,9 +31,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import interruptible, waiting
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.elastic import sockets
+from vescale_fsdp.ranks import limit_s, threads, waits
 
 _log = logging.getLogger(__name__)
 _LEAVE_S = 10.0  # for a rank to leave the training after another one was lost
@@ -59,7 +59,7 @@ class Ring:
         self._is_over = not neighbours
         self._has_left = threading.Event()
         if neighbours:
-            interruptible.enable()
+            threads.enable()
         self.reason = ""  # why it was closed; empty: all are there
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp liveness", daemon=True)
         if neighbours:
@@ -73,7 +73,7 @@ class Ring:
             self._say(_GOODBYE)
             self._wake.send(b"x")
         self._has_left.set()
-        interruptible.disable(RuntimeError("this rank has left the training"))
+        threads.disable(RuntimeError("this rank has left the training"))
         if self._thread.ident is not None:
             self._thread.join()  # it closes communicators of this world, and must not of the next
         for each in (self._wake, self._woken):
@@ -119,7 +119,7 @@ class Ring:
         self._say(_LOSS + why.encode()[: _MOST_BYTES - 1])
         self._hang_up()
         _log.info("%s", why)
-        waiting.close(self._groups, why)
+        waits.abort(why, self._groups)
         # A test's receive of gloo (torch 2.13) did not end when it began while its connection was
         # being closed, and a kernel of NCCL waits for its watchdog.
         limit_s = _leave_s()
@@ -140,7 +140,7 @@ class Ring:
 
 def _leave_s() -> float:
     """How long a rank has to leave the training after another one was lost: a step may be long."""
-    return min(max(_LEAVE_S, waiting.limit_s()), threading.TIMEOUT_MAX)
+    return min(max(_LEAVE_S, limit_s()), threading.TIMEOUT_MAX)
 
 
 def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:

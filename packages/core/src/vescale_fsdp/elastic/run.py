@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from vescale_fsdp import checkpoint, waiting
+from vescale_fsdp import checkpoint
 from vescale_fsdp.checkpoint.contents import capture, collect, restorer
 from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.elastic import attempts, worlds
@@ -29,6 +29,7 @@ from vescale_fsdp.elastic.regroup import regroup
 from vescale_fsdp.elastic.restoring import KEY
 from vescale_fsdp.elastic.unsaved import ModesBySteps, gradients_wait, put
 from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.ranks import waits
 
 _log = logging.getLogger(__name__)
 _MOST_LOSSES = 5
@@ -309,7 +310,7 @@ class Run:
     def _leave_world(self, error: BaseException) -> None:
         """After a loss: close all connections. Ends this process if it was told to."""
         code = 0 if self._stop is None else self._stop.own_exit_code
-        waiting.close([], str(error))
+        waits.abort(str(error))
         self._own.give_up()
         if self._stop is not None:
             self._stop.close()

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, engine, waiting
+from vescale_fsdp import compat, ranks
 from vescale_fsdp.backends import backends_of
 from vescale_fsdp.elastic import meeting
 from vescale_fsdp.elastic.connecting import limited, watch_agents
 from vescale_fsdp.elastic.meeting import Meeting, World
+from vescale_fsdp.ranks import waits
 
 # torch's is half an hour. A rank that dies while others connect to it keeps them for so long.
 _TIMEOUT = datetime.timedelta(minutes=2)
@@ -71,7 +72,7 @@ def init_process_group(
     if found is None:
         watch_agents()
         with limited(connect_timeout_s):
-            engine.init_process_group(backend, **options)
+            ranks.init_process_group(backend, **options)
         return
     told = {"store", "init_method", "rank", "world_size"} & options.keys()
     if told:
@@ -86,7 +87,7 @@ def init_process_group(
         _init(found.join())
     else:
         with limited(connect_timeout_s):
-            engine.init_process_group(backend, **options)
+            ranks.init_process_group(backend, **options)
     if current() is None:
         names = ", ".join(sorted({*backends_of().values()}))
         raise ValueError(
@@ -178,7 +179,7 @@ def current() -> Meeting | None:
 
 def leave(why: str) -> None:
     """Close all connections, and destroy the process groups. Does not wait for other ranks."""
-    waiting.close([], why)
+    waits.abort(why)
     dist.destroy_process_group()
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.checkpoint.ranks import Ranks
 from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.ranks import collectives, waits
 
 
 class Inside:
@@ -25,13 +25,13 @@ class Inside:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self.group: dist.ProcessGroup | None = None
         if world is not None and dist.get_world_size() > 1 and not is_fake():
-            self.group = compat.new_gloo_group()
+            self.group = collectives.new_gloo_group()
             if self.group is None:
                 raise RuntimeError(
                     "replicas send gradients to each other by gloo, and this torch was built "
                     "without it: install one with gloo"
                 )
-            waiting.register(self.group)
+            waits.register(self.group)
         self.ranks = Ranks(self.group)
         self.rank, self.size = self.ranks.rank, self.ranks.size
 
