@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from elastic_run import GLOBAL_BATCH, WIDTH, Numbers, faults  # noqa: E402
 
-from vescale_fsdp import elastic  # noqa: E402
+import vescale_fsdp_elastic as elastic  # noqa: E402
 from vescale_fsdp.ranks import collectives  # noqa: E402
 
 

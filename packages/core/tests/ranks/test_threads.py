@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from vescale_fsdp import RankMismatchError
-from vescale_fsdp.elastic.keeping import Keeper
 from vescale_fsdp.ranks import threads, waits
 
 
@@ -71,18 +69,6 @@ def test_all_that_wait_are_ended(num_threads: int) -> None:
     for each in those:
         each.join(30.0)
     assert errors == ["over"] * num_threads
-    forever.set()
-
-
-def test_a_rank_does_not_wait_for_a_memory_checkpoint_that_hangs() -> None:
-    threads.enable()
-    forever = threading.Event()
-    keeper = object.__new__(Keeper)
-    keeper._thread = threading.Thread(target=forever.wait, daemon=True)
-    keeper._thread.start()
-    threading.Timer(0.2, lambda: waits.abort("a host is gone")).start()
-    with pytest.raises(RankMismatchError, match="no longer connected"):
-        keeper.finish()
     forever.set()
 
 

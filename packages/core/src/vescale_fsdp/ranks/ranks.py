@@ -148,6 +148,7 @@ class Ranks:
         store: new in this attempt. None: made at the first call that needs it.
         link: a gloo group of these ranks for `together`. None: made at the first call.
         fan_in: of the tree.
+        within_s: the limit of `together`. None: `limit_s` for ranks that may be late.
 
     Attributes:
         rank: this rank's number among ``size``.
@@ -160,17 +161,30 @@ class Ranks:
         store: compat.Store | None = None,
         link: dist.ProcessGroup | None = None,
         fan_in: int = FAN_IN,
+        within_s: float | None = None,
     ) -> None:
         self._ranks, self._me = list(ranks), me
         self.size = max(len(ranks), 1)
         self.rank = self._ranks.index(me) if self.size > 1 else 0
         self._own_store, self._link = store, link
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        self._fan_in = fan_in
+        self._fan_in, self._within_s = fan_in, within_s
         self._turns: Counter[str] = Counter()
         self._told, self._limit_s = time.monotonic(), math.inf  # of `still`
         self._sent: list[Any] = []  # messages under way
         self._tag, self._num_threads = _TAG, 0
+
+    @classmethod
+    def linked(cls, link: dist.ProcessGroup | None) -> Ranks:
+        """The ranks of a gloo group, or None for this process alone, without a limit in `together`.
+
+        For groups that something else watches over, which closes their connections.
+        """
+        if link is None:
+            return cls((), 0)
+        return cls(
+            dist.get_process_group_ranks(link), dist.get_rank(), None, link, FAN_IN, math.inf
+        )
 
     @property
     def is_first(self) -> bool:
@@ -417,6 +431,7 @@ class Ranks:
         Raises:
             RankMismatchError: a rank has died, or did not come in time.
         """
+        timeout_s = self._within_s if timeout_s is None else timeout_s
         self._limit_s = limit_s(may_be_late=True) if timeout_s is None else timeout_s
         self._connect(what, self._limit_s)
         self._told = time.monotonic()
