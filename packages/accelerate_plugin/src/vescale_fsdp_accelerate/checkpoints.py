@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import fsdp_utils  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -35,6 +34,7 @@ from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, chec
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import Weights
 from vescale_fsdp.checkpoint.saving import begin_save
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
@@ -228,17 +228,25 @@ def verify(folder: Path) -> None:
         CheckpointCorruptError: bytes differ from those that were saved. Raised on all processes.
     """
     sealed = [each for each in sorted(folder.iterdir()) if _is_sealed(each)]
-    faults: list[str] = []
-    for path in sealed[dist.get_rank() :: dist.get_world_size()]:
-        try:
-            checkpoint.verify(path)
-        except (CheckpointCorruptError, CheckpointIncompleteError) as error:
-            faults.append(str(error))
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, faults)
-    if any(of_all):
-        found = [fault for each in of_all for fault in each]
-        raise CheckpointCorruptError("nothing was loaded: " + "\n".join(found))
+    ranks = everyone()
+
+    def check() -> list[str]:
+        faults: list[str] = []
+        for path in sealed[ranks.rank :: ranks.size]:
+            try:
+                checkpoint.verify(path)
+            except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+                faults.append(str(error))
+            ranks.still()
+        return faults
+
+    def combine(found: list[list[str]]) -> list[None]:
+        if any(found):
+            faults = [fault for each in found for fault in each]
+            raise CheckpointCorruptError("nothing was loaded: " + "\n".join(faults))
+        return [None] * len(found)
+
+    ranks.together(f"the check of {folder}", check, combine)
 
 
 def _candidates(accelerator: Any, model: nn.Module | None) -> list[nn.Module]:

@@ -31,12 +31,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import FSDPModule, generating, unsharded
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_save
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate import elastic_loop
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.saving import in_each, in_first
@@ -145,9 +145,8 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         return full.model_state(model, trained_only=True)
     state = full.model_state(model)
-    names: list[Any] = [None]
 
-    def choose() -> None:
+    def choose() -> list[str] | None:
         # peft gets tensors of the same shapes that need no memory, and selects those to write.
         stand_ins = {
             name: torch.empty((), dtype=value.dtype).expand(value.shape)
@@ -159,12 +158,12 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
             found = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
             chosen |= {id(value): value for value in found.values()}
         if chosen.keys() <= {id(value) for value in stand_ins.values()}:
-            names[0] = [name for name, value in stand_ins.items() if id(value) in chosen]
+            return [name for name, value in stand_ins.items() if id(value) in chosen]
+        return None
 
-    in_first(choose)
-    dist.broadcast_object_list(names)
+    names = everyone().from_first("the choice of adapters to save", choose)
     # If peft returns computed tensors instead, it needs the whole state.
-    return state if names[0] is None else {name: state[name] for name in names[0]}
+    return state if names is None else {name: state[name] for name in names}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
-from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.places import agree, from_first
 from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
@@ -265,7 +265,7 @@ class Lifecycle(ElasticHooks):
             )
         begin_save()
         check_reduced(self.lightning_module, "save_checkpoint")  # in each format
-        target = str(self.broadcast(filepath))
+        target = from_first(lambda: str(filepath))
         checkpoint = self._with_counts(checkpoint)
         optimizers = dict(self._companions)  # averages are also saved with weights_only
         if "optimizer_states" in checkpoint:
@@ -286,7 +286,7 @@ class Lifecycle(ElasticHooks):
             return self._elastic.as_checkpoint()  # what this run has made of it is newer
         begin_load()
         self._copy.close()
-        source = str(self.broadcast(checkpoint_path))
+        source = from_first(lambda: str(checkpoint_path))
         loading = self._checkpoints.open(
             source, weights_only=weights_only, local_rank=self.local_rank
         )

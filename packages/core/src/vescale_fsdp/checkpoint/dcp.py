@@ -142,7 +142,7 @@ def export_dcp(
         CheckpointValueError: a state holds a value that is not plain data; names it.
         CheckpointMismatchError: ranks hold different models.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
-        CheckpointIncompleteError: another rank has died.
+        RankMismatchError: another rank has died.
 
     After an error there are no new files.
     """
@@ -171,7 +171,8 @@ def export_dcp(
     def write() -> Any:
         boxes, others = [], []
         with DataWriter(writing.folder, data_file(writing.ranks.rank)) as writer:
-            for name, data, shape, offsets, sizes in writing.local.chosen(writing.task):
+            boxes_of = writing.ranks.going_on(writing.local.chosen(writing.task))
+            for name, data, shape, offsets, sizes in boxes_of:
                 span = astuple(write_item(writer, data, f"tensor {name!r}"))
                 dtype = encoding.dtype_name(data.dtype)
                 boxes.append([paths[name], dtype, shape, offsets, sizes, span])

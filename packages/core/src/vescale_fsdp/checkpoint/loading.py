@@ -90,11 +90,11 @@ def load(
     ``to_empty``); two small messages per rank.
 
     Raises:
-        CheckpointIncompleteError: there is no whole checkpoint at ``path``, it lacks entries, or
-            another rank has died.
+        CheckpointIncompleteError: there is no whole checkpoint at ``path``, or it lacks entries.
         CheckpointCorruptError: bytes differ from those that were saved; names the file and tensor.
         CheckpointMismatchError: an entry has another shape.
-        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``.
+        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``; or one
+            has died, hangs, or does not load.
 
     After an error nothing has changed on any rank.
     """
@@ -373,7 +373,7 @@ class Change:
         memory for its shards and for one more tensor.
         """
         blank = self._blank()
-        for arrival in arrivals:
+        for arrival in self.ranks.going_on(arrivals):
             if arrival.name in blank:
                 arrival.put(keep=False)
             else:

@@ -214,7 +214,8 @@ def save(
     def write() -> Any:
         try:
             found = items if async_ else chosen(copies=False)
-            return parts.write_items(writing.folder, writing.ranks.rank, found)
+            going_on = writing.ranks.going_on(found)
+            return parts.write_items(writing.folder, writing.ranks.rank, going_on)
         finally:
             items.clear()  # free the copies
 

@@ -38,12 +38,13 @@ class AbsentError(RuntimeError):
 
     Attributes:
         numbers: their positions in the list of ranks; first those that others wait for.
+        name: of the attempt, which the others may have.
     """
 
-    def __init__(self, numbers: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, numbers: Sequence[int], timeout_s: float, name: str = "") -> None:
         who = f"rank {numbers[0]}" + " and others" * (len(numbers) > 1)
         super().__init__(f"{who} has not come within {timeout_s:.0f} s")
-        self.numbers = numbers
+        self.numbers, self.name = numbers, name
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> None:
@@ -120,7 +121,7 @@ def _answer(store: Any, place: str, size: int, timeout_s: float) -> str:
         if time.monotonic() > deadline:
             ready = (f"{place}/{name}/ready/{rank}" for rank in range(1, size))
             absent = [rank for rank, key in enumerate(ready, 1) if not store.check([key])]
-            raise AbsentError(absent or [1], timeout_s)
+            raise AbsentError(absent or [1], timeout_s, name)
         pause_s = _POLL_S if asked else min(2 * pause_s, _LONGEST_POLL_S)
         time.sleep(pause_s)
     return name

@@ -112,7 +112,7 @@ def share(ranks: Sequence[int], store: Any) -> None:
         _stores.clear()
         here.world, here.last, here.step = weakref.ref(world), None, _BEFORE
     # A connection for notes alone, when there are some: a wait blocks all calls on its connection.
-    _stores.setdefault(tuple(ranks), functools.cache(store.clone))
+    _stores[tuple(ranks)] = functools.cache(store.clone)
 
 
 def write(ranks: Sequence[int], note: str) -> None:

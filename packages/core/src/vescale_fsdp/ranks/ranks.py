@@ -75,6 +75,7 @@ _KNOWN = weakref.WeakKeyDictionary()
 
 Merge: TypeAlias = Callable[[list[Any]], Any]
 _Pair = TypeVar("_Pair", bound=Sequence[Any])
+_Item = TypeVar("_Item")
 
 
 class MergeTree:
@@ -130,9 +131,8 @@ def over(ranks: dist.ProcessGroup | Sequence[int]) -> Ranks:
 
 def everyone() -> Ranks:
     """All ranks of the default group; this process alone if there is none."""
-    if not dist.is_available() or not dist.is_initialized():
-        return Ranks((), 0)
-    return over(range(dist.get_world_size()))
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return Ranks((), 0) if world is None else over(world)
 
 
 class Ranks:
@@ -213,7 +213,12 @@ class Ranks:
         if self._own_store is None:
             key = hashlib.sha256(json.dumps(self._ranks).encode()).hexdigest()[:16]
             whole, place = compat.default_store(), f"{PLACE}/of/{key}"
-            name = agree_on_name(whole, place, self.rank, self.size, timeout_s)
+            try:
+                name = agree_on_name(whole, place, self.rank, self.size, timeout_s)
+            except AbsentError as error:
+                # Others may have come, and read in the note of this rank who has not.
+                notes.share(self._ranks, PrefixStore(f"{place}/{error.name}", whole))
+                raise
             self._own_store = PrefixStore(f"{place}/{name}", whole)
         notes.share(self._ranks, self._own_store)
         return self._own_store
@@ -250,6 +255,8 @@ class Ranks:
         deadline = time.monotonic() + within_s
         try:
             store = self.store(within_s)
+            if topic == _STEP:
+                self.tell(f"{_STEP}/{self._turns[_STEP]}", value["step"])
             return self._round(store, topic, value, merge, finish, deadline, within_s)
         except AbsentError as error:
             what, where = f"compare the {topic}", notes.where()
@@ -372,7 +379,6 @@ class Ranks:
         Raises:
             RankMismatchError: a rank did not come in time, or something is wrong.
         """
-        self.tell(f"{_STEP}/{self._turns[_STEP]}", value["step"])
         said = self.exchange(_STEP, value, merge, timeout_s=timeout_s)
         if said.get("wrong"):
             raise RankMismatchError(
@@ -496,6 +502,12 @@ class Ranks:
         """Say that this rank still does its work in `together`. Costs nothing most of the time."""
         if self.size > 1 and time.monotonic() - self._told > self._limit_s / 16:
             self._tell_still()
+
+    def going_on(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """These items. Calls `still` before each."""
+        for each in items:
+            self.still()
+            yield each
 
     def _tell_still(self) -> None:
         self._told = time.monotonic()
