@@ -39,8 +39,7 @@ from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.program.window import Policy
 from vescale_fsdp.ranks import limit_s, notes, over
 
-_SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
-_SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
+_SAME_MODEL = "Build the same model, with the same mesh and arguments of fully_shard, on every rank"
 _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
@@ -110,9 +109,9 @@ class Engine(Executor):
     def _agree_on_model(self, units: list[Unit]) -> None:
         described = fingerprint_of(units)
         for axes in self._axes.values():
-            ranks, late = over(axes.ranks), limit_s(may_be_late=True)
-            ranks.agree("mesh", [repr(axes)], _SAME_MESH, timeout_s=late)
-            ranks.agree("model", described, _SAME_MODEL, timeout_s=late)
+            late = limit_s(may_be_late=True)
+            entries = [f"mesh {axes!r}", *described]
+            over(axes.ranks).agree("model", entries, _SAME_MODEL, timeout_s=late)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD
         assert world is not None, "a device mesh has initialised torch.distributed"

@@ -148,7 +148,6 @@ class Ranks:
         store: new in this attempt. None: made at the first call that needs it.
         link: a gloo group of these ranks for `together`. None: made at the first call.
         fan_in: of the tree.
-        within_s: the limit of `together`. None: `limit_s` for ranks that may be late.
 
     Attributes:
         rank: this rank's number among ``size``.
@@ -161,14 +160,14 @@ class Ranks:
         store: compat.Store | None = None,
         link: dist.ProcessGroup | None = None,
         fan_in: int = FAN_IN,
-        within_s: float | None = None,
     ) -> None:
         self._ranks, self._me = list(ranks), me
         self.size = max(len(ranks), 1)
         self.rank = self._ranks.index(me) if self.size > 1 else 0
         self._own_store, self._link = store, link
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        self._fan_in, self._within_s = fan_in, within_s
+        self._fan_in = fan_in
+        self._within_s: float | None = None  # the limit of `together`, if it has one of its own
         self._turns: Counter[str] = Counter()
         self._told, self._limit_s = time.monotonic(), math.inf  # of `still`
         self._sent: list[Any] = []  # messages under way
@@ -182,9 +181,9 @@ class Ranks:
         """
         if link is None:
             return cls((), 0)
-        return cls(
-            dist.get_process_group_ranks(link), dist.get_rank(), None, link, FAN_IN, math.inf
-        )
+        made = cls(dist.get_process_group_ranks(link), dist.get_rank(), link=link)
+        made._within_s = math.inf
+        return made
 
     @property
     def is_first(self) -> bool:
@@ -220,7 +219,7 @@ class Ranks:
                 notes.share(self._ranks, PrefixStore(f"{place}/{error.name}", whole))
                 raise
             self._own_store = PrefixStore(f"{place}/{name}", whole)
-        notes.share(self._ranks, self._own_store)
+            notes.share(self._ranks, self._own_store)
         return self._own_store
 
     def exchange(
