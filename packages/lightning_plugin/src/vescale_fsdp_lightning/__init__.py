@@ -10,12 +10,12 @@ The files:
 
 * registration of the string: `_autoload`
 * arguments: `options`, `words` (their form in yaml), `precision`
-* the model: `sharding`, which Trainer and Fabric share; `norms` of its gradients
+* processes and the model: `sharding`, which Trainer and Fabric share; `norms` of gradients
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `torch_format`,
   `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a directory in one process, and
   `consolidate` writes it as one file
-* strategies: `processes`; `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
-* ranks that come and go: `elastic`, with `progress` (Lightning's counters) and `elastic_hooks`
+* strategies: `lifecycle` and `strategy` (Trainer), `fabric` and `fabric_strategy`
+* ranks that come and go: `elastic`, which the strategy of the Trainer loads if it is asked for
 * callbacks: `ema`, `profile`, `throughput`
 """
 
