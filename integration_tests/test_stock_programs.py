@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 LIGHTNING = """
 import warnings
 import lightning.pytorch as pl
@@ -62,7 +63,8 @@ THEIRS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "t
 
 def places(value):
     if isinstance(value, property):
-        yield from (place for each in (value.fget, value.fset, value.fdel) for place in places(each))
+        for each in (value.fget, value.fset, value.fdel):
+            yield from places(each)
     if isinstance(value, functools.partial):
         yield from places(value.func)
     value = getattr(value, "__func__", value)
@@ -70,7 +72,7 @@ def places(value):
     yield getattr(getattr(value, "__code__", None), "co_filename", None)
     yield type(value).__module__
 
-seen, found = 0, []
+seen, found = 0, {}
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] not in THEIRS or module is None:
         continue
@@ -79,7 +81,9 @@ for name, module in list(sys.modules.items()):
         if isinstance(value, type) and value.__module__ == name:
             members |= {f"{key}.{label}": each for label, each in vars(value).items()}
     seen += len(members)
-    found += [key for key, each in members.items() if "vescale_fsdp" in str([*places(each)])]
+    for key, each in members.items():
+        if "vescale_fsdp" in str([*places(each)]):
+            found[key] = getattr(each, "__qualname__", str(each)).rpartition(".")[2]
 ours = sorted(name for name in sys.modules if name.startswith("vescale_fsdp"))
 with open("found.json", "w") as file:
     json.dump({"seen": seen, "found": found, "ours": ours, "argv": sys.argv}, file)
@@ -89,7 +93,7 @@ with open("found.json", "w") as file:
 def run(program: str, folder: Path, *arguments: str, **environ: str) -> dict[str, Any]:
     (folder / "program.py").write_text(program + LOOK)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "program.py", *arguments],
+        [sys.executable, "-W", "ignore", *(arguments or ["program.py"])],
         cwd=folder,
         env={**os.environ, "HF_HOME": str(folder), **environ},
         capture_output=True,
@@ -108,9 +112,38 @@ def test_nothing_of_a_framework_is_ours_where_nobody_asks_for_us(
 ) -> None:
     found = run(program, tmp_path)
     assert found["seen"] > 5000
-    assert found["found"] == []
+    assert found["found"] == {}
     # What waits for the frameworks, and nothing that it would load.
     hook = {"vescale_fsdp_accelerate.options", "vescale_fsdp_hook"}
     hook |= {f"vescale_fsdp_{each}" for each in ("accelerate", "lightning")}
     hook |= {f"vescale_fsdp_{each}._autoload" for each in ("accelerate", "lightning")}
     assert set(found["ours"]) <= hook
+
+
+# What docs/design/adapters.md lists, each with its reason.
+OF_TORCH = {"distribute_tensor", "compute_local_shape_and_global_offset"}
+OF_ACCELERATE = {
+    "VeScaleAccelerator",
+    "VeScaleTrainer",
+    "VeScaleSeq2SeqTrainer",
+    "make_on_cpu",  # PartialState.__init__
+}
+USES_LIGHTNING = LIGHTNING.replace('precision="16-mixed"', 'strategy="vescale_fsdp"').replace(
+    "BoringModel.load_from_checkpoint", "print"
+)
+USES_ACCELERATE = """
+import accelerate, transformers, transformers.trainer, transformers.trainer_seq2seq
+accelerate.Accelerator()
+"""
+
+
+def test_what_is_ours_in_lightning_with_our_strategy(tmp_path: Path) -> None:
+    assert run(USES_LIGHTNING, tmp_path)["found"] == {}
+
+
+def test_what_is_ours_in_accelerate_with_our_yaml(tmp_path: Path) -> None:
+    yaml = ROOT / "examples" / "accelerate" / "vescale.yaml"
+    launcher = ("-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
+    words = (*launcher, "--num_processes", "1", "--config", str(yaml), "program.py")
+    found = run(USES_ACCELERATE, tmp_path, *words)["found"]
+    assert set(found.values()) - OF_TORCH == OF_ACCELERATE

@@ -20,7 +20,7 @@ from typing import Any
 
 from vescale_fsdp_hook import when_imported
 
-__all__ = ["NAMES", "class_of", "first_of", "install", "strategy_class"]
+__all__ = ["NAMES", "callback_base", "first_of", "install", "strategy_class"]
 
 NAMES: dict[str, dict[str, Any]] = {  # names of strategies, and the arguments that they imply
     "vescale_fsdp": {},
@@ -88,7 +88,7 @@ def first_of(namespaces: tuple[str, str]) -> str:
     return first
 
 
-def class_of(namespaces: tuple[str, str], path: str) -> Any:
-    """Return a class of the namespace of Lightning that this process uses, to derive from it."""
-    module, _, name = f"{first_of(namespaces)}.{path}".rpartition(".")
-    return getattr(import_module(module), name)
+def callback_base() -> Any:
+    """Return the class ``Callback`` of the Trainer that this process uses."""
+    namespace = first_of(("lightning.pytorch", "pytorch_lightning"))
+    return import_module(f"{namespace}.callbacks").Callback

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_fsdp_lightning._autoload import class_of
+from vescale_fsdp_lightning._autoload import callback_base
 
 __all__ = ["ShardedEMA"]
 
@@ -48,7 +48,7 @@ class Averages(torch.optim.Optimizer):
         return before
 
 
-class ShardedEMA(class_of(("lightning.pytorch", "pytorch_lightning"), "callbacks.Callback")):  # type: ignore[misc]
+class ShardedEMA(callback_base()):  # type: ignore[misc]
     """Averages the weights, and validates, tests and predicts with the averages.
 
     For ``strategy="vescale_fsdp"``, instead of Lightning's ``WeightAveraging``, which needs

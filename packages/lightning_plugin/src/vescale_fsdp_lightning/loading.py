@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from vescale_fsdp_lightning._autoload import class_of
+from vescale_fsdp_lightning._autoload import first_of
 from vescale_fsdp_lightning.dictionary import load_directory
 
 __all__ = ["SealedCheckpointIO", "load_from_checkpoint"]
@@ -22,9 +23,10 @@ _NO_FILE = (IsADirectoryError, FileNotFoundError, PermissionError)
 T = TypeVar("T")
 
 
-class SealedCheckpointIO(
-    class_of(("lightning.fabric", "lightning_fabric"), "plugins.TorchCheckpointIO")
-):  # type: ignore[misc]
+_plugins: Any = import_module(f"{first_of(('lightning.fabric', 'lightning_fabric'))}.plugins")
+
+
+class SealedCheckpointIO(_plugins.TorchCheckpointIO):  # type: ignore[misc]
     """A ``CheckpointIO`` for other strategies, which loads sealed directories and files.
 
     ::

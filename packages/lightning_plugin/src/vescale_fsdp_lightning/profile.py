@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from vescale_fsdp import profile
-from vescale_fsdp_lightning._autoload import class_of
+from vescale_fsdp_lightning._autoload import callback_base
 
 __all__ = ["ProfileSteps"]
 
 
-class ProfileSteps(class_of(("lightning.pytorch", "pytorch_lightning"), "callbacks.Callback")):  # type: ignore[misc]
+class ProfileSteps(callback_base()):  # type: ignore[misc]
     """Profiles some training batches, as `vescale_fsdp.profile` does.
 
     Rank 0 prints the table, and each rank writes a trace for https://ui.perfetto.dev.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import FSDPModule, MixedPrecisionPolicy
-from vescale_fsdp_lightning._autoload import class_of
+from vescale_fsdp_lightning._autoload import callback_base
 from vescale_fsdp_lightning.precision import policy_for
 from vescale_fsdp_lightning.sharding import Sharding
 
@@ -85,7 +85,7 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if id(param) not in below]
 
 
-class Throughput(class_of(("lightning.pytorch", "pytorch_lightning"), "callbacks.Callback")):  # type: ignore[misc]
+class Throughput(callback_base()):  # type: ignore[misc]
     """Logs speed and memory of a step, measured in the same way for every strategy.
 
     ``tokens_per_s`` of all processes: wall time from the end of one optimizer step to the end of
