@@ -61,7 +61,9 @@ def check(command: str) -> None:
         case ["vescale-fsdp", *arguments]:
             parse_ours(arguments)
         case ["accelerate", "launch", *arguments]:
-            accelerate.commands.launch.launch_command_parser().parse_args([*arguments, "train.py"])
+            # Ours reads --config, and --config_file in its place, if the yaml is ours.
+            words = ["--config_file" if word == "--config" else word for word in arguments]
+            accelerate.commands.launch.launch_command_parser().parse_args([*words, "train.py"])
             check_files(arguments)
         case ["torchrun", *arguments]:
             torch.distributed.run.get_args_parser().parse_args([*arguments, "train.py"])

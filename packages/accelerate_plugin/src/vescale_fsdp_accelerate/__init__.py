@@ -12,6 +12,7 @@ The files:
 * the plug-in: `plugin`
 * the model: `sharding`; optimizers: `switching`, `replacing`
 * checkpoints: `saving`, `checkpoints`
+* ``transformers.Trainer``: `trainer`, `seq2seq`; the other models of ``trl``: `references`
 * ranks that come and go: `elastic`; in ``transformers.Trainer`` `elastic_callback`, `elastic_loop`
 * `accelerator`, which uses all of these
 * the command line: `commands`, `yaml_file`
