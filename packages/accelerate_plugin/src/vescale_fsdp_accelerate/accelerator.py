@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -30,15 +30,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-import vescale_fsdp_elastic as elastic
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
+from vescale_fsdp.errors import companion
 from vescale_fsdp.optim import offload_
 from vescale_fsdp_accelerate import checkpoints, saving
 from vescale_fsdp_accelerate.budgets import budget_for
-from vescale_fsdp_accelerate.elastic import elastic_training
 from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.registered import as_whole, refuse_sharded
@@ -56,6 +55,9 @@ from vescale_fsdp_accelerate.switching import (
     is_ours,
     warn_of_replaced,
 )
+
+if TYPE_CHECKING:
+    from vescale_fsdp_elastic import Run
 
 __all__ = ["VeScaleAccelerator"]
 
@@ -365,7 +367,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
 
     def elastic_training(
         self, directory: Any, *, stateful: Mapping[str, Any] | None = None, **options: Any
-    ) -> AbstractContextManager[elastic.Run]:
+    ) -> AbstractContextManager[Run]:
         """Train under ``torchrun --nnodes 1:4 --max-restarts N``, with ranks that come and go.
 
         ::
@@ -391,7 +393,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             ValueError: more or fewer models than one have been prepared, or
                 ``gradient_accumulation_steps`` is not 1.
+            ImportError: the package for it is not installed.
         """
+        asks = "accelerator.elastic_training"
+        companion("vescale_fsdp_elastic", asks, "vescale-fsdp-accelerate[elastic]")
+        from vescale_fsdp_accelerate.elastic.training import elastic_training
+
         return elastic_training(self, directory, stateful, options)
 
     def init_trackers(

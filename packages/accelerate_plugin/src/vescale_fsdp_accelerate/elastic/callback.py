@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from vescale_fsdp_elastic import ElasticOptions, Run
 
 if TYPE_CHECKING:
-    from vescale_fsdp_accelerate.elastic_loop import Loop
+    from vescale_fsdp_accelerate.elastic.loop import Loop
 
 __all__ = ["ElasticCallback"]
 
@@ -49,7 +49,7 @@ class ElasticCallback(TrainerCallback):
 
     def repeat(self, trainer: Any, train: Callable[[], Any]) -> Any:
         """Run the loop of a Trainer that we shard for, which calls this, until it is done."""
-        from vescale_fsdp_accelerate.elastic_loop import repeated
+        from vescale_fsdp_accelerate.elastic.loop import repeated
 
         return repeated(trainer, self, train)
 

@@ -29,9 +29,8 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 from accelerate.state import GradientState  # type: ignore[import-untyped]
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp.checkpoint.contents import capture, restorer
-from vescale_fsdp_accelerate.elastic import elastic_training, take_world
-from vescale_fsdp_elastic import repeating
+from vescale_fsdp.spi import capture, restorer
+from vescale_fsdp_accelerate.elastic.training import elastic_training, take_world
 
 __all__ = ["Loop", "repeated", "within"]
 
@@ -312,4 +311,4 @@ def repeated(trainer: Any, callback: Any, train: Callable[[], Any]) -> Any:
         with within(trainer, callback):
             return train()
 
-    return repeating.repeat(attempt, lambda _: _end(trainer), lambda: _take_world(trainer))
+    return elastic.repeat(attempt, lambda _: _end(trainer), lambda: _take_world(trainer))
