@@ -33,31 +33,16 @@ from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
 
-__all__ = [
-    "has_model",
-    "has_optimizer",
-    "is_peft",
-    "load_model",
-    "load_optimizer",
-    "save_model",
-    "save_optimizer",
-    "verify",
-]
+__all__ = ["is_peft", "load_model", "load_optimizer", "save_model", "save_optimizer", "verify"]
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # from which a sharded model cannot resume
 
 
 # Models
 
 
 def save_model(
-    accelerator: Any,
-    model: nn.Module,
-    output_dir: str,
-    index: int = 0,
-    *,
-    adapter_only: bool = False,
+    accelerator: Any, model: nn.Module, output_dir: str, index: int = 0, adapter_only: bool = False
 ) -> None:
     """Save a model. Collective.
 
@@ -85,12 +70,7 @@ def save_model(
 
 
 def load_model(
-    accelerator: Any,
-    model: nn.Module,
-    input_dir: str,
-    index: int = 0,
-    *,
-    adapter_only: bool = False,
+    accelerator: Any, model: nn.Module, input_dir: str, index: int = 0, adapter_only: bool = False
 ) -> None:
     """Load a model in place. The format is detected. Collective.
 
@@ -118,12 +98,7 @@ def load_model(
 
 
 def save_optimizer(
-    accelerator: Any,
-    optimizer: Any,
-    output_dir: str,
-    index: int = 0,
-    *,
-    model: nn.Module | None = None,
+    accelerator: Any, optimizer: Any, output_dir: str, index: int = 0, model: Any = None
 ) -> None:
     """Save an optimizer by the names of its parameters. Collective.
 
@@ -153,12 +128,7 @@ def save_optimizer(
 
 
 def load_optimizer(
-    accelerator: Any,
-    optimizer: Any,
-    input_dir: str,
-    index: int = 0,
-    *,
-    model: nn.Module | None = None,
+    accelerator: Any, optimizer: Any, input_dir: str, index: int = 0, model: Any = None
 ) -> None:
     """Load an optimizer in place. The format is detected. Collective.
 
@@ -221,18 +191,6 @@ def _plain(optimizer: Any) -> Optimizer:
 
 
 # Files
-
-
-def has_model(folder: str) -> bool:
-    """Whether `save_model` has written one there, or a model's own files are there."""
-    names = (f"{_MODEL}_0", f"{_MODEL}_0.old", f"{_MODEL}.bin", *_WEIGHTS)
-    return any((Path(folder) / name).exists() for name in names)
-
-
-def has_optimizer(folder: str) -> bool:
-    """Whether `save_optimizer` has written one there."""
-    names = (f"{_OPTIMIZER}_0", f"{_OPTIMIZER}_0.old", f"{_OPTIMIZER}.bin")
-    return any((Path(folder) / name).exists() for name in names)
 
 
 def is_peft(model: nn.Module) -> bool:

@@ -43,13 +43,10 @@ def look(module: ModuleType) -> None:
     base = import_module("accelerate.commands.config.config_args").BaseConfig
     process = base.process_config
 
-    @functools.wraps(process)
-    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        config_dict.pop(options.GUARD, None)  # Accelerate refuses it where this has not run
-        result: dict[str, Any] = process(config_dict)
-        return result
-
-    base.process_config = staticmethod(process_config)
+    # Accelerate refuses the guard line where this has not run.
+    base.process_config = staticmethod(
+        lambda found: process({key: found[key] for key in found if key != options.GUARD})
+    )
 
 
 def _named(module: ModuleType) -> tuple[int | None, str]:

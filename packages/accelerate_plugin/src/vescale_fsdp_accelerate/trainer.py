@@ -17,7 +17,6 @@ the first process of the save, while all parameters are unsharded.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -112,21 +111,21 @@ class VeScaleTrainer(Trainer):
         checkpoints.save_model(self.accelerator, self.model, output_dir, adapter_only=True)
         checkpoints.save_optimizer(self.accelerator, self.optimizer, output_dir, model=self.model)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULE))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._plugin is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        schedule = os.path.join(checkpoint, _SCHEDULE)
-        if os.path.isfile(schedule) and checkpoints.has_optimizer(checkpoint):
-            checkpoints.load_optimizer(
-                self.accelerator, self.optimizer, checkpoint, model=self.model
-            )
+        schedule = Path(checkpoint, _SCHEDULE)
+        if schedule.is_file() and _has(checkpoint, "optimizer*"):
+            optimizer, model = self.optimizer, self.model
+            checkpoints.load_optimizer(self.accelerator, optimizer, checkpoint, model=model)
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._plugin is None or not checkpoints.has_model(resume_from_checkpoint):
+        is_there = _has(resume_from_checkpoint, "pytorch_model*", "model.safetensors")
+        if self._plugin is None or not is_there:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # adapters' files
             return
         own = self.model if model is None else model
@@ -138,6 +137,10 @@ class VeScaleTrainer(Trainer):
             return
         best = self.state.best_model_checkpoint
         checkpoints.load_model(self.accelerator, self.model, best, adapter_only=True)
+
+
+def _has(folder: str, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in Path(folder).glob(pattern))
 
 
 def _saves_by_itself(trainer: Any, model: nn.Module) -> bool:
