@@ -33,6 +33,7 @@ from vescale_fsdp.checkpoint.files import (
     size_of,
     write_errors,
 )
+from vescale_fsdp.checkpoint.full import model_state
 from vescale_fsdp.checkpoint.loading import load_from, parts_of
 from vescale_fsdp.checkpoint.manifest import NAME as MANIFEST
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal, Span
@@ -62,9 +63,8 @@ __all__ = [
     "Manifest", "NamedOptimizer", "Optimizers", "Ranks", "Seal", "Span", "Stateful", "Store",
     "agents_in", "all_reduce", "backends_of", "bytes_of", "capture", "check_reduced",
     "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide", "everyone",
-    "finish_saves",
-    "forget_stages", "is_fake", "leave_saves", "limit_s", "load_from",
-    "local_tensor", "named", "new_gloo_group", "parts", "parts_of", "read_manifest", "read_regular",
-    "remesh", "restore", "restorer", "seed_for", "size_of", "threads",
+    "finish_saves", "forget_stages", "is_fake", "leave_saves", "limit_s", "load_from",
+    "local_tensor", "model_state", "named", "new_gloo_group", "parts", "parts_of", "read_manifest",
+    "read_regular", "remesh", "restore", "restorer", "seed_for", "size_of", "threads",
     "unreduced_parameters", "waits", "weights_of", "write_errors",
 ]  # fmt: skip
