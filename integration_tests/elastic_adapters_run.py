@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 from elastic_run import GLOBAL_BATCH, WIDTH, Numbers, faults  # noqa: E402
 
-from vescale_fsdp import compat, elastic  # noqa: E402
+import vescale_fsdp_elastic as elastic  # noqa: E402
+from vescale_fsdp import compat  # noqa: E402
 
 
 def make() -> nn.Module:

@@ -92,7 +92,7 @@ def with_transformers(out: Path, until: int, pause_s: float) -> None:
     del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]  # it asks for our launcher
     import transformers.trainer
 
-    from vescale_fsdp import elastic
+    import vescale_fsdp_elastic as elastic
     from vescale_fsdp_accelerate import ElasticCallback, VeScaleAccelerator
 
     transformers.trainer.Accelerator = VeScaleAccelerator  # as after `accelerate launch`

@@ -16,10 +16,10 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import Dataset
 
-from vescale_fsdp.elastic import leaving
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator
 from vescale_fsdp_accelerate.options import Options, to_environment
+from vescale_fsdp_elastic import leaving
 
 from .helpers import accelerator
 

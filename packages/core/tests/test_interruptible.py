@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vescale_fsdp import RankMismatchError, interruptible, waiting
-from vescale_fsdp.elastic.keeping import Keeper
+from vescale_fsdp import interruptible, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -70,18 +69,6 @@ def test_all_that_wait_are_ended(num_threads: int) -> None:
     for each in threads:
         each.join(30.0)
     assert errors == ["over"] * num_threads
-    forever.set()
-
-
-def test_a_rank_does_not_wait_for_a_memory_checkpoint_that_hangs() -> None:
-    interruptible.enable()
-    forever = threading.Event()
-    keeper = object.__new__(Keeper)
-    keeper._thread = threading.Thread(target=forever.wait, daemon=True)
-    keeper._thread.start()
-    threading.Timer(0.2, lambda: waiting.close([], "a host is gone")).start()
-    with pytest.raises(RankMismatchError, match="no longer connected"):
-        keeper.finish()
     forever.set()
 
 

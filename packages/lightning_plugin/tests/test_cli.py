@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from vescale_fsdp import MixedPrecisionPolicy, QuantizedGather, QuantizedReduce
-from vescale_fsdp.elastic import ElasticOptions
+from vescale_fsdp_elastic import ElasticOptions
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
 from .test_autoload import python

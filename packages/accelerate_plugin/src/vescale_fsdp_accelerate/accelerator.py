@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from vescale_fsdp import FSDPModule, clip_grad_norm_, elastic
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
@@ -380,7 +381,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
                     scheduler.step()
                     optimizer.zero_grad()
 
-        It is `vescale_fsdp.elastic.training` with the model, optimizers and schedulers that were
+        It is `vescale_fsdp_elastic.training` with the model, optimizers and schedulers that were
         prepared, and the objects that were registered for checkpointing. In it a prepared scheduler
         steps once for each step of the optimizer, whatever the number of processes.
         ``step.backward`` scales the loss in fp16, as `backward` does.
@@ -388,7 +389,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         Args:
             directory: of the run on disk, which all processes share.
             stateful: further objects by name.
-            options: of `vescale_fsdp.elastic.training`.
+            options: of `vescale_fsdp_elastic.training`.
 
         Raises:
             ValueError: more or fewer models than one have been prepared, or

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_fsdp import elastic
+import vescale_fsdp_elastic as elastic
 from vescale_fsdp_accelerate.replacing import Replacement
 
 __all__ = ["elastic_training", "take_world"]
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def elastic_training(
     accelerator: Any, directory: Any, stateful: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> Iterator[elastic.Run]:
-    """`vescale_fsdp.elastic.training` with the prepared and the registered objects.
+    """`vescale_fsdp_elastic.training` with the prepared and the registered objects.
 
     Raises:
         ValueError: not one model has been prepared, or the accelerator divides losses by a number

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from vescale_fsdp.elastic import ElasticOptions, Run
+from vescale_fsdp_elastic import ElasticOptions, Run
 
 if TYPE_CHECKING:
     from vescale_fsdp_accelerate.elastic_loop import Loop
@@ -30,7 +30,7 @@ class ElasticCallback(TrainerCallback):
     Args:
         directory: of the run on disk, which all processes share.
         global_batch: samples of an optimizer step, of all ranks together.
-        options: others of `vescale_fsdp.elastic.ElasticOptions`: ``every``, ``replicas``,
+        options: others of `vescale_fsdp_elastic.ElasticOptions`: ``every``, ``replicas``,
             ``every_on_disk``, ``keep_last``, ``memory_directory``.
 
     Attributes:

@@ -29,11 +29,11 @@ from typing import Any
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 from accelerate.state import GradientState  # type: ignore[import-untyped]
 
-from vescale_fsdp import elastic
+import vescale_fsdp_elastic as elastic
 from vescale_fsdp.checkpoint.contents import capture, restorer
-from vescale_fsdp.elastic import repeating
 from vescale_fsdp_accelerate.elastic import elastic_training, take_world
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+from vescale_fsdp_elastic import repeating
 
 __all__ = ["Loop", "within"]
 

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks come and go: `vescale_fsdp.elastic` in Lightning's loop.
+"""Training that goes on when ranks come and go: `vescale_fsdp_elastic` in Lightning's loop.
 
 ::
 
@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import elastic
+import vescale_fsdp_elastic as elastic
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import capture, restore, restorer
-from vescale_fsdp.elastic.restoring import KEY
+from vescale_fsdp_elastic.restoring import KEY
 from vescale_fsdp_lightning.checkpoints import OptimizerStates, without_states
 from vescale_fsdp_lightning.elastic_loader import Loader
 from vescale_fsdp_lightning.places import agree
@@ -344,7 +344,7 @@ def _check(trainer: Any) -> None:
         raise NotImplementedError(
             "elastic training lets the gradient accumulation follow the number of ranks, and "
             f"{type(module).__name__} has automatic_optimization=False: make its steps automatic, "
-            "or write the loop with vescale_fsdp.elastic.training"
+            "or write the loop with vescale_fsdp_elastic.training"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise NotImplementedError(

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
 
-from vescale_fsdp import elastic
+import vescale_fsdp_elastic as elastic
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.elastic import repeating, worlds
-from vescale_fsdp.elastic.meeting import MEETING
-from vescale_fsdp.elastic.regroup import forget_stages
+from vescale_fsdp_elastic import repeating, worlds
+from vescale_fsdp_elastic.meeting import MEETING
+from vescale_fsdp_elastic.regroup import forget_stages
 from vescale_fsdp_lightning.elastic import Elastic
 from vescale_fsdp_lightning.progress import COUNTS
 from vescale_fsdp_lightning.sharding import DEFAULT_TIMEOUT, Sharding

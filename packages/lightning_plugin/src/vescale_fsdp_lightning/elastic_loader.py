@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp import elastic
-from vescale_fsdp.elastic.order import Order
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp_elastic.order import Order
 
 __all__ = ["Loader"]
 

@@ -42,7 +42,7 @@ class FabricLifecycle(Sharding):
         if self.options.elastic is not None:
             raise ValueError(
                 "VeScaleFabricStrategy(elastic=...): with Fabric the loop is yours; use "
-                "vescale_fsdp.elastic.training around it, and leave elastic out here"
+                "vescale_fsdp_elastic.training around it, and leave elastic out here"
             )
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()

@@ -27,7 +27,7 @@ from vescale_fsdp import (
     callable_units,
     repeated_blocks,
 )
-from vescale_fsdp.elastic import ElasticOptions
+from vescale_fsdp_elastic import ElasticOptions
 from vescale_fsdp_lightning.words import GRANULARITIES, gather_of, granularity_of, reduce_of
 
 __all__ = [

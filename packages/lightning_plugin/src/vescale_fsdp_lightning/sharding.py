@@ -30,9 +30,9 @@ from vescale_fsdp import (
     tuning_of,
 )
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
+from vescale_fsdp_elastic import ElasticOptions
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
 from vescale_fsdp_lightning.options import (
