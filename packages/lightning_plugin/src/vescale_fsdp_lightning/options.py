@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from vescale_fsdp import (
     callable_units,
     repeated_blocks,
 )
+from vescale_fsdp.errors import companion
 from vescale_fsdp.options import (
     ACTIVATIONS,
     BUDGET,
@@ -43,7 +44,13 @@ from vescale_fsdp.options import (
     only,
     option,
 )
-from vescale_fsdp_elastic import ElasticOptions
+
+if TYPE_CHECKING:
+    from vescale_fsdp_elastic import ElasticOptions
+
+    Elasticity = ElasticOptions | dict[str, Any] | None
+else:  # what LightningCLI parses; the package is loaded only if it is asked for
+    Elasticity = dict[str, Any] | None
 
 __all__ = [
     "DATA",
@@ -54,6 +61,7 @@ __all__ = [
     "Reduce",
     "Wrap",
     "data_mesh",
+    "elastic_options",
     "find_modules",
     "refuse_others",
     "timeout_of",
@@ -66,7 +74,6 @@ Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
 Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
-Elasticity = ElasticOptions | dict[str, Any] | None
 Memory = Budget | str | int | PathLike[str] | None
 
 # What a budget chooses, or cannot have beside it.
@@ -363,6 +370,22 @@ def timeout_of(value: Any) -> timedelta | None:
         f"VeScaleFSDPStrategy(timeout={value!r}) does not work; accepted are a number of seconds, "
         "a timedelta (in yaml 0:30:00), both above 0, or None for the process group's own"
     )
+
+
+def elastic_options(value: Elasticity) -> ElasticOptions | None:
+    """Return the options of an elastic training, if it is asked for.
+
+    Raises:
+        ImportError: the package for it is not installed.
+        ValueError: see `ElasticOptions`.
+    """
+    if value is None:
+        return None
+    asks = "VeScaleFSDPStrategy(elastic=...)"
+    companion("vescale_fsdp_elastic", asks, "vescale-fsdp-lightning[elastic]")
+    from vescale_fsdp_elastic import ElasticOptions
+
+    return ElasticOptions.of(value)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

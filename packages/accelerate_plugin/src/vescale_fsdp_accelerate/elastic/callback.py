@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -42,6 +43,12 @@ class ElasticCallback(TrainerCallback):
         )
         self.run: Run | None = None
         self.loop: Any = None
+
+    def repeat(self, trainer: Any, train: Callable[[], Any]) -> Any:
+        """Run the loop of a Trainer that we shard for, which calls this, until it is done."""
+        from vescale_fsdp_accelerate.elastic.loop import repeated
+
+        return repeated(trainer, self, train)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raise if the Trainer does not use this package. Else count from its step."""
