@@ -61,39 +61,6 @@ ELASTIC_HAS_MOVED = (
     "import vescale_fsdp_elastic"
 )
 
-_HOME = {
-    "Budget": "engine",
-    "CPUOffloadPolicy": "engine",
-    "DataParallelMeshDims": "engine",
-    "FSDPModule": "engine",
-    "Granularity": "engine",
-    "MixedPrecisionPolicy": "engine",
-    "OffloadPolicy": "engine",
-    "QuantizedGather": "engine",
-    "QuantizedReduce": "engine",
-    "QuantizedWeight": "engine",
-    "UnshardHandle": "engine",
-    "callable_units": "engine",
-    "check_gradients": "engine",
-    "clip_grad_norm_": "engine",
-    "combine": "engine",
-    "fully_shard": "engine",
-    "generating": "engine",
-    "late_modules": "engine",
-    "materialize": "engine",
-    "profile": "engine",
-    "refuse_other_engines": "engine",
-    "register_fsdp_forward_method": "engine",
-    "repeated_blocks": "engine",
-    "replaced_parameters": "engine",
-    "share_comm_ctx": "engine",
-    "stream_parameters": "engine",
-    "tuning_of": "engine",
-    "unsharded": "engine",
-    "RaggedShard": "ragged",
-    "RaggedTensor": "ragged",
-}
-
 __all__ = [
     "Budget",
     "CPUOffloadPolicy",
@@ -139,14 +106,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"vescale_fsdp.{_HOME[name]}"), name)
     if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
     if name == "elastic":
         raise AttributeError(ELASTIC_HAS_MOVED)
-    raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
+    home = "ragged" if name in ("RaggedShard", "RaggedTensor") else "engine"
+    return getattr(import_module(f"vescale_fsdp.{home}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})

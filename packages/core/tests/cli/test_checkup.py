@@ -141,8 +141,6 @@ def test_little_shared_memory_is_found(
 # Variables
 
 VARIABLES: dict[str, tuple[dict[str, str], str, str]] = {
-    "value": ({"VESCALE_FSDP_REDUCE": "fast"}, "broken", "VESCALE_FSDP_REDUCE=fast"),
-    "amount": ({"VESCALE_FSDP_TIMEOUT_S": "-1"}, "broken", "VESCALE_FSDP_TIMEOUT_S=-1"),
     "name": (
         {"VESCALE_FSDP_REDUSE": "auto"},
         "better",

@@ -248,6 +248,15 @@ def test_an_interface_that_does_not_exist_is_found(monkeypatch: pytest.MonkeyPat
     assert section.as_json()["training_step"]["ok"] is True
 
 
+def test_a_wrong_value_of_our_variables_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_FSDP_REDUCE", "fast")
+    section = Section("self-test")
+    steps.look_at_self_test(section, 60.0)
+    (finding,) = section.findings
+    assert "VESCALE_FSDP_REDUCE must be auto, native or all_to_all" in finding.what
+    assert finding.change.startswith("do what it says")
+
+
 def check_wrong_training() -> None:
     steps.train()
     with pytest.MonkeyPatch.context() as patch:

@@ -64,8 +64,8 @@ def look_at_self_test(section: Section, limit_s: float) -> None:
         change = (
             "name the network interface: export GLOO_SOCKET_IFNAME=..., see: ip address"
             if step == "connect"
-            else "fix the other findings first; if that does not help, report it with the output "
-            "of: vescale-fsdp doctor --json"
+            else "do what it says, or fix the other findings first; if that does not help, report "
+            "it with the output of: vescale-fsdp doctor --json"
         )
         section.broken(f"{step}: {words}", change)
     except OSError as error:
