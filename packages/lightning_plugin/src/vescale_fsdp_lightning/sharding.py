@@ -30,6 +30,7 @@ from vescale_fsdp import (
     tuning_of,
 )
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint.saving import check_reduced
 from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
@@ -251,6 +252,7 @@ class Sharding(Processes):
             self._shard_units(module, precision, roots=roots)
         else:
             self._shard_within(module, precision, roots=roots)
+        check_reduced(module, "VeScaleFSDPStrategy")
         offloads = self.options.offloads_parameters or _is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
