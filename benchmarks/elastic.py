@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.engines import make_engine
 from benchmarks.models import PRESETS
 
-from vescale_fsdp import elastic
+import vescale_fsdp_elastic as elastic
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:

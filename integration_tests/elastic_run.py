@@ -1,4 +1,4 @@
-"""A small training with `vescale_fsdp.elastic`, for `test_elastic`: run it with torchrun.
+"""A small training with `vescale_fsdp_elastic`, for `test_elastic`: run it with torchrun.
 
 The folder of the run gets ``losses-ATTEMPT.jsonl``, a line for each step. The environment variable
 FAULTS has lines ``attempt step rank signal``: that rank sends itself this signal in that step. With
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import elastic, fully_shard
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp import fully_shard
 
 WIDTH, GLOBAL_BATCH = 6, 12
 

@@ -24,7 +24,8 @@ from elastic_run import GLOBAL_BATCH, WIDTH, Numbers
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from vescale_fsdp import elastic, fully_shard
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp import fully_shard
 
 
 def first(out: Path) -> None:

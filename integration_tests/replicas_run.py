@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import elastic, fully_shard
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp import fully_shard
 
 WIDTH, GLOBAL_BATCH, TIMEOUT_S = 6, 16, 10.0
 

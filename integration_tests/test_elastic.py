@@ -1,4 +1,4 @@
-"""`vescale_fsdp.elastic` under torchrun: two agents, each with its own memory folder, as two hosts.
+"""`vescale_fsdp_elastic` under torchrun: two agents, each with its own memory folder, as two hosts.
 
 A rank is killed, then a whole host with its memory, and a new host comes: from 4 to 4 to 2 to 4
 ranks. Every loss is that of a run in one process that nobody disturbs.

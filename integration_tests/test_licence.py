@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ["core", "lightning_plugin", "accelerate_plugin"]
+FOLDERS = ["core", "elastic", "lightning_plugin", "accelerate_plugin"]
 
 
 def project(folder: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_fsdp.elastic.order import Order, parts
+from vescale_fsdp_elastic.order import Order, parts
 
 SCRIPT = Path(__file__).resolve().parent / "replicas_run.py"
 STEPS = 60

@@ -1,4 +1,4 @@
-"""The three distributions share one version, and the adapters pin the core to exactly that."""
+"""The distributions share one version, and the others pin the core to exactly that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import vescale_fsdp
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ["core", "lightning_plugin", "accelerate_plugin"]
+FOLDERS = ["core", "elastic", "lightning_plugin", "accelerate_plugin"]
 
 
 def project(folder: str) -> dict[str, Any]:
@@ -37,10 +37,17 @@ def test_installed_version_is_the_source_s(folder: str) -> None:
     assert metadata.version(project(folder)["name"]) == project(folder)["version"]
 
 
-@pytest.mark.parametrize("folder", ["lightning_plugin", "accelerate_plugin"])
-def test_adapter_pins_the_core_exactly(folder: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS[1:])
+def test_others_pin_the_core_exactly(folder: str) -> None:
     core = project("core")
     assert f"{core['name']}=={core['version']}" in project(folder)["dependencies"]
+
+
+@pytest.mark.parametrize("folder", ["core", "lightning_plugin", "accelerate_plugin"])
+def test_extra_pins_elastic_exactly(folder: str) -> None:
+    elastic = project("elastic")
+    pin = f"{elastic['name']}=={elastic['version']}"
+    assert project(folder)["optional-dependencies"]["elastic"] == [pin]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

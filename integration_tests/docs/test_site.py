@@ -17,10 +17,10 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 PUBLIC = {
     "vescale_fsdp": "core",
     "vescale_fsdp.checkpoint": "core",
-    "vescale_fsdp.elastic": "core",
     "vescale_fsdp.optim": "core",
     "vescale_fsdp.planner": "core",
     "vescale_fsdp.testing": "core",
+    "vescale_fsdp_elastic": "elastic",
     "vescale_fsdp_accelerate": "accelerate_plugin",
     "vescale_fsdp_lightning": "lightning_plugin",
 }

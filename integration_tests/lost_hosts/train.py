@@ -1,4 +1,4 @@
-"""Trains the small GPT with `vescale_fsdp.elastic`: run it with torchrun.
+"""Trains the small GPT with `vescale_fsdp_elastic`: run it with torchrun.
 
     train.py FOLDER STEPS STEP_S
 
@@ -29,7 +29,8 @@ from model import (
 )
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import elastic, fully_shard
+import vescale_fsdp_elastic as elastic
+from vescale_fsdp import fully_shard
 
 LEARNING_RATE = 2e-3
 

@@ -12,6 +12,7 @@ import pytest
 
 SHIPPED = {
     "vescale-fsdp": {"vescale_fsdp", "vescale_fsdp_hook"},
+    "vescale-fsdp-elastic": {"vescale_fsdp_elastic"},
     "vescale-fsdp-lightning": {"vescale_fsdp_lightning"},
     "vescale-fsdp-accelerate": {"vescale_fsdp_accelerate"},
 }
@@ -53,8 +54,8 @@ def test_wheel_has_its_licence(distribution: str) -> None:
     assert sum(name.endswith(("licenses/LICENSE", "licenses/NOTICE")) for name in names) == 2
 
 
-@pytest.mark.parametrize("distribution", ["vescale-fsdp-lightning", "vescale-fsdp-accelerate"])
-def test_adapter_pins_the_core_exactly(distribution: str) -> None:
+@pytest.mark.parametrize("distribution", [*SHIPPED][1:])
+def test_others_pin_the_core_exactly(distribution: str) -> None:
     requirements = metadata.requires(distribution) or []
     assert f"vescale-fsdp=={metadata.version('vescale-fsdp')}" in requirements
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from vescale_fsdp import elastic
-from vescale_fsdp.elastic import worlds
-from vescale_fsdp.elastic.losses import RanksHaveChanged
+import vescale_fsdp_elastic as elastic
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_accelerate import elastic_loop
+from vescale_fsdp_accelerate.elastic import loop as elastic_loop
+from vescale_fsdp_elastic import worlds
+from vescale_fsdp_elastic.losses import RanksHaveChanged
 
 from .test_elastic import trainer
 

@@ -18,8 +18,8 @@ PACKAGES = [
     "vescale_fsdp.costs",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
-    "vescale_fsdp.elastic",
     "vescale_fsdp.optim",
+    "vescale_fsdp.spi",
     "vescale_fsdp.cli",
     "vescale_fsdp.testing",
 ]
@@ -104,3 +104,18 @@ def test_policies_for_offload_are_torchs_own() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'vescale_fsdp' has no attribute 'fully_sharded'"):
         _ = vescale_fsdp.fully_sharded
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from vescale_fsdp import elastic",
+        "import vescale_fsdp.elastic",
+        "from vescale_fsdp.elastic import training",
+        "import vescale_fsdp; vescale_fsdp.elastic.training",
+    ],
+)
+def test_elastic_raises_with_its_new_name(statement: str) -> None:
+    match = r"pip install 'vescale-fsdp\[elastic\]', and import vescale_fsdp_elastic"
+    with pytest.raises((ImportError, AttributeError), match=match):
+        exec(statement)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from vescale_fsdp.elastic import ElasticOptions
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_elastic import ElasticOptions
 from vescale_fsdp_lightning import VeScaleFSDPStrategy
 
 from .lit import make_trainer

@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
 __version__ = "0.1.0.dev0"
+ELASTIC_HAS_MOVED = (
+    "vescale_fsdp.elastic is a distribution of its own: pip install 'vescale-fsdp[elastic]', and "
+    "import vescale_fsdp_elastic"
+)
 
 _HOME = {
     "Budget": "engine",
@@ -131,8 +135,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"vescale_fsdp.{_HOME[name]}"), name)
-    if name in ("checkpoint", "elastic", "optim", "planner"):
+    if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
+    if name == "elastic":
+        raise AttributeError(ELASTIC_HAS_MOVED)
     raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
 
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, notes
-from vescale_fsdp.backends import is_fake
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.activations import Offload
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
+from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.first_backward import check_replaced, note_root
 from vescale_fsdp.engine.group import Fetched, Group
@@ -33,16 +32,15 @@ from vescale_fsdp.engine.settling import (
     stall,
 )
 from vescale_fsdp.engine.slot import Slot
-from vescale_fsdp.engine.store import store_for
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.program.window import Policy
+from vescale_fsdp.ranks import limit_s, notes, over
 
-_SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
-_SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
+_SAME_MODEL = "Build the same model, with the same mesh and arguments of fully_shard, on every rank"
 _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
@@ -112,11 +110,9 @@ class Engine(Executor):
     def _agree_on_model(self, units: list[Unit]) -> None:
         described = fingerprint_of(units)
         for axes in self._axes.values():
-            mesh = Subject("mesh", [repr(axes)], _SAME_MESH)
-            model = Subject("model", described, _SAME_MODEL)
-            agree_on([mesh, model], axes.ranks, timeout_s=LONG_TIMEOUT_S)
-            if len(axes.ranks) > 1 and not is_fake():
-                notes.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
+            late = limit_s(may_be_late=True)
+            entries = [f"mesh {axes!r}", *described]
+            over(axes.ranks).agree("model", entries, _SAME_MODEL, timeout_s=late)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD
         assert world is not None, "a device mesh has initialised torch.distributed"
@@ -279,7 +275,7 @@ class Engine(Executor):
         """Compare the next collectives with the other ranks, through the store."""
         mine = None if unit is None else self._units[unit.index]()
         for axes in self._axes.values() if mine is None else (mine.groups[0].axes,):
-            agree("order of units", list(entries), axes.groups[0], _SAME_ORDER)
+            over(axes.groups[0]).agree("order of units", list(entries), _SAME_ORDER)
 
     def stall(self) -> None:
         """Tell the other ranks that this one is behind with its reductions."""
