@@ -87,8 +87,11 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   clients litgpt, torchtune, peft, trl and others on veScale-FSDP, unchanged (docs/clients.md)
   core-newest
           the core's tests on torch {NEWEST}, an environment of 5.5 GB
+  mutations [NAME]
+          faults put into the engine, each with the tests that have to find it (30 minutes)
+  shape   lower the figures of integration_tests/shape that have become less
   nightly what "test" leaves out (tests marked nightly: stock FSDP2's faults, more random models),
-          torchtune's recipes, core-newest, fuzz and faults (2 hours)
+          torchtune's recipes, core-newest, mutations, fuzz and faults (3 hours)
   gpu     what is simulated elsewhere, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
@@ -123,7 +126,7 @@ def main() -> int:
         return gpu(arguments)
     if command == "release":
         return release(arguments)
-    if command in [*TESTED, "demo", "bench", "elastic", "faults", "fuzz"]:
+    if command in [*TESTED, "demo", "bench", "elastic", "faults", "fuzz", "mutations", "shape"]:
         return run_environment(command, arguments)
     print(USAGE)
     return 0 if command in ("help", "-h", "--help") else 2
@@ -182,7 +185,7 @@ def nightly() -> int:
         for name in ("core", "lightning", "accelerate", "integration", "deepspeed")
     ]
     codes.append(core_newest([]))
-    others = ("clients-torchtune", "fuzz", "faults")
+    others = ("clients-torchtune", "mutations", "fuzz", "faults")
     return max(*codes, *(run_environment(name, []) for name in others))
 
 

@@ -13,7 +13,7 @@ import lightning.fabric
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.nn import functional as F
@@ -326,7 +326,7 @@ def mistakes(root: Path) -> None:
         assert found
         assert all("bias" in name for name in found)
     with pytest.raises(ValueError, match="16-mixed"):
-        make_fabric("vescale_fsdp", precision="16-mixed")
+        make_fabric("vescale_fsdp", plugins=[MixedPrecision("16-mixed", "cpu")])
 
 
 def compiled() -> None:
