@@ -238,7 +238,7 @@ def test(suites: dict[str, list[str]]) -> int:
     counts = [result.result() for result in results]
     passed, failed, skipped = (sum(each) for each in zip(*counts, strict=True))
     print(write_slowest(REPORTS / "slowest.txt"))
-    print(f"{time.monotonic() - start:.0f} s")
+    print(f"all of it took {time.monotonic() - start:.0f} s")
     print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     return 1 if failed else 0
 
