@@ -253,6 +253,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             for _ in self._sharder.shard_late(bare, needs):
                 self._switch.record(model, last)
                 self._switch.move(optimizers)
+            check_reduced(bare, "prepare")
             return model
         budget = budget_for(
             plugin.budget,
@@ -264,6 +265,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         for _ in self._sharder.shard(model, needs, budget):
             self._switch.record(model, last)
             self._switch.move(optimizers)
+        check_reduced(bare, "prepare")
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         self._compile(model)
         return model

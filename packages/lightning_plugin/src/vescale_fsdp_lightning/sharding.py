@@ -35,7 +35,7 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.checkpoint import full, init_process_group
 from vescale_fsdp.optim import offload_, split_named_params
-from vescale_fsdp.spi import backend_name
+from vescale_fsdp.spi import backend_name, check_reduced
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
 from vescale_fsdp_lightning.options import (
@@ -376,6 +376,7 @@ class Sharding:
             self._shard_units(module, precision, roots=roots)
         else:
             self._shard_within(module, precision, roots=roots)
+        check_reduced(module, "VeScaleFSDPStrategy")
         offloads = self.options.offloads_parameters or _is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
