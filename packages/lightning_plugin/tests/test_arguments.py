@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -349,11 +350,11 @@ def torch_engine_is_refused(root: Path) -> None:
         def configure_model(self) -> None:
             torch_fully_shard(self.blocks[0])
 
-    with pytest.raises(TypeError, match=r"blocks\.0 has been sharded by torch"):
+    with pytest.raises(TypeError, match=r"'blocks\.0' has been sharded by torch"):
         fit("vescale_fsdp", root, make_model(Shards))
     model = make_model()
     model.blocks[1] = FullyShardedDataParallel(model.blocks[1], device_id=torch.device("cpu"))
-    with pytest.raises(TypeError, match=r"blocks\.1 has been sharded by torch"):
+    with pytest.raises(TypeError, match=r"'blocks\.1' has been sharded by torch"):
         fit("vescale_fsdp", root, model)
 
 
@@ -401,3 +402,10 @@ def arguments(root: Path) -> None:
 
 def test_arguments_do_what_they_say(tmp_path: Path) -> None:
     run_ranks(arguments, 2, tmp_path, timeout_s=110)
+
+
+def test_elastic_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vescale_fsdp_elastic", None)
+    match = r"elastic=...\) needs .*: pip install 'vescale-fsdp-lightning\[elastic\]'"
+    with pytest.raises(ImportError, match=match):
+        VeScaleFSDPStrategy(elastic={"directory": "runs", "global_batch": 64})

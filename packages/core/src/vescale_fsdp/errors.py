@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, TypeVar
+from importlib.util import find_spec
 
 __all__ = [
     "CheckpointCorruptError",
@@ -83,8 +83,6 @@ _CLIENTS = (
     "pytorch_lightning",
 )
 
-ValueT = TypeVar("ValueT")
-
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither of this project nor of torch."""
@@ -103,28 +101,6 @@ def warn_no_effect(setter: str, why: str) -> None:
         warnings.warn(f"{setter} has no effect here: {why}", stacklevel=level)
 
 
-def renamed(where: str, old_name: str, old: Any, new_name: str, new: ValueT) -> ValueT:
-    """The value of an option that may be given by its former name, with a warning then.
-
-    None means not given.
-
-    Raises:
-        ValueError: it is given by both.
-    """
-    if old is None:
-        return new
-    if new is not None:
-        raise ValueError(
-            f"{where}: {old_name} is the former name of {new_name}, and both were given; leave "
-            f"out {old_name}"
-        )
-    warn_user(
-        f"{where}: {old_name} is now called {new_name}; the former name works until version 1.0",
-        FutureWarning,
-    )
-    return old  # type: ignore[no-any-return]
-
-
 def _package_at(level: int) -> str:
     """The package of the frame that ``stacklevel=level`` would name in the caller's warning."""
     try:
@@ -133,3 +109,19 @@ def _package_at(level: int) -> str:
         return ""
     name: str = frame.f_globals.get("__name__", "")
     return name.partition(".")[0]
+
+
+def companion(package: str, asks: str, install: str) -> None:
+    """Check that a package is installed that is not part of the core.
+
+    Args:
+        asks: what the user has written that needs it.
+        install: what pip is to install.
+
+    Raises:
+        ImportError: it is not there.
+    """
+    if find_spec(package) is None:
+        raise ImportError(
+            f"{asks} needs {package}, which is not installed: pip install '{install}'"
+        )

@@ -2,8 +2,8 @@
 
 The engine's real code runs. `streams` has the queues and the orders in which they are carried out,
 `memory` what a caching allocator does with the addresses, `simulator` brings both under torch's
-operators and the engine's collectives. `scenarios` are the trainings that run in it, `mutations`
-the faults that it has to find.
+operators and the engine's collectives. `scenarios` are the trainings that run in it.
+The faults that it has to find are in `tests/mutations`.
 
 Kernels are not run when they are called. They wait in the queue of their stream, until something
 has to be known on the host, and are then carried out in an order that is chosen to hurt. Memory is

@@ -9,15 +9,17 @@ from torch import Tensor
 from vescale_fsdp.testing import run_ranks
 
 from .memory import Allocator
-from .mutations import MUTATIONS, Mutation
 from .scenarios import FEW, FOUR, MORE, NATIVE, ONE, ORDERS, TWO, Scenario, differences
 from .simulator import Simulator, simulated
 from .streams import SimulationError
 
 TIMEOUT_S = 100
-# Scenarios at each change, one of each mechanism; the others, with what these combine: nightly.
+# Scenarios at each change, one of each mechanism, and those that find a mutation (tests/mutations);
+# the others, with what these combine: nightly.
 AT_EACH_CHANGE = {
     *("default", "zero1", "checkpointing", "hsdp", "optimizer on a stream", "quantized"),
+    *("one rank", "branch on a stream", "a unit on two streams", "steps on another stream"),
+    *("offload", "hsdp_zero1"),
 }
 MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}
@@ -50,23 +52,6 @@ def test_each_order_gives_the_bits_of_the_eager_run(name: str, all_orders: bool)
     num_ranks = named(name)[1]
     found = run_ranks(check_scenario, num_ranks, name, all_orders, timeout_s=TIMEOUT_S)
     assert not any(found), found
-
-
-def check_mutation(name: str) -> list[str]:
-    (mutation,) = [each for each in MUTATIONS if each.name == name]
-    return mutation.is_found()
-
-
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        pytest.param(each, id=each.name, marks=[pytest.mark.nightly] if index >= 4 else [])
-        for index, each in enumerate(MUTATIONS)
-    ],
-)
-def test_each_mutation_is_found(mutation: Mutation) -> None:
-    found = run_ranks(check_mutation, mutation.num_ranks, mutation.name, timeout_s=TIMEOUT_S)
-    assert any(found)
 
 
 def check_number_of_collectives() -> dict[str, int]:

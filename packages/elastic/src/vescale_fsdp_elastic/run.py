@@ -126,6 +126,11 @@ class Run:
         self.marks.clear()
         self.marks.update(own.get("marks", {}))
 
+    def move(self, step: int, num_samples: int) -> None:
+        """Continue from another step than the state's: that of a checkpoint loaded by others."""
+        own = {"samples": num_samples, "marks": dict(self.marks)}
+        self.take({**self.extra, "step": step, KEY: own})
+
     @property
     def has_signal(self) -> bool:
         """Whether this process was told to end."""

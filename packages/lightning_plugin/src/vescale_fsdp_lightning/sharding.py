@@ -1,4 +1,4 @@
-"""Shards a model. The strategies of Trainer and Fabric share this."""
+"""What the strategies of Trainer and Fabric share: arguments, processes, and the sharded model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from inspect import getattr_static
 from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
     FSDPModule,
@@ -26,13 +28,14 @@ from vescale_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     late_modules,
+    materialize,
+    refuse_other_engines,
     register_fsdp_forward_method,
     tuning_of,
 )
-from vescale_fsdp.checkpoint import full
-from vescale_fsdp.errors import renamed
+from vescale_fsdp.checkpoint import full, init_process_group
 from vescale_fsdp.optim import offload_, split_named_params
-from vescale_fsdp_elastic import ElasticOptions
+from vescale_fsdp.spi import backend_name, check_reduced
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
 from vescale_fsdp_lightning.options import (
@@ -44,11 +47,11 @@ from vescale_fsdp_lightning.options import (
     Reduce,
     Wrap,
     data_mesh,
+    elastic_options,
     refuse_others,
+    timeout_of,
 )
 from vescale_fsdp_lightning.precision import policy_for
-from vescale_fsdp_lightning.processes import Processes
-from vescale_fsdp_lightning.words import timeout_of
 
 __all__ = [
     "MakeOptimizer",
@@ -64,7 +67,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Sharding(Processes):
+class Sharding:
     """Fully-sharded data parallel by veScale-FSDP: ``strategy="vescale_fsdp"``.
 
     By default the model's repeated blocks become units, sharded over all processes, in
@@ -123,13 +126,27 @@ class Sharding(Processes):
             ``torchrun --nnodes 1:4 --max-restarts N``: an ``ElasticOptions``, or a mapping of its
             arguments. See the guide to elastic training.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
         TypeError: an unknown argument. For those of ``FSDPStrategy`` and ``ModelParallelStrategy``
             the message has what is here in their place.
     """
+
+    namespace: str  # of the base class, such as "lightning.pytorch"
+    is_distributed = True  # Lightning reads this of strategies that it does not know
+    _device_mesh: DeviceMesh | None = None
+    _expert_mesh: DeviceMesh | None = None
+    _num_nodes = 1
+
+    # Attributes of Lightning's base class
+    accelerator: Any
+    cluster_environment: Any
+    parallel_devices: Any
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
 
     def __init__(
         self,
@@ -159,12 +176,9 @@ class Sharding(Processes):
         elastic: Elasticity = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        gather: Gather = None,
-        reduce: Reduce = None,
         **others: Never,
     ) -> None:
-        name = type(self).__name__
-        refuse_others(name, others)
+        refuse_others(type(self).__name__, others)
         self.options = Options(
             wrap=wrap,
             granularity=granularity,
@@ -180,24 +194,135 @@ class Sharding(Processes):
             unused=unused,
             in_flight=in_flight,
             broadcast_buffers=broadcast_buffers,
-            gather_codec=renamed(name, "gather", gather, "gather_codec", gather_codec),
-            reduce_codec=renamed(name, "reduce", reduce, "reduce_codec", reduce_codec),
+            gather_codec=gather_codec,
+            reduce_codec=reduce_codec,
             state_dict_type=state_dict_type,
             async_save=async_save,
             save_rng=save_rng,
             weights_only=weights_only,
             staging_dir=staging_dir,
             budget=budget,
-            elastic=None if elastic is None else ElasticOptions.of(elastic),
+            elastic=elastic_options(elastic),
         )
         self._checkpoints = Checkpoints(self.options)
         self._to_save_too: dict[str, MakeOptimizer] = {}
         self._companions: dict[str, torch.optim.Optimizer] = {}
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout_of(timeout))
+        super().__init__()
+        self._process_group_backend, self._timeout = process_group_backend, timeout_of(timeout)
 
-    # Processes
+    # Processes: Lightning's strategies for several each implement these methods. Ours derive from
+    # ``ParallelStrategy``, which does not, and not from one of these strategies: other programs
+    # look for their classes and then do what only that strategy needs.
 
-    _expert_mesh: DeviceMesh | None = None
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all processes.
+
+        Raises:
+            RuntimeError: processes have not been started.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError(
+                "strategy.device_mesh exists only after torch.distributed has been started: in "
+                "configure_model and later, or after fabric.launch()"
+            )
+        return self._device_mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """``"nccl"`` or ``"gloo"``. None: it follows from the device."""
+        return self._process_group_backend
+
+    # Starting
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            launchers = import_module(f"{self.namespace}.strategies.launchers.subprocess_script")
+            self._launcher = launchers._SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def _setup_distributed(self) -> None:
+        self.accelerator.setup_device(self.root_device)
+        self._utilities("seed").reset_seed()
+        self._set_world_ranks()
+        tools = self._utilities("distributed")
+        if self._process_group_backend is None:
+            find = tools._get_default_process_group_backend_for_device
+            self._process_group_backend = find(self.root_device)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
+        if dist.is_torchelastic_launched() and not dist.is_initialized():
+            self._init_process_group(self._process_group_backend, **options)
+        tools._init_dist_connection(
+            self.cluster_environment, self._process_group_backend, **options
+        )
+
+    def _init_process_group(self, backend: str | None, **options: Any) -> None:
+        """Make the default group under torchrun, safe for restarts. Lightning then uses it."""
+        init_process_group(backend, **options)
+
+    def _set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _utilities(self, name: str) -> Any:
+        """Return a module of Fabric, of the same namespace. It has the functions for processes."""
+        is_one_package = self.namespace.startswith("lightning.")
+        fabric = "lightning.fabric" if is_one_package else "lightning_fabric"
+        return import_module(f"{fabric}.utilities.{name}")
+
+    # Collectives on objects and metrics
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Wait for all processes."""
+        if not dist.is_initialized():
+            return
+        is_nccl = backend_name(None, self.root_device) == "nccl"
+        dist.barrier(device_ids=[self.root_device.index] if is_nccl else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one process to all."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean, or another ``reduce_op``, over processes. Only tensors are reduced."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if isinstance(tensor, DTensor):  # computed from sharded parameters: a norm of gradients
+            tensor = tensor.full_tensor()
+        return self._utilities("distributed")._sync_ddp_if_available(
+            tensor, group, reduce_op=reduce_op
+        )
+
+    # Mesh
 
     def _start_mesh(self) -> None:
         """Make the mesh, once, after ``torch.distributed`` was started."""
@@ -246,11 +371,12 @@ class Sharding(Processes):
             methods: names of the module's methods that count as forward.
             roots: the user calls submodules separately, with backwards in between.
         """
-        refuse_other_engines(module)
+        refuse_other_engines(module, "or leave it to the strategy")
         if self.options.budget is None:
             self._shard_units(module, precision, roots=roots)
         else:
             self._shard_within(module, precision, roots=roots)
+        check_reduced(module, "VeScaleFSDPStrategy")
         offloads = self.options.offloads_parameters or _is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
@@ -398,66 +524,6 @@ def _is_offloaded(module: nn.Module) -> bool:
     """Whether a budget has chosen to keep shards in host memory."""
     tuning = tuning_of(module)
     return tuning is not None and tuning.chosen.candidate.offload
-
-
-def refuse_other_engines(module: nn.Module) -> None:
-    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
-
-    Raises:
-        TypeError: names the module.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for name, child in module.named_modules():
-        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
-        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or type(module).__name__} has been sharded by torch.distributed.fsdp; "
-                'with strategy="vescale_fsdp" use vescale_fsdp.fully_shard, which takes the same '
-                "arguments, or leave it to the strategy"
-            )
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors that are on the meta device.
-
-    Values come from ``reset_parameters()``, or from the model's ``_init_weights(module)``, which
-    models of ``transformers`` have. Other tensors do not change. Each process fills its own shards
-    with the values that the full parameters would get.
-    """
-    lacking = [
-        each
-        for each in module.modules()
-        if any(
-            t.is_meta
-            for t in (*each._parameters.values(), *each._buffers.values())
-            if t is not None
-        )
-    ]
-    if not lacking:
-        return
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    module._apply(fill)
-    owners = [each for each in module.modules() if callable(getattr(each, "_init_weights", None))]
-    left: set[str] = set()
-    for each in lacking:
-        reset = getattr(each, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif owners:
-            owners[-1]._init_weights(each)  # type: ignore[operator]
-        else:
-            left.add(type(each).__name__)
-    if left:
-        warnings.warn(
-            f"{', '.join(sorted(left))} were made on the meta device and have no "
-            "reset_parameters(): their parameters and buffers have no values yet; load a "
-            "checkpoint, or initialize them in configure_model",
-            stacklevel=2,
-        )
 
 
 @contextmanager

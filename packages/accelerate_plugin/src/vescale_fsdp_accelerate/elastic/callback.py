@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from transformers import TrainerCallback
 
 from vescale_fsdp_elastic import ElasticOptions, Run
-
-if TYPE_CHECKING:
-    from vescale_fsdp_accelerate.elastic_loop import Loop
 
 __all__ = ["ElasticCallback"]
 
@@ -44,7 +42,13 @@ class ElasticCallback(TrainerCallback):
             {"directory": directory, "global_batch": global_batch, **options}
         )
         self.run: Run | None = None
-        self.loop: Loop | None = None
+        self.loop: Any = None
+
+    def repeat(self, trainer: Any, train: Callable[[], Any]) -> Any:
+        """Run the loop of a Trainer that we shard for, which calls this, until it is done."""
+        from vescale_fsdp_accelerate.elastic.loop import repeated
+
+        return repeated(trainer, self, train)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raise if the Trainer does not use this package. Else count from its step."""
