@@ -96,6 +96,7 @@ def fails() -> None:
 def fail_after_a_while() -> str:
     """The note that this rank leaves for the others."""
     store = dist.HashStore()
+    notes.begin()
     notes.share([0], store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_FSDP_WATCHDOG_S", "0.1")

@@ -104,13 +104,16 @@ def last() -> str:
 # In the store
 
 
-def share(ranks: Sequence[int], store: Any) -> None:
-    """Let ``ranks`` have their notes in a store. All of them use it, and no earlier job has."""
+def begin() -> None:
+    """Forget what this rank did in another default group, and the stores of that group."""
     world = dist.group.WORLD
-    assert world is not None, "there is a store"
-    if here.world is None or here.world() is not world:
+    if world is not None and (here.world is None or here.world() is not world):
         _stores.clear()
         here.world, here.last, here.step = weakref.ref(world), None, _BEFORE
+
+
+def share(ranks: Sequence[int], store: Any) -> None:
+    """Let ``ranks`` have their notes in a store. All of them use it, and no earlier job has."""
     # A connection for notes alone, when there are some: a wait blocks all calls on its connection.
     _stores[tuple(ranks)] = functools.cache(store.clone)
 

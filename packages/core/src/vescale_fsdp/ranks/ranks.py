@@ -121,6 +121,7 @@ def over(ranks: dist.ProcessGroup | Sequence[int]) -> Ranks:
     )
     world = dist.group.WORLD
     assert world is not None, "there are other ranks"
+    notes.begin()
     known = _KNOWN.setdefault(world, {})
     if numbers not in known:
         known[numbers] = Ranks(numbers if not is_fake() else (), dist.get_rank())
