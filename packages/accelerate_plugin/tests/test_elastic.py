@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -428,3 +429,12 @@ def test_without_the_package_it_says_what_to_install(
     match = rf"{asks} needs .*: pip install 'vescale-fsdp-accelerate\[elastic\]'"
     with pytest.raises(ImportError, match=match):
         ask()
+
+
+def test_it_is_not_loaded_unless_it_is_asked_for() -> None:
+    code = (
+        "import sys\nfrom vescale_fsdp_accelerate import accelerator, trainer\n"
+        "print('vescale_fsdp_elastic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

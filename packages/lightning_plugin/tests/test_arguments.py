@@ -48,6 +48,7 @@ from .lit import (
     make_model,
     make_trainer,
 )
+from .test_autoload import python
 
 
 def units_of(model: nn.Module) -> list[str]:
@@ -409,3 +410,8 @@ def test_elastic_without_its_package_says_what_to_install(monkeypatch: pytest.Mo
     match = r"elastic=...\) needs .*: pip install 'vescale-fsdp-lightning\[elastic\]'"
     with pytest.raises(ImportError, match=match):
         VeScaleFSDPStrategy(elastic={"directory": "runs", "global_batch": 64})
+
+
+def test_elastic_is_not_loaded_unless_it_is_asked_for() -> None:
+    made = "from vescale_fsdp_lightning import VeScaleFSDPStrategy; VeScaleFSDPStrategy()"
+    assert python(f"import sys\n{made}\nprint('vescale_fsdp_elastic' in sys.modules)") == "False"

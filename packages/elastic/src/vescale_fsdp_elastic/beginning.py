@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import spi
-from vescale_fsdp.spi import Optimizers, Ranks, Stateful, everyone, is_fake, waits
+from vescale_fsdp.spi import Optimizers, Ranks, Stateful, everyone, is_fake, limit_s, waits
 from vescale_fsdp_elastic import connecting, leaving, liveness, memory
 from vescale_fsdp_elastic.keeping import Keeper
 from vescale_fsdp_elastic.leaving import Left
@@ -83,7 +83,8 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
     connecting.watch_agents()  # if others have made the process group
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
-    everyone()
+    late_s = limit_s(may_be_late=True)  # models are made before this
+    everyone().meet("the beginning of an elastic training", lambda: None, timeout_s=late_s)
     ranks, ring = connect()
     if ranks.is_first and _cannot_grow():
         _log.warning(
