@@ -31,11 +31,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
-from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp.errors import companion
 from vescale_fsdp.optim import offload_
+from vescale_fsdp.spi import backend_name, begin_load, begin_save, check_reduced
 from vescale_fsdp_accelerate import checkpoints, saving
 from vescale_fsdp_accelerate.budgets import budget_for
 from vescale_fsdp_accelerate.plans import check_sizes
@@ -254,6 +253,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             for _ in self._sharder.shard_late(bare, needs):
                 self._switch.record(model, last)
                 self._switch.move(optimizers)
+            check_reduced(bare, "prepare")
             return model
         budget = budget_for(
             plugin.budget,
@@ -265,6 +265,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         for _ in self._sharder.shard(model, needs, budget):
             self._switch.record(model, last)
             self._switch.move(optimizers)
+        check_reduced(bare, "prepare")
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         self._compile(model)
         return model

@@ -263,11 +263,12 @@ def test_parameters_unused_on_all_ranks_keep_no_gradient_and_do_not_move(units: 
         assert torch.equal(parameters["branches.c.weight"], make(Branches).branches["c"].weight)
 
 
+@pytest.mark.parametrize("units", ["each", "root"])
 @pytest.mark.parametrize("used_at", [a_everywhere_b_on_rank_0, one_branch_for_each_rank])
 def test_parameters_unused_on_some_ranks_get_the_others_gradients(
-    used_at: Callable[[int], list[str]],
+    used_at: Callable[[int], list[str]], units: str
 ) -> None:
-    run_ranks(check_unused, 2, used_at, "root", timeout_s=15)
+    run_ranks(check_unused, 2, used_at, units, timeout_s=15)
 
 
 def gradient_after_all_were_used(unused: str, ranks_using_b: list[int]) -> float | None:

@@ -19,7 +19,7 @@ from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
-from vescale_fsdp.engine.first_backward import check_replaced, note_root, warn_of_several_roots
+from vescale_fsdp.engine.first_backward import check_replaced, note_root
 from vescale_fsdp.engine.group import Fetched, Group
 from vescale_fsdp.engine.inputs import leaves_out_parameters, note_begun
 from vescale_fsdp.engine.reducing import Mail, Reducing
@@ -34,10 +34,18 @@ from vescale_fsdp.engine.settling import (
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
-from vescale_fsdp.program.order import Program
-from vescale_fsdp.program.residency import Lease
-from vescale_fsdp.program.window import Policy
+from vescale_fsdp.program import (
+    Executor,
+    Lease,
+    Names,
+    Passes,
+    Policy,
+    Program,
+    Record,
+    Reduction,
+    Residency,
+    policy_of,
+)
 from vescale_fsdp.ranks import limit_s, notes, over
 
 _SAME_MODEL = "Build the same model, with the same mesh and arguments of fully_shard, on every rank"
@@ -163,6 +171,10 @@ class Engine(Executor):
         if not self.passes.is_in_forward:
             self._begun_in = current
             self.is_after_backward = False
+            # A reentrant checkpoint has run it without gradients. Else a hook trains a model.
+            runs_again = self.passes.num_passes and not self.passes.wants_gradients
+            if current != _NONE and wants_gradients and runs_again:
+                self._note_root()
             if self._has_left:
                 self._meet(MEETING_TIMEOUT_S)
         self.passes.before_forward(unit, method, wants_gradients)
@@ -308,9 +320,13 @@ class Engine(Executor):
             compat.queue_backward_callback(end)
             note_begun(self)
             self._begin_reductions()
-            root = self._units[0]()
-            if not self._had_backward and root is not None:
-                note_root(root)
+            if self._begun_in == _NONE:  # else its forward has told
+                self._note_root()
+
+    def _note_root(self) -> None:
+        root = self._units[0]()
+        if not (self._had_backward or leaves_out_parameters() or root is None):
+            note_root(root)
 
     def slots(self) -> Iterator[Slot]:
         """The parameters of all units."""
@@ -384,11 +400,8 @@ class Engine(Executor):
         """
         if self._had_backward or leaves_out_parameters():
             return
-        units = self.units()
         check_replaced(self.slots())
         self._had_backward = True
-        if units:
-            warn_of_several_roots(units[0])
 
     def all_issued(self) -> None:
         """Start to exchange which parameters were used, for the groups to publish."""

@@ -25,8 +25,7 @@ from vescale_fsdp.engine.lent import Place
 from vescale_fsdp.engine.slot import Site, Slot, carry
 from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.unfilled import check_materialized
-from vescale_fsdp.program.residency import Lease, Residency
-from vescale_fsdp.program.zero_table import Row
+from vescale_fsdp.program import Lease, Residency, Row
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
@@ -133,6 +132,7 @@ class Unit(Residency):
         self.offloads_activations = False
         self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
         self.has_ignored = False  # whether ``ignored_params`` were passed with it
+        self.is_in_whole = False  # whether all in the model around it was found to be reduced
         self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
